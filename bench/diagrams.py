@@ -10,15 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from bench.speed.reallocation import lower_bound_bytes
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Post, Program, Run
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.tensors import Box
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.run.palette import (
+from rlhf_spmd.runtime.pictures.palette import (
     FAINT_INK,
     IDLE,
     INK,
@@ -31,8 +32,7 @@ from rlhf_spmd.runtime.run.palette import (
     shade,
     styles_of,
 )
-from rlhf_spmd.runtime.run.picture import SMALL, TEXT, WIDTH, Area, Picture
-from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.runtime.pictures.picture import SMALL, TEXT, WIDTH, Area, Picture
 
 USES = {
     "executed": "every rank carries out its\nlist, on CPUs or GPUs",

@@ -21,12 +21,12 @@ from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 
 from bench.rows import REPOSITORY
-from rlhf_spmd import config as configs
-from rlhf_spmd import presets
-from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
-from rlhf_spmd.option_suggestions import ELSEWHERE
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config import presets
+from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.pages.option_suggestions import ELSEWHERE
+from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.runtime.offline import options as offline_options
-from rlhf_spmd.strategy import load_strategy, strategy_names
 
 PAGE = REPOSITORY / "docs" / "options.md"
 HEAD = """# Options

@@ -8,14 +8,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.plots import plain
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.run.palette import RULE, SYSTEMS, Style
-from rlhf_spmd.runtime.run.picture import Area, Picture
-from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.runtime.pictures.palette import RULE, SYSTEMS, Style
+from rlhf_spmd.runtime.pictures.picture import Area, Picture
 from rlhf_spmd.verbs.draw import picture_of
 
 BEHIND = "llama-33b", "8x8", ("separation", "flattening")  # the case, and the strategies that are drawn

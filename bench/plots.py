@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.rows import RESULTS, STRATEGIES
-from rlhf_spmd.config import make_workload
-from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.run import palette
-from rlhf_spmd.runtime.run.palette import (
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.runtime.pictures import palette
+from rlhf_spmd.runtime.pictures.palette import (
     FAINT_INK,
     INK,
     NEUTRAL,
@@ -24,9 +24,9 @@ from rlhf_spmd.runtime.run.palette import (
     Style,
     shade,
 )
-from rlhf_spmd.runtime.run.picture import MARGIN, SMALL, TEXT, WIDTH, Area, Picture
-from rlhf_spmd.runtime.run.timeline import Panel as Timeline
-from rlhf_spmd.runtime.run.timeline import add_stack, write_png
+from rlhf_spmd.runtime.pictures.picture import MARGIN, SMALL, TEXT, WIDTH, Area, Picture
+from rlhf_spmd.runtime.pictures.timeline import Panel as Timeline
+from rlhf_spmd.runtime.pictures.timeline import add_stack, write_png
 
 COLOURS = dict(zip(STRATEGIES, cycle(palette.STRATEGIES)))
 PHASES = {

@@ -174,8 +174,8 @@ def _with_file(parsed: argparse.Namespace) -> argparse.Namespace:
 
 def _hint(word: str) -> str:
     """A suggestion for an unknown word with dashes, for the end of a message."""
-    from rlhf_spmd.option_suggestions import suggest_option
-    from rlhf_spmd.presets import all_keys
+    from rlhf_spmd.config.presets import all_keys
+    from rlhf_spmd.pages.option_suggestions import suggest_option
 
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if name in all_keys():

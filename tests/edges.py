@@ -6,7 +6,7 @@ A replay on one rank, which is deterministic, with a teacher-forced pass after e
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.cdf_tree import FANOUT, LEVELS_INSIDE, level_uniforms, levels_over
 from rlhf_spmd.model.sequences import Sequences, forward
 from rlhf_spmd.runtime.execute.iteration import Iteration

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rlhf_spmd import presets
-from rlhf_spmd.algorithm import Algorithm, check_functions, load_algorithm
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config
+from rlhf_spmd.pages.algorithm import Algorithm, check_functions, load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement

@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
-from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement

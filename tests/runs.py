@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program

@@ -10,8 +10,8 @@ import torch
 from bench.against_trl import given_work, work
 from bench.against_trl.given_work import WORKS, GivenWork
 from bench.speed.generate_peers import use_fastest
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config
 from tests.runs import RunOf
 
 

@@ -17,7 +17,7 @@ import torch
 
 from bench.against_trl import work
 from bench.speed.generate_peers import use_fastest
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from tests.runs import RunOf

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.against_trl.cases import Case
 from bench.against_trl.given_cases import GivenCase
 from bench.against_trl.widened import widened
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.engines.flat_engine import FlatEngine
 from rlhf_spmd.runtime.execute import optimizer_step

@@ -26,7 +26,7 @@ import torch
 
 from bench.embedded.stages import metrics, sizes, trained, write_rows
 from rlhf_spmd import embedded
-from rlhf_spmd.evaluation_metrics import measure
+from rlhf_spmd.config.evaluation_metrics import measure
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, load_tokenizer, save_state

@@ -286,8 +286,8 @@ def training_flops(config: ModelConfig, num: int, prompt: int, response: int) ->
 
 def calibrate(light: Light) -> Found:
     """What the profile verb does, with fewer repetitions: of the shape of LLaMA 7B on a GPU."""
-    from rlhf_spmd import presets
-    from rlhf_spmd.calibration_file import read_calibration, write_calibration
+    from rlhf_spmd.config import presets
+    from rlhf_spmd.machines.calibration_file import read_calibration, write_calibration
     from rlhf_spmd.plan.cluster import DEVICE_BYTES, device_type_of
     from rlhf_spmd.runtime.profile.profile import Grid, profile, summary
     from rlhf_spmd.runtime.world.world import World

@@ -20,7 +20,7 @@ from bench.forecast.validate_rows import DATA, ROWS, SEARCHED, cluster_of, read_
 from bench.forecast.validate_searched import BASE, text_of
 from bench.forecast.validate_systems import real_heuristic
 from bench.rows import write
-from rlhf_spmd.calibration_file import read_calibration
+from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast

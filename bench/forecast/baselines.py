@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from bench.baseline_tables import PER_TOKEN
 from bench.forecast.validate_systems import USABLE, Plan, deepspeed_chat, simulated
-from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.memory import activation_bytes, num_params, sequence_bytes, static_bytes, zero_bytes

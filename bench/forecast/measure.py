@@ -9,12 +9,12 @@ import sys
 
 from bench.rows import STRATEGIES, write
 from bench.tables import text_table
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program, communicators
-from rlhf_spmd.strategy import load_strategy
 
 MEASURED = tuple(name for name in STRATEGIES if name != "planner")
 

@@ -24,17 +24,17 @@ from pathlib import Path
 
 from bench.rows import RESULTS, on_ranks, read_rows, train, write
 from bench.speed.shares import read_chrome
-from rlhf_spmd import presets
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.plan import alternatives, fastest, module_source
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")

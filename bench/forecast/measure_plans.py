@@ -24,9 +24,9 @@ from typing import Any
 from bench.forecast.measure_cpu import workload_of
 from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows, write
 from bench.tables import text_table
-from rlhf_spmd import presets
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import communicators

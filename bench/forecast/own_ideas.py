@@ -13,7 +13,7 @@ from bench.forecast.stages import STAGES
 from bench.forecast.suites import Case, grid_of, stages, tuned
 from bench.rows import STRATEGIES
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.strategy import Strategy, load_strategy
+from rlhf_spmd.pages.strategy import Strategy, load_strategy
 
 OF_STRATEGY = "strategy."  # the beginning of a word that is for the strategies of --strategy alone
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench.forecast.spaces import apps_parts
-from rlhf_spmd import presets
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost

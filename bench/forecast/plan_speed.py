@@ -16,15 +16,15 @@ from functools import partial
 
 from bench.forecast import plan_methods
 from bench.rows import RESULTS, read_rows, write
-from rlhf_spmd import presets
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search.planner import search
-from rlhf_spmd.strategy import load_strategy
 
 DEVICE, PRESET = "a100-80g", "llama-70b"
 RANKS = "128x8"

@@ -21,8 +21,8 @@ from bench.forecast.baselines import Setup, baseline_forecast, recomputing, setu
 from bench.forecast.scan import phase_s
 from bench.rows import write
 from bench.tables import text_table
-from rlhf_spmd.algorithm import load_algorithm
-from rlhf_spmd.calibration_file import NETWORKS, load_calibration
+from rlhf_spmd.machines.calibration_file import NETWORKS, load_calibration
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.workload import ModelShape, Workload

@@ -29,10 +29,12 @@ from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
 from bench.rows import RESULTS, STRATEGIES, read_rows, write
 from bench.tables import text_table
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.cluster_calibration import with_reserve
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
@@ -44,8 +46,6 @@ from rlhf_spmd.plan.program.instructions import Message, Program
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import BUDGET, search
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.presets import load
-from rlhf_spmd.strategy import load_strategy
 
 DEVICES_PER_NODE = 8
 LONG_BUDGET = 3 * BUDGET  # of the planner's proof; its gap is in the row

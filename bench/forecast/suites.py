@@ -29,7 +29,7 @@ from bench.forecast.claims import (
 from bench.forecast.stages import SEARCHED, STAGES, overrides_of, strategies_of
 from bench.rows import STRATEGIES
 from bench.stage_tables import ZERO3
-from rlhf_spmd.calibration_file import NETWORKS
+from rlhf_spmd.machines.calibration_file import NETWORKS
 
 PRESETS = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")
 LAYOUTS = ("1x8", "2x8", "4x8", "8x8")

@@ -33,8 +33,8 @@ from bench.forecast.validate_rows import (
 from bench.forecast.validate_searched import BASE
 from bench.forecast.validate_systems import SYSTEMS, fastest
 from bench.rows import write
-from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.simulate import Forecast
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.forecast.validate_systems import SYSTEMS
-from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.workload import ModelShape, Workload
 

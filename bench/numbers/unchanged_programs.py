@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bench.speed.reallocation import lower_bound_bytes
-from rlhf_spmd import presets
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
@@ -36,7 +37,6 @@ from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search.planner import SearchResult, search
 from rlhf_spmd.plan.text.strategy_module import strategy_source
-from rlhf_spmd.strategy import load_strategy
 
 DEVICES = ("a100-80g", "h100-80g")  # the second one is for clusters of two types
 NUM_TOKENS = 3  # of a generation in stages, where its steps are listed

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from bench.rows import write
 from bench.tables import measured_on_ranks
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program, communicators
 from rlhf_spmd.runtime.world.world import World
-from rlhf_spmd.strategy import load_strategy
 
 STRATEGIES = ("flattening", "separation")
 NUM_RANKS, NUM_PAIRS, NUM_WARM = 8, 24, 2

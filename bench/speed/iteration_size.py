@@ -23,12 +23,12 @@ from pathlib import Path
 
 from bench.rows import write
 from bench.tables import measured_on_ranks
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait, communicators
 from rlhf_spmd.runtime.world.world import World
-from rlhf_spmd.strategy import load_strategy
 
 NUM_RANKS, NUM_ITERATIONS = 8, 4  # the first one warms up
 STRATEGIES = ("flattening", "interleaving1", "separation")
@@ -164,8 +164,8 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
     from rlhf_spmd.kernels.known_tokens import KnownTokens
     from rlhf_spmd.model.hf import load_tokenizer
     from rlhf_spmd.model.template_time import time_of_start
-    from rlhf_spmd.runtime.data.input_checks import read_prompts
     from rlhf_spmd.runtime.data.shared_prompts import once_per_node
+    from rlhf_spmd.runtime.run.inputs import read_prompts
 
     with tempfile.TemporaryDirectory(prefix="prompts_") as folder:
         path = Path(world.bcast(folder, what="the folder")) / "prompts.jsonl"

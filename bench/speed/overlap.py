@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.rows import on_ranks, write
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.simulate import Times, simulate
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.strategy import load_strategy
 
 SLOW_S = {  # of a call in an iteration; a train call's is that of one optimizer step
     "actor_generate": 1.2,

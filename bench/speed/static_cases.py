@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bench.speed.occupancy import PROCESSORS
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.kernels import decode_attention
 from rlhf_spmd.kernels.kv_write import kv_write_triton
 from rlhf_spmd.kernels.rmsnorm import rmsnorm_triton
@@ -27,7 +28,6 @@ from rlhf_spmd.kernels.silu_mul import silu_mul_triton
 from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.presets import load
 
 DTYPE = torch.bfloat16
 ROWS, CONTEXT, TOKENS = 64, 1024, 8192  # of a decode step; of a prompt pass or a micro-batch of training

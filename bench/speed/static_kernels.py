@@ -23,7 +23,7 @@ from bench.speed.launches import H100, MI300, Launch, recorded
 from bench.speed.occupancy import PROCESSORS, Resources, amd, nvidia
 from bench.speed.static_cases import REASONS, WHOLE, Case, all_cases, needed_bytes
 from bench.tables import text_table
-from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.machines.calibration_file import load_calibration
 
 TARGETS = ("sm_90", "gfx942")
 CALIBRATION = "h100-80g"

@@ -18,12 +18,12 @@ from pathlib import Path
 from bench import plots
 from bench.rows import provenance, train, write
 from bench.speed.shares import read_chrome, shares
-from rlhf_spmd import presets
-from rlhf_spmd.cluster_file import read_cluster
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.cluster_file import read_cluster
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import static_bytes
-from rlhf_spmd.strategy import load_strategy
 
 DRAWN = ("flattening", "interleaving1", "interleaving2", "separation")
 DRAWN_RANKS = 2

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import NO_RIGHT, is_folder, json_value, read_bytes, refuse_pipes
+from rlhf_spmd.files.json_text import json_value
+from rlhf_spmd.files.reading import NO_RIGHT, is_folder, read_bytes, refuse_pipes
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder, read_bytes, why_no_file
+from rlhf_spmd.files.reading import is_folder, read_bytes, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json

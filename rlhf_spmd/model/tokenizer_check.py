@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import user_cache
+from rlhf_spmd.files.reading import user_cache
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, files_hash
 

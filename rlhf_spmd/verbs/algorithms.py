@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from rlhf_spmd.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.plan.runtime_words import PROMPTS
 
 

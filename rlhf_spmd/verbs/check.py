@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlhf_spmd import presets
-from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
-from rlhf_spmd.cluster_file import read_cluster
-from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved, split_functions
-from rlhf_spmd.config_file import FUNCTIONS, ConfigFile, read_config_file, to_text
-from rlhf_spmd.data_epochs import length_of
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.config.file import FUNCTIONS, ConfigFile, read_config_file, to_text
+from rlhf_spmd.config.options import Config, evaluated, make_workload, prompt_files, resolved, split_functions
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
+from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.machines.cluster_file import read_cluster
 from rlhf_spmd.model.tokenizer_check import reading_note
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
@@ -23,7 +23,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program
-from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.verbs.fitting_strategies import Evaluate, advice, no_evaluation
 
 DEFAULT_STRATEGY = "flattening"
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
@@ -110,7 +110,7 @@ def check_rewards(config: Config, file: ConfigFile | None = None) -> list[Findin
 
 def _check_reward(spec: str, config: Config) -> Finding | None:
     """check_rewards() for one function. Rows are read only if it asks for a column, and if all files are here."""
-    from rlhf_spmd.runtime.data.reward_function import load_reward_function, source_file
+    from rlhf_spmd.runtime.rewards.function import load_reward_function, source_file
 
     module, _, name = spec.rpartition(":")
     if module and name.isidentifier() and source_file(spec) is None:  # else loading says what is wrong with it

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting_strategies import missing_bytes
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble
@@ -21,10 +21,10 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.run.picture import Picture
-from rlhf_spmd.runtime.run.placement_map import Map, add_maps
-from rlhf_spmd.runtime.run.timeline import Panel, add_stack
-from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.runtime.pictures.picture import Picture
+from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
+from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
+from rlhf_spmd.verbs.fitting_strategies import missing_bytes
 from rlhf_spmd.verbs.plan import read_calibrated, records, refuse_existing, save
 
 MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from rlhf_spmd.config_file import ConfigFile
+from rlhf_spmd.config.file import ConfigFile
+from rlhf_spmd.config.presets import all_keys
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
-from rlhf_spmd.option_suggestions import suggest_option
+from rlhf_spmd.pages.option_suggestions import suggest_option
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.presets import all_keys
 from rlhf_spmd.runtime.offline.options import GenerateOptions, assigned, check_options, load_options, types
 
 

@@ -15,12 +15,12 @@ from textwrap import wrap
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
-from rlhf_spmd.config import Config, evaluated, make_workload
+from rlhf_spmd.config.options import Config, evaluated, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file, is_folder
-from rlhf_spmd.fitting_strategies import COMPARED, Evaluate, missing_bytes, no_evaluation, options_to_try, too_large
+from rlhf_spmd.files.reading import is_file, is_folder
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -34,8 +34,15 @@ from rlhf_spmd.plan.search.planner import SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import check_both, config_words, evaluate_of, read_config_and_cluster
+from rlhf_spmd.verbs.fitting_strategies import (
+    COMPARED,
+    Evaluate,
+    missing_bytes,
+    no_evaluation,
+    options_to_try,
+    too_large,
+)
 
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
@@ -77,7 +84,7 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
     print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_check_words(parsed, cluster), *parsed.overrides])}")
     if parsed.timeline:
-        from rlhf_spmd.runtime.run.timeline import write_png
+        from rlhf_spmd.runtime.pictures.timeline import write_png
 
         spans, title = records(winner.forecast), f"Forecast of {winner.name}: {where}"
         draw = partial(write_png, records=spans, title=title, workflow=workload.workflow, most_lanes=MOST_LANES)

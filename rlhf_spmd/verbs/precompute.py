@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder
+from rlhf_spmd.files.reading import is_folder
+from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
 from rlhf_spmd.runtime.world.devices import check_program
-from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.check import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.verbs.plan import refuse_existing
 from rlhf_spmd.verbs.train import cluster_of

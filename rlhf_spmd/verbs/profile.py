@@ -5,8 +5,8 @@ import json
 import time
 from pathlib import Path
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.calibration_file import check_out, write_calibration
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.machines.calibration_file import check_out, write_calibration
 from rlhf_spmd.runtime.profile.profile import last_line, profile, summary
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.run.web_page import page, read
+from rlhf_spmd.runtime.records.web_page import page, read
 from rlhf_spmd.verbs.plan import refuse_existing, save
 
 

@@ -12,10 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import json_text, on_one_line, paths_in, printable
-from rlhf_spmd.option_suggestions import did_you_mean
+from rlhf_spmd.files.json_text import json_text
+from rlhf_spmd.files.printing import on_one_line, printable
+from rlhf_spmd.files.reading import paths_in
+from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.guard.postmortem import check_is_folder
-from rlhf_spmd.runtime.run.rollout_files import read_part
+from rlhf_spmd.runtime.records.rollout_files import read_part
 
 FOLDER = "rollouts"
 PLACES = {"iteration": "iteration", "prompt_index": "prompt", "sample": "sample"}

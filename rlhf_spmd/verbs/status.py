@@ -12,7 +12,7 @@ from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
-from rlhf_spmd.runtime.run.run_files import read_config, read_rows, reported
+from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
 
 RECENT = 10  # iterations of which the medians of seconds and tokens are taken
 COLUMNS = ("rank", "host", "state", "memory", "seen", "for", "what it does")

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
-from rlhf_spmd.cluster_file import on_machines, read_cluster
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file
-from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
+from rlhf_spmd.files.reading import is_file
+from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.machines.cluster_file import on_machines, read_cluster
+from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program, communicators
 from rlhf_spmd.plan.proof.memory_check import Finding
@@ -20,7 +20,6 @@ from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program, type_of
-from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import (
     DEFAULT_STRATEGY,
     check_both,
@@ -33,6 +32,7 @@ from rlhf_spmd.verbs.check import (
     packs,
     print_report,
 )
+from rlhf_spmd.verbs.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.verbs.plan import auto
 
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from rlhf_spmd import config as configs
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement

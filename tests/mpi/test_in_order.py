@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.strategy import load_strategy
 from tests.folders import write_model, write_prompts
 from tests.mpi.test_invariance import with_groups
 from tests.programs import random_split_placement, random_split_program, streaming_with_stages

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.numbers.bfloat16 import LIMIT, in_standard_errors
-from rlhf_spmd.config import Config, make_workload, with_value
+from rlhf_spmd.config.options import Config, make_workload, with_value
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout

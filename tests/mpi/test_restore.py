@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_spmd import config as configs
+from rlhf_spmd.config import options as configs
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest

@@ -1,6 +1,6 @@
 """A metric that explodes is named once; one that only grows is not."""
 
-from rlhf_spmd.algorithm import load_algorithm
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
 
 PPO = load_algorithm("ppo")

@@ -10,13 +10,13 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from rlhf_spmd import config as configs
-from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.algorithm import algorithm_names, bound, check_functions, load_algorithm, word_of
 from rlhf_spmd.algorithms import losses, page, ppo
 from rlhf_spmd.algorithms.controllers import RunningMoments
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import algorithm_names, bound, check_functions, load_algorithm, word_of
 from rlhf_spmd.runtime.checkpoint.resume import config_of as resumed_config
 from tests.pages import checked, write_page
 

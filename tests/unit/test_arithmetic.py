@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.embedded.make_arithmetic import MOST_TOKENS, Recipe, accuracy, add, make
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.embedded import path_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer

@@ -12,13 +12,13 @@ from bench.forecast.scan import machine, phase_s, row_of, solve
 from bench.forecast.suites import Case
 from bench.forecast.validate_systems import EAGER_LAYER_S, USABLE
 from bench.rows import STRATEGIES
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Link
 from rlhf_spmd.plan.cost.seconds import Cost
-from rlhf_spmd.presets import load
 
 WORKLOAD = recomputing(make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"])))
 CLUSTER = Cluster.parse("1x8", "a100-80g")

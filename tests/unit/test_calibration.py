@@ -5,8 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.calibration_file import SHIPPED, check_out, load_calibration, read_calibration, write_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import (
+    SHIPPED,
+    check_out,
+    load_calibration,
+    read_calibration,
+    write_calibration,
+)
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured, fit_link
 from rlhf_spmd.plan.cost.seconds import all_gather_s
 from rlhf_spmd.plan.workload import ModelShape

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.strategy import load_strategy
 from tests.programs import assert_refused, edited, errors, make_workload, place_models, where, with_list
 
 TRAINER, GENERATOR = 0, 1

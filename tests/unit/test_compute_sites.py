@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rlhf_spmd.algorithms import ppo
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store

@@ -9,13 +9,13 @@ from typing import Annotated, get_origin
 import pytest
 import torch
 
-from rlhf_spmd.config import Config, make_workload, options_of, parse_value, resolved
+from rlhf_spmd.config.model_folders import shape_of_folder
+from rlhf_spmd.config.options import Config, make_workload, options_of, parse_value, resolved
+from rlhf_spmd.config.presets import PRESETS, load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.model_folders import shape_of_folder
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.presets import PRESETS, load
 
 LLAMA_BILLIONS = {"llama-7b": 6.738, "llama-13b": 13.016, "llama-33b": 32.529, "llama-65b": 65.286, "llama-70b": 68.977}
 

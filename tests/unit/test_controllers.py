@@ -5,8 +5,8 @@ import torch
 
 from rlhf_spmd.algorithms import controllers, ppo
 from rlhf_spmd.algorithms.advantages import moments
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.presets import load
 
 
 def test_row_02_kl_coef():

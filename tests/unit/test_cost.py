@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from rlhf_spmd.calibration_file import load_calibration, read_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration, read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import OF_DEVICE, ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of

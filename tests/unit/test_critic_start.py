@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.run.loggers import WANDB_ID, Curves
+from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
 
 
 @pytest.fixture(autouse=True)

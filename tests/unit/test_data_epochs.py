@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.config import overridden, resolved
-from rlhf_spmd.config_file import read_config_file
-from rlhf_spmd.data_epochs import in_iterations, length_of
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.epochs import in_iterations, length_of
+from rlhf_spmd.config.file import read_config_file
+from rlhf_spmd.config.options import overridden, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint.resume import refuse_changes, refuse_fewer
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder

@@ -9,9 +9,9 @@ import pytest
 
 from rlhf_spmd.algorithms import advantages, controllers, losses
 from rlhf_spmd.algorithms.ppo import Options
-from rlhf_spmd.config import Config, Generation, Optimizer
-from rlhf_spmd.config import options_of as config_options
-from rlhf_spmd.presets import PRESETS, load
+from rlhf_spmd.config.options import Config, Generation, Optimizer
+from rlhf_spmd.config.options import options_of as config_options
+from rlhf_spmd.config.presets import PRESETS, load
 from rlhf_spmd.runtime.execute.optimizer_step import PARITY_TOLERANCE
 
 RULES = {  # row -> option: its default

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.world import devices, visible_devices
 from rlhf_spmd.runtime.world.devices import RankDevice, check_program, choose_devices, describe_device
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
-from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
 HOSTS = ("one", "one", "one", "two", "two", "two")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute.divisors import checked_divisor
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of

@@ -12,13 +12,13 @@ import pytest
 
 from bench import options_page
 from bench.tables import BLOCK, PAGES, render
-from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
-from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
-from rlhf_spmd.config_file import ConfigFile, read_config_file
-from rlhf_spmd.presets import load
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config.file import ConfigFile, read_config_file
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.runtime.offline import options as offline_options
-from rlhf_spmd.strategy import load_strategy, strategy_names
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"

@@ -8,14 +8,14 @@ from itertools import combinations
 import pytest
 
 from rlhf_spmd.__main__ import _parse, main
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.workflow import Role, trace
-from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.run import palette
+from rlhf_spmd.runtime.pictures import palette
 from rlhf_spmd.verbs.draw import compile_all, picture_of
 from tests.programs import SHAPE, make_workload
 from tests.unit.test_check_verb import HEAVY

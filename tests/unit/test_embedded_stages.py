@@ -10,8 +10,9 @@ import pytest
 from bench.embedded import demo_pipeline, grammar, pairs, rank_pairs
 from bench.embedded.responses import continuations
 from bench.embedded.stages import REPOSITORY, read_rows, sizes, write_rows
-from rlhf_spmd import embedded, presets
+from rlhf_spmd import embedded
 from rlhf_spmd.__main__ import _parse
+from rlhf_spmd.config import presets
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.offline.options import load_options
 

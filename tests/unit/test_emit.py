@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement, interleave
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.text.strategy_module import strategy_source
-from rlhf_spmd.strategy import load_strategy, strategy_names
 from tests.programs import make_workload, random_plan
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import Evaluation, evaluated, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
+from rlhf_spmd.config.options import Evaluation, evaluated, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.program.evaluation import evaluation_program
@@ -18,9 +19,8 @@ from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communica
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.execute.response_hashes import ROW
+from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluator
-from rlhf_spmd.runtime.run.run_folder import RunFolder
-from rlhf_spmd.strategy import load_strategy
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
 

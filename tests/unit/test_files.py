@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import prompt_files
-from rlhf_spmd.files import NO_RIGHT, is_file, is_folder, json_lines, json_text, read_lines, why_no_file
-from rlhf_spmd.runtime.data.reward_function import source_file
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import prompt_files
+from rlhf_spmd.files.json_text import json_lines, json_text
+from rlhf_spmd.files.reading import NO_RIGHT, is_file, is_folder, read_lines, why_no_file
+from rlhf_spmd.pages.user_module import load_module
 from rlhf_spmd.runtime.observe import flight_recorder
-from rlhf_spmd.runtime.run.loggers import Curves
-from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample
-from rlhf_spmd.user_module import load_module
+from rlhf_spmd.runtime.records.loggers import Curves
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
+from rlhf_spmd.runtime.rewards.function import source_file
 
 NO_PATHS = ["x" * 300, "a/" * 5000 + "b", "a\0b", "half \ud83d", "", "file/below", "nowhere"]
 ODD = "Sunday\u2028Dora\u2029\x85\x0b\x0c\x1c\r\n\t é 😀 \\ud83d"

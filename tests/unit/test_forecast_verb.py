@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.presets import load
-from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_draw_verb import MINE
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.calibration_file import read_calibration
-from rlhf_spmd.config import resolved
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.runtime.checkpoint.resume import read_run
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT_AT, END, END_AT, NOW_AT, Flight, parse
-from rlhf_spmd.runtime.run.run_folder import RunFolder
+from rlhf_spmd.runtime.records.run_folder import RunFolder
 from tests.folders import write_model
 from tests.run_mpi import environment_alone
 

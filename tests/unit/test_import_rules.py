@@ -50,14 +50,14 @@ GOOD = {
         "def main():\n    import torch\n    from rlhf_spmd.runtime.world.world import World\n"
     ),
     "rlhf_spmd/errors.py": "class UserError(Exception): ...\n",
-    "rlhf_spmd/config.py": (
+    "rlhf_spmd/config/options.py": (
         "from pathlib import Path\nimport pydantic\nfrom rlhf_spmd import errors\n"
-        "from rlhf_spmd.algorithm import load_algorithm\nfrom rlhf_spmd.algorithms.page import Options\n"
+        "from rlhf_spmd.pages.algorithm import load_algorithm\nfrom rlhf_spmd.algorithms.page import Options\n"
     ),
-    "rlhf_spmd/algorithm.py": "from rlhf_spmd.algorithms import page\nfrom rlhf_spmd.plan.layout import Layout\n",
-    "rlhf_spmd/model_folders.py": "from rlhf_spmd.model.config import x\nfrom rlhf_spmd.plan.layout import Layout\n",
-    "rlhf_spmd/presets.py": "from rlhf_spmd import algorithm, config, embedded\nfrom rlhf_spmd.model.config import x\n",
-    "rlhf_spmd/strategy.py": "import rlhf_spmd.strategies\nfrom rlhf_spmd.config import load\n",
+    "rlhf_spmd/pages/algorithm.py": "from rlhf_spmd.algorithms import page\nfrom rlhf_spmd.plan.layout import Layout\n",
+    "rlhf_spmd/config/model_folders.py": "from rlhf_spmd.model.config import x\nfrom rlhf_spmd.plan.layout import Layout\n",
+    "rlhf_spmd/config/presets.py": "from rlhf_spmd import algorithm, config, embedded\nfrom rlhf_spmd.model.config import x\n",
+    "rlhf_spmd/pages/strategy.py": "import rlhf_spmd.strategies\nfrom rlhf_spmd.config.options import load\n",
     "rlhf_spmd/rewards.py": "def vader():\n    import vaderSentiment\n",
     "rlhf_spmd/algorithms/__init__.py": "",
     "rlhf_spmd/algorithms/page.py": "from pydantic import PositiveInt\n",
@@ -95,34 +95,50 @@ GOOD = {
     "bench/__init__.py": "",
     "bench/rows.py": "",
     "bench/speed/kernels.py": "from bench.rows import write\n",
-    "bench/forecast/scan.py": "from tests import folders\nimport rlhf_spmd.config\nfrom bench import rows\n",
+    "bench/forecast/scan.py": "from tests import folders\nimport rlhf_spmd.config.options\nfrom bench import rows\n",
 }
 LONG = "def long():\n" + "    x = 1\n" * MAX_FUNCTION
 OFFENCES = [
     # arrows
-    ("rlhf_spmd/errors.py", "import rlhf_spmd.config", "may not import rlhf_spmd.config"),
+    ("rlhf_spmd/errors.py", "import rlhf_spmd.config.options", "may not import rlhf_spmd.config.options"),
     ("rlhf_spmd/__init__.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
-    (CHECK, "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
-    (CHECK, "from rlhf_spmd import config", "may not import rlhf_spmd.config"),
+    (CHECK, "from rlhf_spmd.config.options import load", "may not import rlhf_spmd.config.options"),
+    (CHECK, "from rlhf_spmd import config", "may not import rlhf_spmd.config.options"),
     (CHECK, "from ...algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
     ("rlhf_spmd/plan/__init__.py", "from ..model.config import from_hf", "may not import rlhf_spmd.model.config"),
-    ("rlhf_spmd/config.py", "from rlhf_spmd.model.transformer import x", "may not import rlhf_spmd.model.transformer"),
-    ("rlhf_spmd/config.py", "from rlhf_spmd.strategy import load_strategy", "may not import rlhf_spmd.strategy"),
     (
-        "rlhf_spmd/config.py",
+        "rlhf_spmd/config/options.py",
+        "from rlhf_spmd.model.transformer import x",
+        "may not import rlhf_spmd.model.transformer",
+    ),
+    (
+        "rlhf_spmd/config/options.py",
+        "from rlhf_spmd.pages.strategy import load_strategy",
+        "may not import rlhf_spmd.pages.strategy",
+    ),
+    (
+        "rlhf_spmd/config/options.py",
         "def f():\n    import rlhf_spmd.runtime.world",
         "may not import rlhf_spmd.runtime.world",
     ),
     (
-        "rlhf_spmd/strategy.py",
+        "rlhf_spmd/pages/strategy.py",
         "from rlhf_spmd.runtime import world",
         "may not import rlhf_spmd.runtime",
     ),
-    ("strategies/flattening.py", "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
-    ("strategies/flattening.py", "from rlhf_spmd.strategy import strategy_names", "may not import rlhf_spmd.strategy"),
-    (PAGE, "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
+    (
+        "strategies/flattening.py",
+        "from rlhf_spmd.config.options import load",
+        "may not import rlhf_spmd.config.options",
+    ),
+    (
+        "strategies/flattening.py",
+        "from rlhf_spmd.pages.strategy import strategy_names",
+        "may not import rlhf_spmd.pages.strategy",
+    ),
+    (PAGE, "from rlhf_spmd.config.options import load", "may not import rlhf_spmd.config.options"),
     (PAGE, "from rlhf_spmd.algorithms import losses", "may not import rlhf_spmd.algorithms.losses"),
-    (PAGE, "from rlhf_spmd.algorithm import load_algorithm", "may not import rlhf_spmd.algorithm"),
+    (PAGE, "from rlhf_spmd.pages.algorithm import load_algorithm", "may not import rlhf_spmd.pages.algorithm"),
     (ADVANTAGES, "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
     (ADVANTAGES, "from rlhf_spmd.algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
     (ADVANTAGES, "from rlhf_spmd.algorithms import page", "may not import rlhf_spmd.algorithms.page"),
@@ -133,20 +149,40 @@ OFFENCES = [
         "may not import rlhf_spmd.algorithms.masks",
     ),
     ("rlhf_spmd/algorithms/page.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
-    ("rlhf_spmd/algorithm.py", "from rlhf_spmd.algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
-    ("rlhf_spmd/algorithm.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
-    ("rlhf_spmd/config.py", "from rlhf_spmd.presets import load", "may not import rlhf_spmd.presets"),
-    ("rlhf_spmd/config.py", "from rlhf_spmd.algorithms.ppo import Options", "may not import rlhf_spmd.algorithms.ppo"),
-    ("rlhf_spmd/model_folders.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
-    (CHECK, "from rlhf_spmd.algorithm import bound", "may not import rlhf_spmd.algorithm"),
-    ("strategies/flattening.py", "from rlhf_spmd import algorithm", "may not import rlhf_spmd.algorithm"),
-    (WORLD, "from rlhf_spmd.algorithm import bound", "may not import rlhf_spmd.algorithm"),
+    ("rlhf_spmd/pages/algorithm.py", "from rlhf_spmd.algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
+    (
+        "rlhf_spmd/pages/algorithm.py",
+        "from rlhf_spmd.config.options import x",
+        "may not import rlhf_spmd.config.options",
+    ),
+    (
+        "rlhf_spmd/config/options.py",
+        "from rlhf_spmd.config.presets import load",
+        "may not import rlhf_spmd.config.presets",
+    ),
+    (
+        "rlhf_spmd/config/options.py",
+        "from rlhf_spmd.algorithms.ppo import Options",
+        "may not import rlhf_spmd.algorithms.ppo",
+    ),
+    (
+        "rlhf_spmd/config/model_folders.py",
+        "from rlhf_spmd.config.options import x",
+        "may not import rlhf_spmd.config.options",
+    ),
+    (CHECK, "from rlhf_spmd.pages.algorithm import bound", "may not import rlhf_spmd.pages.algorithm"),
+    ("strategies/flattening.py", "from rlhf_spmd import algorithm", "may not import rlhf_spmd.pages.algorithm"),
+    (WORLD, "from rlhf_spmd.pages.algorithm import bound", "may not import rlhf_spmd.pages.algorithm"),
     ("kernels/philox.py", "from rlhf_spmd.model.config import x", "may not import rlhf_spmd.model.config"),
     ("rlhf_spmd/model/hf.py", "from rlhf_spmd.plan.layout import x", "may not import rlhf_spmd.plan.layout"),
     ("rlhf_spmd/model/config.py", "from rlhf_spmd.model import hf", "may not import rlhf_spmd.model.hf"),
     (WORLD, "import rlhf_spmd.strategies", "may not import rlhf_spmd.strategies"),
     (WORLD, "from rlhf_spmd.__main__ import main", "may not import rlhf_spmd.__main__"),
-    ("rlhf_spmd/embedded/__init__.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
+    (
+        "rlhf_spmd/embedded/__init__.py",
+        "from rlhf_spmd.config.options import x",
+        "may not import rlhf_spmd.config.options",
+    ),
     (
         "rlhf_spmd/rewards.py",
         "from rlhf_spmd.runtime import world",
@@ -185,10 +221,10 @@ OFFENCES = [
     # the same, hidden
     (
         CHECK,
-        "if TYPE_CHECKING:\n    import rlhf_spmd.config",
-        "may not import rlhf_spmd.config",
+        "if TYPE_CHECKING:\n    import rlhf_spmd.config.options",
+        "may not import rlhf_spmd.config.options",
     ),
-    (CHECK, "import_module('rlhf_spmd.config')", "may not import rlhf_spmd.config"),
+    (CHECK, "import_module('rlhf_spmd.config.options')", "may not import rlhf_spmd.config.options"),
     (
         CHECK,
         "class A:\n    def f(self):\n        __import__('torch')",
@@ -216,7 +252,7 @@ OFFENCES = [
     # light modules
     ("rlhf_spmd/plan/layout.py", "import torch", "may not import torch"),
     ("rlhf_spmd/plan/layout.py", "import pydantic", "may not import pydantic"),
-    ("rlhf_spmd/config.py", "def f():\n    import torch", "may not import torch"),
+    ("rlhf_spmd/config/options.py", "def f():\n    import torch", "may not import torch"),
     ("rlhf_spmd/model/config.py", "import torch", "may not import torch"),
     ("rlhf_spmd/model/__init__.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
     ("strategies/flattening.py", "import numpy", "may not import numpy"),
@@ -227,8 +263,8 @@ OFFENCES = [
     (PAGE, "def f():\n    import numpy", "may not import numpy"),
     ("rlhf_spmd/algorithms/page.py", "import torch", "may not import torch"),
     ("rlhf_spmd/algorithms/controllers.py", "import torch", "may not import torch"),
-    ("rlhf_spmd/algorithm.py", "import torch", "may not import torch"),
-    ("rlhf_spmd/presets.py", "import torch", "may not import torch"),
+    ("rlhf_spmd/pages/algorithm.py", "import torch", "may not import torch"),
+    ("rlhf_spmd/config/presets.py", "import torch", "may not import torch"),
     (ADVANTAGES, "import numpy", "may not import numpy"),
     # files
     ("rlhf_spmd/plan/layout.py", "import os", "opens no files"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
@@ -16,9 +16,9 @@ from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
+from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import report
 from rlhf_spmd.runtime.run.job import _agree_on_functions
-from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
 from tests.runs import OneRank, compiled

@@ -11,8 +11,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import report
-from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.runtime.run.train import save_models
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load

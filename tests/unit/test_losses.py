@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_spmd import presets
 from rlhf_spmd.algorithms import advantages
 from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
 from rlhf_spmd.algorithms.surrogates import surrogate_loss
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.optimizer_step import Training

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_spmd.calibration_file import read_calibration, write_calibration
+from rlhf_spmd.machines.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.runtime.profile import machine as machine_module
 from rlhf_spmd.runtime.profile.machine import cpu_info, cpu_quota, details, free_memory, machines, processor
 from rlhf_spmd.runtime.world.devices import RankDevice

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from rlhf_spmd.config import make_workload as workload_of
+from rlhf_spmd.config.options import make_workload as workload_of
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import activation_bytes, call_bytes, logits_bytes, static_bytes
 from rlhf_spmd.plan.layout import Layout
@@ -11,7 +12,6 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.presets import load
 from rlhf_spmd.strategies import flattening as flattening_strategy
 from rlhf_spmd.strategies import interleaving2
 from tests.programs import make_workload, place_models

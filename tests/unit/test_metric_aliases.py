@@ -3,12 +3,12 @@ same quantity."""
 
 import pytest
 
-from rlhf_spmd import config as configs
-from rlhf_spmd import presets
-from rlhf_spmd.algorithm import algorithm_names, load_algorithm
-from rlhf_spmd.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config import presets
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.run.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
 from rlhf_spmd.runtime.run.metrics import metrics_of
-from rlhf_spmd.runtime.run.run_folder import RunFolder
 
 
 def known(algorithm: str, *words: str) -> set[str]:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
@@ -17,7 +18,6 @@ from rlhf_spmd.plan.search.exact import Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.misfit import roomiest
 from rlhf_spmd.plan.search.planner import REPORT_SHARE, search
-from rlhf_spmd.presets import load
 
 A100 = load_calibration("a100-80g")
 BUDGET = 600_000  # steps, eight seconds

@@ -9,12 +9,12 @@ from contextlib import suppress
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Post, Program
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import hangs
-from rlhf_spmd.strategy import load_strategy
 from tests.ordered import standing
 from tests.programs import SPLIT_SHAPE, errors, make_workload, random_split_program, streaming_with_stages, with_list
 

@@ -4,9 +4,9 @@ from typing import get_args
 
 import pytest
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import options_of
-from rlhf_spmd.presets import load
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import options_of
+from rlhf_spmd.config.presets import load
 from tests.unit.test_config import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from tests.folders import write_all
 from tests.pages import run_of, write_page

@@ -10,7 +10,7 @@ from bench.forecast.own_ideas import own_cases, own_grid, write_csv
 from bench.forecast.scan import main
 from bench.forecast.suites import SUITES
 from bench.rows import RESULTS, STRATEGIES
-from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.pages.strategy import load_strategy
 
 MINE = """from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training, corrects
 from rlhf_spmd.runtime.observe.metric_sums import Meter

@@ -8,7 +8,7 @@ from bench.forecast.scan import run_suite
 from bench.forecast.spaces import apps_parts
 from bench.forecast.suites import Case
 from bench.forecast.validate_rows import cluster_of, workload_of
-from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best
 from rlhf_spmd.plan.search.planner import choose, name_of

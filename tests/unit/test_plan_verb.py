@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from rlhf_spmd.__main__ import _parse, main
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.cluster_calibration import calibration_for
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Machine
 from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
+from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
-from rlhf_spmd.runtime.run.run_folder import RunFolder
-from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs import plan
 from rlhf_spmd.verbs.plan import COMPARED, _check_words, auto, fitted, options_to_try, records
 from tests.programs import make_workload as small_workload

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd import presets
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Machine
 from rlhf_spmd.plan.cost.calibration_scaling import ROUND_S, expected
@@ -16,7 +17,6 @@ from rlhf_spmd.runtime.profile import calibration_probe
 from rlhf_spmd.runtime.profile.calibration_probe import at_hand, num_workers, pieces_of, repeat
 from rlhf_spmd.runtime.profile.machine import machines
 from rlhf_spmd.runtime.world.world import World
-from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import table
 
 TINY = presets.load("tiny")

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from rlhf_spmd.config import Products
+from rlhf_spmd.config.options import Products
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, OneDNN, earns_packing, in_use, use

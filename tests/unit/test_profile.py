@@ -10,10 +10,12 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from rlhf_spmd import embedded, presets
-from rlhf_spmd.algorithm import algorithm_names
-from rlhf_spmd.calibration_file import read_calibration, write_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd import embedded
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import read_calibration, write_calibration
+from rlhf_spmd.pages.algorithm import algorithm_names
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.runtime.profile import clock as clock_module
@@ -22,7 +24,6 @@ from rlhf_spmd.runtime.profile.measured_sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.profile.model_timings import TimedModel
 from rlhf_spmd.runtime.profile.profile import between_ranks, groups_of, inside_ranks, profile, summary
 from rlhf_spmd.runtime.world.world import World
-from rlhf_spmd.strategy import load_strategy
 
 TOY = Grid(max_prompt=4, max_response=4, shares=(1.0,), most_rows=2, most_places=2, tps=(1,))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import prompt_files
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.prompts import load_prompts

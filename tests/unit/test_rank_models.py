@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary

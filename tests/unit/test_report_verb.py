@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.runtime.run.curves_svg import HEIGHT, WIDTH, curve, finite_points
+from rlhf_spmd.runtime.pictures.curves_svg import HEIGHT, WIDTH, curve, finite_points
 
 EMPTY = {"meta", "br", "img"}
 LOSSES = [2.0, None, 1.5, float("nan"), 1.25]

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.calibration_file import load_calibration, read_calibration, write_calibration
-from rlhf_spmd.cluster_calibration import with_reserve
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration, read_calibration, write_calibration
+from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import RESERVE, Cluster, Node
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.presets import load
-from rlhf_spmd.strategy import load_strategy
 
 A100 = Cluster.parse("2x8", "a100-80g")
 

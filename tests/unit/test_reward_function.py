@@ -8,9 +8,9 @@ import pytest
 
 from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data import reward_function
-from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, package_source, source_file
-from rlhf_spmd.runtime.data.reward_styles import Scored, bind
+from rlhf_spmd.runtime.rewards import function as reward_function
+from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function, package_source, source_file
+from rlhf_spmd.runtime.rewards.styles import Scored, bind
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
-from rlhf_spmd.runtime.data.reward_styles import Bound, Scored, bind
+from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.rewards.styles import Bound, Scored, bind
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 ROWS = Scored(

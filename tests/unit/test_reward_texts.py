@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import read_config
-from rlhf_spmd.runtime.data.reward_texts import RewardTexts, conversation_of
+from rlhf_spmd.runtime.rewards.texts import RewardTexts, conversation_of
 from tests.unit.test_embedded import REWARD
 from tests.unit.test_tokenizer_files import LISTED, copy, special
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data import reward_worker
-from rlhf_spmd.runtime.data.reward_function import load_reward_function
-from rlhf_spmd.runtime.data.reward_styles import Scored
-from rlhf_spmd.runtime.data.reward_workers import RewardWorkers
+from rlhf_spmd.runtime.rewards import worker as reward_worker
+from rlhf_spmd.runtime.rewards.function import load_reward_function
+from rlhf_spmd.runtime.rewards.styles import Scored
+from rlhf_spmd.runtime.rewards.workers import RewardWorkers
 from tests.run_mpi import environment_alone
 
 TIMEOUT_S, LIMIT_S = 1.0, 60.0
@@ -246,8 +246,8 @@ def test_the_watch_hears_of_work_and_of_deadlines_only(timeout_s, beats, workers
 
 PROGRAM = """
 import json, os, sys, threading, time
-from rlhf_spmd.runtime.data.reward_styles import Scored
-from rlhf_spmd.runtime.data.reward_workers import RewardWorkers
+from rlhf_spmd.runtime.rewards.styles import Scored
+from rlhf_spmd.runtime.rewards.workers import RewardWorkers
 pool = RewardWorkers([sys.argv[1]], [], num=2, timeout_s=0)
 print(json.dumps([worker.process.pid for worker in pool._workers]), flush=True)
 pool.score(Scored(["p", "p"], ["a", "bb"]))

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.algorithm import load_algorithm
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.config.role_shapes import shape_text, shapes_by_role
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.workload import SHAPES
-from rlhf_spmd.presets import load
-from rlhf_spmd.role_shapes import shape_text, shapes_by_role
 
 PPO = load_algorithm("ppo").roles
 GROWN = {"actor": "llama-70b", "critic": "llama-7b", "reference": "llama-70b", "reward": "llama-7b"}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rlhf_spmd.runtime.run.rollout_files import other_names, read_part, types_of, write_part
+from rlhf_spmd.runtime.records.rollout_files import other_names, read_part, types_of, write_part
 
 OWN = {"iteration": "int", "prompt": "str", "scores": "float", "prompt_tokens": "ints", "logprobs": "floats"}
 ADDED = {"iteration": 0, "prompt": "a\u2028b", "scores": None, "prompt_tokens": [1], "logprobs": [0.5, None]}

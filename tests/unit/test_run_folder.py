@@ -15,11 +15,11 @@ import threading
 
 import pytest
 
-from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.run.console import Console, Result
+from rlhf_spmd.pages.algorithm import load_algorithm
+from rlhf_spmd.runtime.records.console import Console, Result
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 from rlhf_spmd.runtime.run.metrics import metrics_of
-from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, format_samples
 
 PPO = load_algorithm("ppo")
 WORKFLOW = PPO.workflow(PPO.options())
@@ -71,7 +71,7 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_spmd.runtime.run.run_folder.FIND_S", 0.05)
+    monkeypatch.setattr("rlhf_spmd.runtime.records.run_folder.FIND_S", 0.05)
     RunFolder(tmp_path).find()
     with pytest.raises(UserError, match="nowhere is not there on .*: put it on a disk that all hosts share"):
         RunFolder(tmp_path / "nowhere").find()
@@ -240,8 +240,8 @@ def test_a_killed_run_leaves_whole_files(tmp_path, monkeypatch):
 
 def test_imports_are_late():
     code = (
-        "import sys, rlhf_spmd.runtime.run.run_folder, rlhf_spmd.runtime.run.console, rlhf_spmd.runtime.data.prompts\n"
-        "import rlhf_spmd.runtime.data.reward_function, rlhf_spmd.rewards\n"
+        "import sys, rlhf_spmd.runtime.records.run_folder, rlhf_spmd.runtime.records.console\n"
+        "import rlhf_spmd.runtime.data.prompts, rlhf_spmd.runtime.rewards.function, rlhf_spmd.rewards\n"
         "late = {'torch', 'matplotlib', 'tensorboard', 'pyarrow', 'rich', 'vaderSentiment'} & set(sys.modules)\n"
         "assert not late, late"
     )

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Link
 from rlhf_spmd.plan.cost.calibration_scaling import (
@@ -19,8 +21,6 @@ from rlhf_spmd.plan.cost.calibration_scaling import (
 )
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.presets import load
-from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import SHAPE, calibration, line, table
 
 NONE = Scale(1.0, 1.0, 1.0, 2)

@@ -16,15 +16,15 @@ from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
 from bench.numbers.convergence import TOLERANCE, largest_difference, rows_of
 from bench.tables import text_table
-from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.presets import load
-from rlhf_spmd.strategy import load_strategy
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
 A100 = load_calibration("a100-80g")

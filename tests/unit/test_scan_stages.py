@@ -15,8 +15,8 @@ from bench.forecast.suites import SUITES
 from bench.rows import RESULTS
 from bench.stage_tables import DEFAULT, ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import text_table
-from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.workload import SHAPES
 
 CASES = SUITES["stages"].cases

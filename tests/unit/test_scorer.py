@@ -7,7 +7,7 @@ import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
-from rlhf_spmd.runtime.data.response_scores import Scorer, how_read, reads_text
+from rlhf_spmd.runtime.rewards.response_scores import Scorer, how_read, reads_text
 from rlhf_spmd.runtime.run import report
 from tests.folders import write_all
 from tests.runs import RunOf, load

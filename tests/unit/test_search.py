@@ -8,9 +8,11 @@ from itertools import count, product
 
 import pytest
 
-from rlhf_spmd import config, presets
-from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import options as config
+from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cost.forecast import forecast
@@ -27,7 +29,6 @@ from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import layouts, meshes
 from rlhf_spmd.plan.search.planner import choose, name_of, search
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
 A100 = load_calibration("a100-80g")

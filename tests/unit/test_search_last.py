@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 
-from rlhf_spmd import config, presets
-from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import options as config
+from rlhf_spmd.config import presets
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.search.budget import Budget

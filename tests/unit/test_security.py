@@ -21,9 +21,9 @@ UNPICKLING = {  # calls that read pickles, from files or from other ranks
 RUNNING = {"exec", "eval", "__import__", "import_module", "util.spec_from_file_location", "runpy.run_path"}
 MAY_RUN = {  # the modules that run code: what the user named, and what this program wrote itself
     "rlhf_spmd.__main__",  # its own modules of verbs
-    "rlhf_spmd.user_module",  # --strategy, --algorithm, and for the reward function
-    "rlhf_spmd.algorithm",  # its own modules of functions
-    "rlhf_spmd.runtime.data.reward_function",  # reward_function=
+    "rlhf_spmd.pages.user_module",  # --strategy, --algorithm, and for the reward function
+    "rlhf_spmd.pages.algorithm",  # its own modules of functions
+    "rlhf_spmd.runtime.rewards.function",  # reward_function=
     "rlhf_spmd.verbs.plan",  # the plan that it has just written
 }
 
@@ -100,7 +100,7 @@ def test_code_in_a_model_folder_does_not_run(tmp_path):
 
 
 def test_a_strategy_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypatch):
-    from rlhf_spmd.strategy import load_strategy
+    from rlhf_spmd.pages.strategy import load_strategy
 
     (tmp_path / "separation.py").write_text("raise SystemExit('ran')", encoding="utf-8")
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')", encoding="utf-8")
@@ -112,7 +112,7 @@ def test_a_strategy_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypat
 
 
 def test_an_algorithm_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypatch):
-    from rlhf_spmd.algorithm import load_algorithm
+    from rlhf_spmd.pages.algorithm import load_algorithm
 
     (tmp_path / "ppo.py").write_text("raise SystemExit('ran')", encoding="utf-8")
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')", encoding="utf-8")

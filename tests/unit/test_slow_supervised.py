@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd import presets
 from rlhf_spmd.algorithms.training_order import epoch_order
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine
 from tests import slow_supervised as slow

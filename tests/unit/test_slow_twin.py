@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.algorithms.off_policy import corrects
 from rlhf_spmd.algorithms.training_order import epoch_order
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine
 from rlhf_spmd.runtime.execute.handlers import generate

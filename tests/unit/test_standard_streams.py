@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlhf_spmd.runtime.guard import streams
-from rlhf_spmd.runtime.run.console import Console
+from rlhf_spmd.runtime.records.console import Console
 from tests.run_mpi import environment_alone
 
 NOTE = "rlhf_spmd: note: standard output can't be written ({}): the run goes on without it\n"

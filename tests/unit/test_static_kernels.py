@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from bench.speed import static_cases as cases
 from bench.speed.occupancy import programs_at_once
 from bench.speed.static_kernels import CALIBRATION, VECTOR_OPS, faults, forecast
-from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.kernels.triton_import import tl, triton
+from rlhf_spmd.machines.calibration_file import load_calibration
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

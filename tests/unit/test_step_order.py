@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_spmd import presets
+from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder
 from rlhf_spmd.runtime.execute import optimizer_step

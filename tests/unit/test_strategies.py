@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import working_bytes
 from rlhf_spmd.plan.layout import Layout
@@ -15,7 +16,6 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.deadlock import deadlocks
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategies import separation
-from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload, warnings, where, with_list
 
 LAYOUTS = ["1x2", "1x4", "1x5", "1x8", "2x8"]

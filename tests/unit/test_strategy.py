@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd import strategy as strategies
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages import strategy as strategies
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
 HEAD = """
@@ -94,14 +94,14 @@ def test_a_strategy_by_name_and_by_file_are_the_same(tmp_path):
 
 
 def test_the_template_runs_as_it_stands():
-    path = strategies.__file__.replace("rlhf_spmd/strategy.py", "strategies/_template.py")
+    path = strategies.__file__.replace("rlhf_spmd/pages/strategy.py", "strategies/_template.py")
     program = load_strategy(path).compile(make_workload(), Cluster.parse("1x4"), {"ratio": "1/4"})
     assert program.placement.layouts["reference_infer"].ranks == (0,)
     assert program.placement.layouts["reward_infer"].ranks == (1, 2, 3)
 
 
 def test_the_template_says_what_a_ratio_looks_like():
-    path = strategies.__file__.replace("rlhf_spmd/strategy.py", "strategies/_template.py")
+    path = strategies.__file__.replace("rlhf_spmd/pages/strategy.py", "strategies/_template.py")
     text = refused(path, ratio="abc")
     assert text == "strategy _template: ratio 'abc' of reference is not a number; write 0.5 or 1/2"
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.kernels.cdf_tree import level_numbers
 from rlhf_spmd.kernels.philox import STREAM_BITS, random_bits
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.run.report import sample_responses

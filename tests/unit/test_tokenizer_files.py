@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.config.model_folders import folder_of, same_tokenizer
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import padding_token
-from rlhf_spmd.model_folders import folder_of, same_tokenizer
-from rlhf_spmd.presets import load
 from tests.unit.test_embedded import ACTOR
 
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -247,7 +247,7 @@ def test_without_tokenizer_json(tmp_path):
 def test_it_needs_no_torch(tmp_path):
     other = copy(tmp_path / "m", change=older)
     program = (
-        "import sys; from rlhf_spmd.model_folders import same_tokenizer; "
+        "import sys; from rlhf_spmd.config.model_folders import same_tokenizer; "
         f"assert same_tokenizer({str(other)!r}, {str(ACTOR)!r}); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

@@ -8,9 +8,9 @@ import pytest
 
 from bench.speed.shares import read_chrome
 from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, write_chrome
-from rlhf_spmd.runtime.run import picture
-from rlhf_spmd.runtime.run.picture import Picture
-from rlhf_spmd.runtime.run.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
+from rlhf_spmd.runtime.pictures import picture
+from rlhf_spmd.runtime.pictures.picture import Picture
+from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
 from tests.programs import make_workload
 
 WORKFLOW = make_workload().workflow

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
-from rlhf_spmd.runtime.data.reward_styles import bind
+from rlhf_spmd.pages.algorithm import load_algorithm
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.runtime.guard import signals, streams, user_code
 from rlhf_spmd.runtime.guard.user_code import OF_PROCESS, OF_TORCH, guarded
 from rlhf_spmd.runtime.observe.node_files import new_file, open_file
 from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
-from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.rewards.styles import bind
 from tests.run_mpi import environment_alone
 
 

@@ -10,8 +10,8 @@ from bench.forecast.scan import phase_s
 from bench.forecast.validate import forecast_row, judged, main, spearman, summary
 from bench.forecast.validate_rows import DATA, read_rows, workload_of
 from bench.forecast.validate_systems import HOST_ADAM, SYSTEMS, Plan, fits, simulated
-from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost
 from rlhf_spmd.plan.program.compile import compile_program

@@ -8,8 +8,8 @@ from bench.forecast.validate import kind_of, summary
 from bench.forecast.validate_fit import CONSTANTS, constants_of, errors, fitted, program_of, with_constants
 from bench.forecast.validate_rows import DATA, ROWS, SETTING, cluster_of, read_rows, workload_of
 from bench.forecast.validate_searched import published_ratio, row_of
-from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.layout import Layout

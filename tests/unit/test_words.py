@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
 from rlhf_spmd.plan import runtime_words
 from tests.unit.test_algorithm import variants
 

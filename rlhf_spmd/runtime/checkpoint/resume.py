@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.algorithm import WRONG_VALUES, load_algorithm
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config.checks import check_options, foreign_functions
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file, json_value, why_no_file
+from rlhf_spmd.files.json_text import json_value
+from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.template_time import checked_time
-from rlhf_spmd.option_checks import check_options, foreign_functions
+from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder, no_memory, why_no_file
+from rlhf_spmd.files.reading import is_folder, no_memory, why_no_file
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response

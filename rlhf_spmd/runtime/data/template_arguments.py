@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_values import check_template_kwargs
+from rlhf_spmd.pages.option_values import check_template_kwargs
 from rlhf_spmd.runtime.data.readers import Record, kind_of
 
 TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.algorithm import mask_words, readout_words, word_of
 from rlhf_spmd.algorithms.logprob_parity import parity
 from rlhf_spmd.algorithms.masks import response_mask
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.sequences import (
     Sequences,
@@ -37,6 +36,7 @@ from rlhf_spmd.model.sequences import (
     sequence_scores,
 )
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.pages.algorithm import mask_words, readout_words, word_of
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import (

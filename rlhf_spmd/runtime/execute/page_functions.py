@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithm import Algorithm, bound
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import Algorithm, bound
 
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(

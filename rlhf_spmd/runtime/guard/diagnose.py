@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_spmd.files import json_object
+from rlhf_spmd.files.json_text import json_object
 from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.observe.flight_recorder import FOLDER, NOWHERE
 from rlhf_spmd.runtime.observe.position_board import RankStatus

@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from rlhf_spmd.files import paths_in
+from rlhf_spmd.files.reading import paths_in
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"iteration-(\d{6,})")

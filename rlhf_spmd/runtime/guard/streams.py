@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import printable
+from rlhf_spmd.files.printing import printable
 
 INPUT, OUTPUT, ERRORS = range(3)
 Identity = tuple[int, int] | None  # device and inode of what a descriptor is; None: it is closed

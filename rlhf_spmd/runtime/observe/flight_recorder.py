@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import paths_in, printable, read_bytes
+from rlhf_spmd.files.printing import printable
+from rlhf_spmd.files.reading import paths_in, read_bytes
 
 FOLDER = "flight"  # in the run folder
 MESSAGE = "failure.txt"

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.config.model_folders import same_tokenizer
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder
+from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.model.hf import load_model, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.runtime.data.prompts import pad
-from rlhf_spmd.runtime.data.reward_function import load_reward_function
-from rlhf_spmd.runtime.data.reward_styles import Scored
-from rlhf_spmd.runtime.data.reward_texts import RewardTexts
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt
+from rlhf_spmd.runtime.rewards.function import load_reward_function
+from rlhf_spmd.runtime.rewards.styles import Scored
+from rlhf_spmd.runtime.rewards.texts import RewardTexts
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 
 ROWS_AT_ONCE = 16  # responses in a forward of a reward model

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from rlhf_spmd.config.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file, is_folder, json_lines, json_text
+from rlhf_spmd.files.json_text import json_lines, json_text
+from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer, has_stop
-from rlhf_spmd.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.data.input_checks import tokenizer_notes
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
@@ -41,6 +41,7 @@ from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from rlhf_spmd.runtime.profile.products import choose, limit_packing
+from rlhf_spmd.runtime.run.inputs import tokenizer_notes
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.config import Given, NonNegative
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config.options import Given, NonNegative
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_suggestions import suggest_option
-from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.pages.option_suggestions import suggest_option
+from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
 from rlhf_spmd.plan.workflow import check_temperature
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd import config as configs
+from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data.input_checks import load_rendered
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
+from rlhf_spmd.runtime.run.inputs import load_rendered
 from rlhf_spmd.runtime.world.world import World
 
 

@@ -21,7 +21,7 @@ from statistics import fmean
 
 import torch
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Machine, Measured
 from rlhf_spmd.plan.cost.calibration_scaling import (
     NUM_LAYERS,

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import forward

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import json_text, json_value, user_cache
+from rlhf_spmd.files.json_text import json_text, json_value
+from rlhf_spmd.files.reading import user_cache
 from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, LINEAR, Choice, Library, use
 from rlhf_spmd.plan.workload import ModelShape

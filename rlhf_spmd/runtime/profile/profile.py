@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tqdm import tqdm
 
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.plan.cost.calibration import OF_DEVICE, OF_LINKS, Calibration, Device, Link, Measured, fit_link
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes

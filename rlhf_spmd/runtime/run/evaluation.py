@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rlhf_spmd.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
+from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
-from rlhf_spmd.runtime.data.input_checks import sources_of
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.job import Job, given_rows
 from rlhf_spmd.runtime.run.report import check_finite
 from rlhf_spmd.runtime.run.rollouts import Rollouts
-from rlhf_spmd.runtime.run.run_folder import RunFolder
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
 

@@ -7,28 +7,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rlhf_spmd.algorithm import check_functions
 from rlhf_spmd.algorithms.training_order import epoch_order
-from rlhf_spmd.config import Config, evaluated, prompt_files
-from rlhf_spmd.data_epochs import in_iterations
+from rlhf_spmd.config.epochs import in_iterations
+from rlhf_spmd.config.options import Config, evaluated, prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.input_checks import (
-    check_best,
-    check_context,
-    check_responses_end,
-    functions_fingerprints,
-    read_prompts,
-    tokenizer_notes,
-)
 from rlhf_spmd.runtime.data.prompts import PromptSet
-from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
 from rlhf_spmd.runtime.execute.handlers.context import CallContext
@@ -37,6 +28,15 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.profile.products import Recorded, Table, choose, limit_packing
+from rlhf_spmd.runtime.rewards.response_scores import Scorer
+from rlhf_spmd.runtime.run.inputs import (
+    check_best,
+    check_context,
+    check_responses_end,
+    functions_fingerprints,
+    read_prompts,
+    tokenizer_notes,
+)
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 

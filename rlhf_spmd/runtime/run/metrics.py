@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
 

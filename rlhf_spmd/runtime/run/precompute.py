@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workflow import Call

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.config import Config, function_labels
-from rlhf_spmd.data_epochs import length_of
+from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.config.options import Config, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.template_time import format_time
@@ -21,10 +21,8 @@ from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
-from rlhf_spmd.runtime.data.input_checks import functions_fingerprints
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
-from rlhf_spmd.runtime.data.response_scores import how_read
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -32,11 +30,13 @@ from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.observe.metric_sums import combine
-from rlhf_spmd.runtime.run.console import Result
+from rlhf_spmd.runtime.records.console import Result
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, Shown
+from rlhf_spmd.runtime.rewards.response_scores import how_read
 from rlhf_spmd.runtime.run.forecast_report import Compared
+from rlhf_spmd.runtime.run.inputs import functions_fingerprints
 from rlhf_spmd.runtime.run.job import Job
 from rlhf_spmd.runtime.run.metrics import metrics_of
-from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, Shown
 from rlhf_spmd.runtime.world.devices import describe_device
 
 

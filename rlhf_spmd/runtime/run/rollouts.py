@@ -22,9 +22,9 @@ from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.records.rollout_files import other_names, pyarrow_modules, types_of, write_part
+from rlhf_spmd.runtime.records.run_folder import finite, writing
 from rlhf_spmd.runtime.run.job import Job
-from rlhf_spmd.runtime.run.rollout_files import other_names, pyarrow_modules, types_of, write_part
-from rlhf_spmd.runtime.run.run_folder import finite, writing
 
 FOLDER = "rollouts"
 PLACE = ("iteration", "prompt_index", "sample")

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.config import Config, function_labels, function_names, resolved
+from rlhf_spmd.config.options import Config, function_labels, function_names, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
@@ -35,15 +34,16 @@ from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.profile.calibration_probe import at_hand
+from rlhf_spmd.runtime.records.console import Console, Result
+from rlhf_spmd.runtime.records.run_files import headlines_of
+from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Sample, Shown, writing
 from rlhf_spmd.runtime.run import forecast_report, report
-from rlhf_spmd.runtime.run.console import Console, Result
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
+from rlhf_spmd.runtime.run.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
-from rlhf_spmd.runtime.run.run_files import headlines_of
-from rlhf_spmd.runtime.run.run_folder import CONFIG, RunFolder, Sample, Shown, writing
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import ended, response_mask
-from rlhf_spmd.config import Config
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.tokenizer import has_stop
 from rlhf_spmd.plan.layout import Layout
@@ -23,9 +23,9 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.observe.metric_sums import Meter
+from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.world import World
 

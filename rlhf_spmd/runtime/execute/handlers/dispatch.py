@@ -7,12 +7,12 @@ from torch import Tensor
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import READOUTS
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.optimizer_step import Training
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
+from rlhf_spmd.runtime.rewards.response_scores import Judged
 
 
 class Calls:

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.config import function_labels
+from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.model.sequences import Sequences, forward, forward_by_layer, lengths_of, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
+from rlhf_spmd.runtime.rewards.response_scores import Judged
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,41 @@
+"""Passes through the data set as the length of a run: data.epochs, from which its number of iterations follows."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+from rlhf_spmd.config.options import Config
+
+
+def in_iterations(config: Config, num_rows: int, num_steps: Callable[[Fraction], int] | None = None) -> Config:
+    """The config with the iterations that its data.epochs are; without data.epochs as it is. num_rows: of the set.
+    num_steps: optimizer steps that read so many rows; None: each reads mini_batch rows."""
+    if not config.data.epochs:
+        return config
+    num_read_rows = num_read(config, num_rows)
+    num = num_read_rows / config.rollout_batch
+    if num_steps is not None:
+        num = Fraction(num_steps(num_read_rows), config.rollout_batch // config.mini_batch)
+    return replace(config, iterations=max(1, math.ceil(num)))
+
+
+def num_read(config: Config, num_rows: int) -> Fraction:
+    """The rows that data.epochs asks for."""
+    return Fraction(repr(config.data.epochs)) * num_rows
+
+
+def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
+    """How long a run is, for people; empty without data.epochs. at_most: rows of the file may still be left out."""
+    if not config.data.epochs:
+        return ""
+    if config.mini_batch_tokens:
+        steps = f"steps of at most {config.mini_batch_tokens:,} tokens"
+        return f"{config.data.epochs:g} epochs of {num_rows:,} rows in {steps}"
+    made = in_iterations(config, num_rows)
+    more = math.floor(made.iterations * config.rollout_batch - num_read(config, num_rows))
+    passes = f"{config.data.epochs:g} epoch{'s' * (config.data.epochs != 1)} of {num_rows:,} rows"
+    limit = "at most " if at_most else ""
+    each = f"{limit}{made.iterations:,} iteration{'s' * (made.iterations != 1)} of {config.rollout_batch}"
+    filled = f", the last one filled up with {more} more row{'s' * (more != 1)}" if more else ""
+    return f"{passes}: {each}{filled}"

@@ -1,0 +1,235 @@
+"""Named configurations, and `load`, which combines one of them with a checkpoint folder and overrides.
+
+Imports neither torch nor MPI, so that `check` starts at once.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd import embedded
+from rlhf_spmd.algorithms.page import Options
+from rlhf_spmd.config.checks import check_options
+from rlhf_spmd.config.file import ConfigFile
+from rlhf_spmd.config.options import LR, Config, DataOptions, Evaluation, Generation, Optimizer, keys_of, overridden
+from rlhf_spmd.config.role_shapes import named_shapes, shape_text, shapes_by_role
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
+from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.plan.workload import SHAPES
+
+MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.max_new_tokens
+
+
+# Of preset tiny, for algorithms that learn from given responses: the columns that they read -> the file of rows, the
+# folder of the model that trains, and its learning rate by its head.
+GIVEN = {
+    ("completion",): ("answers", "base", {"lm": 1e-3, "scalar": 1e-3}),
+    ("chosen", "rejected"): ("pairs", "actor", {"lm": 1e-4, "scalar": 1e-3}),
+}
+GENERATED = ("prompts", "actor", {"lm": 3e-4, "scalar": 1.5e-4})  # of algorithms that generate their responses
+
+
+def tiny(algorithm: Algorithm) -> Config:
+    """The embedded default: models of about a million parameters, prompts, answers and pairs, all in the package."""
+    columns = tuple(algorithm.responses.values())
+    rows, first, rates = GIVEN.get(columns, GENERATED)
+    folders = {name: first for name in [*algorithm.roles][:1]}
+    folders |= {name: "reward" for name, role in algorithm.roles.items() if role.judge}
+    held_out = str(embedded.path_of(f"{rows}_held_out.jsonl")) if columns in GIVEN else ""
+    return Config(
+        preset="tiny",
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 2, "kl_coef": 0.05}),
+        models={role: str(embedded.path_of(name)) for role, name in folders.items()},
+        iterations=15,
+        products="linear",
+        rollout_batch=128,
+        mini_batch=32,
+        micro_batch=32,
+        data=DataOptions(prompts=str(embedded.path_of(f"{rows}.jsonl")), max_prompt=32),
+        generation=Generation(max_new_tokens=32 if held_out else 24),  # sampled ones get an end of sequence behind them
+        optimizer=Optimizer(lr=_rates(algorithm, **rates)),
+        eval=Evaluation(prompts=held_out, every=5 if held_out else 10),
+    )
+
+
+def arithmetic(algorithm: Algorithm) -> Config:
+    """Sums of two numbers of two digits, with an actor of about a million parameters that often forgets to carry, all
+    in the package. Reward and evaluation: is the answer right?"""
+    rates = {name: 3e-4 for name, role in algorithm.roles.items() if role.lr is not None}
+    return Config(
+        preset="arithmetic",
+        algorithm=algorithm,
+        options=_options(algorithm),
+        models={next(iter(algorithm.roles)): str(embedded.path_of("arithmetic/actor"))},
+        iterations=25,
+        products="linear",
+        rollout_batch=512,
+        mini_batch=256,
+        micro_batch=64,
+        reward_function="rlhf_spmd.rewards:exact_answer",
+        data=DataOptions(prompts=str(embedded.path_of("arithmetic/prompts.jsonl")), max_prompt=8),
+        generation=Generation(max_new_tokens=4),
+        optimizer=Optimizer(lr=rates),
+        eval=Evaluation(prompts=str(embedded.path_of("arithmetic/held_out.jsonl")), every=5),
+    )
+
+
+def smollm2(algorithm: Algorithm) -> Config:
+    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; needs --model."""
+    return Config(
+        preset="smollm2",
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 1, "kl_coef": 0.05, "truncation": "score"}),
+        iterations=3,
+        dtype="bfloat16",
+        rollout_batch=16,
+        mini_batch=8,
+        micro_batch=4,
+        reward_function="rlhf_spmd.rewards:vader_positive",
+        data=DataOptions(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
+        generation=Generation(max_new_tokens=24),
+        optimizer=Optimizer(lr=_rates(algorithm, lm=1e-5, scalar=1e-4)),
+    )
+
+
+def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool = False) -> Config:
+    """Any checkpoint folder: the learning rates of the algorithm's page, the precision that suits the device, prompts
+    and responses as long as the context allows. The user names reward and prompts."""
+    context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
+    longest = min(context // 2, MOST_TOKENS)
+    return Config(
+        preset="model",
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 1}),
+        dtype="bfloat16" if on_gpu else "float32",
+        deadline_s=300.0,
+        rollout_batch=128,
+        mini_batch=32,
+        micro_batch=4,
+        data=DataOptions(max_prompt=longest),
+        generation=Generation(max_new_tokens=longest),
+    )
+
+
+def _of_shape(name: str, algorithm: Algorithm) -> Config:
+    """Models of one shape for all roles, without weights: for check, plan and benches."""
+    return Config(
+        preset=name,
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 1}),
+        shape=name,
+        device_type="a100-80g",
+        dtype="bfloat16",
+        rollout_batch=512,
+        mini_batch=128,
+        micro_batch=8,
+        data=DataOptions(max_prompt=256),
+        generation=Generation(max_new_tokens=256),
+    )
+
+
+def _options(algorithm: Algorithm, **by_algorithm: Mapping[str, Any]) -> Options:
+    """The options that a preset has for this algorithm, else its defaults."""
+    return algorithm.options(**by_algorithm.get(algorithm.name, {}))
+
+
+def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
+    """The learning rate of each role, by the head of its model."""
+    return {name: by_head[role.head] for name, role in algorithm.roles.items()}
+
+
+def _with_samples(config: Config) -> Config:
+    """As many responses to a prompt as the algorithm needs, to fewer prompts: the preset's number of sequences."""
+    samples = config.algorithm.samples
+    return dataclasses.replace(
+        config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples)
+    )
+
+
+ALGORITHMS = {"arithmetic": "grpo"}  # of presets that are not for PPO, unless another one is named
+PRESETS = {"tiny": tiny, "arithmetic": arithmetic, "model": for_model, "smollm2": smollm2} | {
+    name: partial(_of_shape, name) for name in SHAPES
+}
+
+
+def load(
+    preset: str | None,
+    overrides: Iterable[str] = (),
+    model: str | None = None,
+    *,
+    algorithm: str | None = None,
+    on_gpu: bool = False,
+    file: ConfigFile | None = None,
+) -> Config:
+    """The config of a preset (None: `model` if a model is given, else `tiny`) with dotted overrides. model: checkpoint
+    folder of the algorithm's first role. algorithm: name or FILE.py (None: that of
+    the preset, most often ppo). on_gpu: the run uses GPUs. file: its
+    words and options stand between the preset and these arguments. Raises UserError."""
+    if model == "":
+        raise UserError("--model is empty: give a folder (a variable that is not set?)")
+    file = file or ConfigFile("")
+    named = preset or file.words.get("preset")
+    loaded, file = _algorithm(algorithm, file, ALGORITHMS.get(named, "ppo"))
+    if model:
+        file = file.without(f"models.{next(iter(loaded.roles))}".__eq__)
+    model = model or file.words.get("model")
+    preset = named or ("model" if model else "tiny")
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    before = for_model(loaded, model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset](loaded)
+    config = before = _with_samples(before)
+    if model:
+        judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
+        config = dataclasses.replace(config, models=judges | {config.main_role: model})
+    config = overridden(file.applied(config), overrides)
+    if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=""))  # of other rows
+    if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
+        kept = {part.name: getattr(config.eval, part.name) for part in dataclasses.fields(Evaluation)}
+        kept = {name: value for name, value in kept.items() if value != getattr(before.eval, name)}
+        config = dataclasses.replace(config, eval=Evaluation(**kept))
+    if config.main_folder:  # the shape of a checkpoint replaces the preset's
+        if config.shape not in (before.shape, ""):
+            raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
+        config = dataclasses.replace(config, shape="")
+    elif config.shape:
+        config = dataclasses.replace(config, shape=_shapes(config, before.shape))
+    check_options(config)
+    return config
+
+
+def _shapes(config: Config, default: str) -> str:
+    """The shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown names,
+    and for a role that has both a shape and a folder."""
+    roles = config.algorithm.roles
+    for role in named_shapes(config.shape, roles):
+        if folder := config.models[role]:
+            raise UserError(
+                f"shape={config.shape}: {role} has the shape of models.{role}={folder}; drop one of the two"
+            )
+    return shape_text(shapes_by_role(config.shape, roles, default))
+
+
+def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algorithm, ConfigFile]:
+    """The algorithm, and the file without what belongs to its own one alone, if the command line names another.
+    default: of the preset."""
+    before = file.words.get("algorithm", default)
+    if name in (None, before, file.page):
+        if file.page and "algorithm" in file.words:
+            return load_algorithm(file.page, before), file
+        return load_algorithm(name or before), file
+    loaded, roles = load_algorithm(name), load_algorithm(before).roles
+    gone = [role for role in roles if role not in loaded.roles]
+    keys = [f"models.{role}" for role in gone] + [f"optimizer.{role}{LR}" for role in gone]
+    return loaded, file.without(lambda key: key in keys or key.startswith(f"{Path(before).stem}."))
+
+
+def all_keys(file: ConfigFile | None = None) -> list[str]:
+    """Every key that an override may set in a run of PPO, or of the algorithm that a file names."""
+    file = file or ConfigFile("")
+    return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset"), "ppo"))[0]))

@@ -1,0 +1,48 @@
+"""The shape of each model of a preset without weights: one for all (`llama-7b`), or one by role
+(`actor=llama-70b,critic=llama-7b`)."""
+
+from collections.abc import Mapping
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workload import SHAPES
+
+
+def named_shapes(text: str, roles: Mapping[str, Role]) -> dict[str, str]:
+    """The shapes that the option gives by role; empty if it gives one for all. Raises UserError for unknown names."""
+    found: dict[str, str] = {}
+    for part in text.split(",") if "=" in text or "," in text else []:
+        role, equals, shape = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise UserError(f"shape={text}: {part!r} is not ROLE=SHAPE, e.g. shape=actor=llama-70b,critic=llama-7b")
+        if role not in roles:
+            raise UserError(f"shape={text}: there is no {role!r}{did_you_mean(role, roles)}; known: {', '.join(roles)}")
+        if role in found:
+            raise UserError(f"shape={text}: {role} is given twice; drop one of the two")
+        found[role] = shape
+    for shape in found.values() or filter(None, [text]):
+        if shape not in SHAPES:
+            raise UserError(f"unknown shape {shape!r}{did_you_mean(shape, SHAPES)}; known: {', '.join(SHAPES)}")
+    return found
+
+
+def shapes_by_role(text: str, roles: Mapping[str, Role], default: str = "") -> dict[str, str]:
+    """The shape of each role; empty where none is known. A role that is not named has the shape of the role that it
+    starts from first, else the default. Raises UserError for unknown names."""
+    named = named_shapes(text, roles)
+    if not named:
+        return dict.fromkeys(roles, text or default)
+
+    def shape_of(role: str) -> str:
+        first = next((other for other in roles[role].starts_from if other in roles and other != role), None)
+        return named.get(role) or (shape_of(first) if first else default)
+
+    return {role: shape_of(role) for role in roles}
+
+
+def shape_text(shapes: Mapping[str, str]) -> str:
+    """The option that gives each role its shape."""
+    known = {role: shape for role, shape in shapes.items() if shape}
+    one_for_all = len(set(known.values())) == 1 and len(known) == len(shapes)
+    return next(iter(known.values())) if one_for_all else ",".join(f"{role}={shape}" for role, shape in known.items())

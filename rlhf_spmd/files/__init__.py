@@ -1,0 +1,1 @@
+"""The rules for files, JSON and printed text."""

@@ -1,0 +1,20 @@
+"""Foreign text (model output, errors, names) that is printed."""
+
+import re
+
+# What moves a cursor, gives orders to a terminal, or turns the direction of a line; not line feeds and tabs.
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text that can't give orders to a terminal: control characters are escapes; line feeds and tabs stay."""
+    return CONTROLS.sub(lambda found: _escape(found[0]), text)
+
+
+def on_one_line(text: str) -> str:
+    """Text with escapes for all that is not printed as itself, line breaks included."""
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode()

@@ -1,0 +1,1 @@
+"""What a user's machines are: clusters and calibrations from files."""

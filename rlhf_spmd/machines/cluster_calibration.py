@@ -1,0 +1,34 @@
+"""The calibration of a cluster, and the share of its devices' memory that is reserved."""
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import SHIPPED, load_calibration
+from rlhf_spmd.plan.cluster import RESERVE, Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
+
+CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
+
+
+def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
+    """The named calibration, else the shipped one for the cluster's devices; None if none is shipped or the devices are
+    of several types, unless it is required. Raises UserError, also if the calibration lacks a device type."""
+    if name is None:
+        first, *more = cluster.device_types
+        name = CPU_CALIBRATION if first == "cpu" else first
+        if more or not (SHIPPED / f"{name}.json").is_file():
+            if required:
+                kinds = ", ".join(cluster.device_types)
+                raise UserError(f"no calibration of {kinds} is shipped; give --calibration FILE.json")
+            return None
+    found = load_calibration(name)
+    for device in cluster.device_types:
+        found.require(device)
+    return found
+
+
+def with_reserve(cluster: Cluster, share: float | None, calibration: Calibration | None) -> Cluster:
+    """The cluster with a share of each device's memory reserved. share: the option; None: what the calibration says of
+    the type of device, and at least RESERVE."""
+    known = calibration.devices if calibration else {}
+    told = {device: known[device].reserve or 0.0 if device in known else 0.0 for device in cluster.device_types}
+    shares = {device: max(RESERVE, of_device) for device, of_device in told.items()}
+    return cluster.reserving(shares if share is None else dict.fromkeys(shares, share))

@@ -1,0 +1,89 @@
+"""Reads a cluster file (TOML), which describes the nodes of a cluster with several device types.
+
+[[nodes]]
+count = 2                # nodes of this kind, in rank order (default 1)
+devices = 8              # per node
+device = "a100-80g"
+
+[[nodes]]
+devices = 8
+device = "mine"
+
+[types.mine]             # a type that this program does not know
+memory_gib = 48          # optional; without it no limit is known
+"""
+
+import tomllib
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import read_bytes
+from rlhf_spmd.plan.cluster import DEVICE_BYTES, MAX_DEVICES, Cluster, Node
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Kind(_Strict):
+    devices: PositiveInt
+    device: str
+    count: PositiveInt = 1
+
+
+class _Type(_Strict):
+    memory_gib: PositiveFloat | PositiveInt | None = None
+
+
+class _ClusterFile(_Strict):
+    nodes: Annotated[list[_Kind], Field(min_length=1)]
+    types: dict[str, _Type] = {}
+
+
+def read_cluster(path: str) -> Cluster:
+    """The cluster that a file describes. Raises UserError naming the file and the error in it."""
+    try:
+        file = _ClusterFile.model_validate(tomllib.loads(read_bytes(path).decode()))
+    except OSError as error:
+        raise UserError(f"cluster file {path} cannot be read ({error.strerror}); give a .toml file") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "it"
+        raise UserError(
+            f"cluster file {path}: {where}: {first['msg']}; see rlhf_spmd/machines/cluster_file.py"
+        ) from None
+    except ValueError as error:  # of TOML, of UTF-8, or a NUL in the path
+        raise UserError(f"cluster file {path} is not TOML: {error}") from None
+    known = sorted(DEVICE_BYTES.keys() | file.types.keys())
+    nodes: list[Node] = []
+    for kind in file.nodes:
+        if kind.device not in known:
+            raise UserError(
+                f"cluster file {path}: unknown device type {kind.device!r}; known: {', '.join(known)}, or describe it "
+                f"in [types.{kind.device}]"
+            )
+        own = file.types.get(kind.device)
+        memory = int(own.memory_gib * 2**30) if own and own.memory_gib else DEVICE_BYTES.get(kind.device)
+        if kind.count * kind.devices > MAX_DEVICES:
+            raise UserError(f"cluster file {path} has too many devices; at most {MAX_DEVICES:,} can be planned for")
+        nodes += [Node(kind.devices, kind.device, memory)] * kind.count
+    return Cluster(tuple(nodes))
+
+
+def on_machines(cluster: Cluster, machines: tuple[int, ...], path: str) -> Cluster:
+    """Returns the cluster if it matches the ranks of this world: as many devices as ranks, and every node on one
+    machine (a machine may represent several nodes). machines: of every rank. Raises UserError otherwise."""
+    if cluster.num_devices != len(machines):
+        raise UserError(
+            f"cluster file {path} has {cluster.num_devices} devices, but this world has {len(machines)} ranks; start "
+            "one rank per device, or describe this cluster"
+        )
+    for rank in cluster.ranks[1:]:
+        if cluster.node_of(rank) == cluster.node_of(rank - 1) and machines[rank] != machines[rank - 1]:
+            raise UserError(
+                f"cluster file {path} has ranks {rank - 1} and {rank} on one node, but they run on two machines; give "
+                "the nodes as many devices as the machines have ranks"
+            )
+    return cluster

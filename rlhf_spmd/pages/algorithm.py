@@ -1,0 +1,399 @@
+"""Finds the page of an algorithm by name or file; algorithms/page.py says what a page is. Imports no torch."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf_spmd.algorithms import page
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
+from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
+from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
+
+# modules in which a call's function is looked up after the page
+FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
+NO_PAGES = (  # modules beside the pages
+    "page",
+    "policy_gradient",
+    "off_policy",
+    "training_order",
+    "masks",
+    "logprob_parity",
+    "controllers",
+    *FUNCTIONS,
+)
+NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
+STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
+OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
+OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
+WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)  # of read_state()
+SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A loaded page. `source` is its text, kept in the run folder and compared across ranks."""
+
+    name: str  # of its options on the command line
+    from_file: bool  # it does not come with the package
+    source: str = field(repr=False)
+    module: ModuleType = field(repr=False, compare=False)
+    title: str = field(repr=False, compare=False)
+    options: type[page.Options] = field(repr=False, compare=False)  # their dataclass
+    roles: Mapping[str, Role] = field(repr=False, compare=False)
+    data: Mapping[str, str | page.Number | page.AssistantTokens] = field(repr=False, compare=False)  # see page.py
+    metrics: Mapping[str, page.Metric] = field(repr=False, compare=False)
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """Roles that may train: those with a learning rate."""
+        return tuple(name for name, role in self.roles.items() if role.lr is not None)
+
+    @property
+    def responses(self) -> dict[str, str]:
+        """The responses that the data set has: key -> column."""
+        return {key: one for key, one in self.data.items() if isinstance(one, str) and key != PROMPTS}
+
+    @property
+    def row_numbers(self) -> dict[str, page.Number]:
+        """The numbers of rows that the data set has, by key."""
+        return {key: one for key, one in self.data.items() if isinstance(one, page.Number)}
+
+    @property
+    def assistant_tokens(self) -> str:
+        """The key of page.AssistantTokens; empty if there is none."""
+        return next((key for key, one in self.data.items() if isinstance(one, page.AssistantTokens)), "")
+
+    def over(self, metric: str) -> str:
+        """What becomes of the values of a metric in an iteration (page.Metric)."""
+        return self.metrics[metric].over if metric in self.metrics else "mean"
+
+    def is_better_lower(self, metric: str) -> bool:
+        """Whether smaller values of a metric are better."""
+        return metric in self.metrics and self.metrics[metric].better == "less"
+
+    @property
+    def has_state(self) -> bool:
+        return hasattr(self.module, "State")
+
+    def workflow(self, options: page.Options, *, replay: bool = False) -> Workflow:
+        """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
+
+        def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
+            with self.calling("workflow", self.module.workflow):
+                self.module.workflow(options=options, model=model, compute=compute, **data)
+
+        try:
+            shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
+            shapes |= dict.fromkeys(self.row_numbers, "row")
+            shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
+            return trace(on_symbols, self.roles, shapes, replay=replay)
+        except UserError as error:
+            raise UserError(f"algorithm {self.name}: " + str(error).removeprefix(f"algorithm {self.name}: ")) from error
+        except Exception as error:
+            raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
+
+    def _modules(self) -> list[ModuleType]:
+        """Where functions are looked up, in order."""
+        return [self.module, *(importlib.import_module(f"rlhf_spmd.algorithms.{name}") for name in FUNCTIONS)]
+
+    def function(self, name: str) -> Callable:
+        """The function that a call names. Raises UserError if there is none."""
+        for module in self._modules():
+            if callable(found := getattr(module, name, None)):
+                return found
+        places = ", ".join(f"{module}.py" for module in FUNCTIONS)
+        raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
+
+    @property
+    def samples(self) -> int:
+        """Its default number of responses to a prompt."""
+        return getattr(self.module, "SAMPLES_PER_PROMPT", 1)
+
+    def refused(self, options: page.Options, *, can_end: bool) -> str:
+        """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
+        if not hasattr(self.module, "refused"):
+            return ""
+        with self.calling("refused", self.module.refused):
+            return self.module.refused(options, can_end=can_end)
+
+    def problem(self, options: page.Options, **run: int) -> str:
+        """What the page says against its options in a run of these sizes; empty if nothing. run: options of the run by
+        name, of which the page asks for those that matter."""
+        if not hasattr(self.module, "problem"):
+            return ""
+        with self.calling("problem", self.module.problem):
+            return self.module.problem(**bound(self.module.problem, {"options": options} | run))
+
+    def companion(self, name: str, suffix: str) -> Callable | None:
+        """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
+        that a page's function gets no companion of a shared function of the same name."""
+        function = self.function(name)
+        for module in self._modules():
+            if getattr(module, name, None) is function and callable(found := getattr(module, name + suffix, None)):
+                return found
+        return None
+
+    def calling(self, name: str, function: Callable, **more: Any) -> AbstractContextManager:
+        """For a call of a function that the page names; an error in a page of the package is one of the program."""
+        if not self.from_file:
+            return nullcontext()
+        return calling(f"algorithm {self.name}: {name}()", function, "fix the page", **more)
+
+    # ---- what changes between iterations ----------------------------------------------------------------------------
+
+    def initial_state(self, options: page.Options) -> Any:
+        """The state before the first iteration; None where nothing changes."""
+        return self._state_by("initial_state", options) if self.has_state else None
+
+    def read_state(self, values: Mapping[str, Any]) -> Any:
+        """The state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything else."""
+        if not self.has_state:
+            return None
+        with self.calling("read_state", self.module.read_state, lets=WRONG_VALUES):
+            return self.module.read_state(values)
+
+    def after_iteration(
+        self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
+    ) -> Any:
+        """The state after an iteration, from global numbers only."""
+        values = state, options, means, weights, num_sequences
+        named = dict(zip(OF_ITERATION, values, strict=True))
+        return self._state_by("after_iteration", **named) if self.has_state else None
+
+    def _state_by(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """The state that a function of the page makes. Raises UserError if a user's function fails."""
+        function = getattr(self.module, name)
+        with self.calling(name, function):
+            made = function(*arguments, **named)
+        if not isinstance(made, self.module.State):
+            raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
+        return made
+
+    def check_state(self, options: page.Options) -> None:
+        """Raises UserError if a checkpoint could not hold the state, or if `after_iteration` cannot be called: both
+        would show only after an iteration."""
+        if not self.has_state:
+            return
+        state, who = self.initial_state(options), f"algorithm {self.name}:"
+        try:
+            inspect.signature(self.module.after_iteration).bind(**dict.fromkeys(OF_ITERATION))
+        except TypeError as error:
+            fix = f"after_iteration is called with {', '.join(OF_ITERATION)}, by these names"
+            raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
+        try:
+            again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
+        except UserError:
+            raise
+        except Exception as error:
+            text = described(error, self.module.read_state)
+            raise UserError(
+                f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "
+                "texts, and read_state(values) makes one of their dict"
+            ) from None
+        if again != state:
+            raise UserError(
+                f"{who} read_state() makes {again!r:.100} of the values of {state!r:.100}; return the same State"
+            )
+
+    def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
+        """The arguments of functions besides data, by name: every option and every part of the state."""
+        sources = [options] if state is None else [options, state]
+        return {part.name: getattr(source, part.name) for source in sources for part in dataclasses.fields(source)}
+
+
+def word_of(parameter: str) -> str:
+    """The name of a parameter without the letters of its shape: `logprobs` of `logprobs_BG`."""
+    return SHAPE_LETTERS.sub("", parameter)
+
+
+def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for a function, from the available values. Raises UserError if one is missing."""
+    found = {}
+    for parameter in inspect.signature(function).parameters.values():
+        word = word_of(parameter.name)
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(f"{function.__name__}() takes {parameter.name} by place only; remove the / behind it")
+        if word in available:
+            found[parameter.name] = available[word]
+        elif parameter.default is parameter.empty:
+            known = ", ".join(sorted(available))
+            raise UserError(
+                f"{function.__name__}() asks for {parameter.name}, and there is no {word} here: {known}; give it where "
+                "the workflow names the function, or make it an option"
+            )
+    return found
+
+
+def readout_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
+    """Words by which a loss may ask for outputs of the model that it trains: word -> key of the responses, output."""
+    own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
+    own += [MOST_LIKELY] if LOGPROBS in own else []
+    own += [ENTROPY] if call.entropy else []
+    return _qualified(call.responses, own)
+
+
+def mask_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
+    """Words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
+    keys = call.responses or tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
+    return _qualified(tuple(dict.fromkeys(keys)), [MASK, ENDED])
+
+
+def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, str]]:
+    """The words, each behind the key of the responses if there are several: word -> (key, unqualified word)."""
+    if len(keys) == 1:
+        return {word: (keys[0], word) for word in words}
+    return {f"{key}_{word}": (key, word) for key in keys for word in words}
+
+
+def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
+    """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
+    state is none."""
+    algorithm.check_state(options)
+    numbers = algorithm.numbers(options, algorithm.initial_state(options))
+    for call in workflow.calls:
+        if call.kind in ("compute", "train"):
+            try:
+                _check_call(algorithm, workflow, call, numbers)
+            except UserError as error:
+                text = str(error).removeprefix(f"algorithm {algorithm.name}: ")
+                raise UserError(f"algorithm {algorithm.name}: {text}") from None
+
+
+def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: Mapping[str, Any]) -> None:
+    """check_functions() for one call."""
+    given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
+    own = readout_words(workflow, call) if call.kind == "train" else {}
+    function = algorithm.function(call.function)
+    bound(function, numbers | given | own)
+    taken = {word_of(name) for name in inspect.signature(function).parameters}
+    prepare = algorithm.companion(call.function, "_prepare")
+    taken |= {word_of(name) for name in inspect.signature(prepare).parameters} if prepare else set()
+    unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
+    if unused:
+        raise UserError(
+            f"{call.function}() does not take {', '.join(unused)}; give it such a parameter, or leave it out of the "
+            "workflow"
+        )
+    made = dict.fromkeys(call.outputs)
+    for suffix in ("_sums", "_prepare", "_finish"):
+        companion = algorithm.companion(call.function, suffix)
+        if companion is None and call.sums and suffix != "_prepare":
+            raise UserError(
+                f"{call.function} has sums=True, but its file has no function {call.function}{suffix}; add it"
+            )
+        if companion is not None:
+            bound(companion, numbers | given | made | {SUMS: None, "divisor": None})
+
+
+def algorithm_names() -> list[str]:
+    """The algorithms that come with the package."""
+    return modules_in("rlhf_spmd.algorithms", besides=NO_PAGES)
+
+
+def _odd_metric(metric: page.Metric) -> str:
+    """What is wrong with a metric, which the console would notice after an iteration; empty if nothing is."""
+    try:
+        metric.form.format(0.0)
+    except (ValueError, LookupError, AttributeError) as error:
+        return f"form={metric.form!r}, which cannot write a number ({error}); give e.g. '{{:8.4f}}'"
+    limits = metric.limits
+    pair = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
+    if limits is not None and not pair:
+        return f"limits={limits!r}; give the smallest and the largest value without a warning"
+    if metric.floor is not None and not isinstance(metric.floor, int | float):
+        return f"floor={metric.floor!r}; give a number"
+    return "" if metric.over in ("mean", "max", "min") else f"over={metric.over!r}; choose mean, max or min"
+
+
+def load_algorithm(name: str, title: str | None = None) -> Algorithm:
+    """Loads an algorithm by name (`ppo`) or by file (`path/to/mine.py`). title: the name of its options (None: that of
+    the file). Raises UserError naming the error."""
+    stem, from_file = Path(name).stem, name.endswith(".py")
+    if from_file and not stem.isidentifier():
+        raise UserError(f"algorithm file {name}: its options are {stem}.NAME=value; give it a name of letters")
+    module, source = load_module("algorithm", name, "rlhf_spmd.algorithms", algorithm_names())
+    if problem := _problem(module):
+        raise UserError(f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what a page has")
+    return Algorithm(
+        name=title or stem,
+        from_file=from_file,
+        source=source,
+        module=module,
+        title=module.TITLE,
+        options=module.Options,
+        roles=module.ROLES,
+        data=module.DATA,
+        metrics=module.METRICS,
+    )
+
+
+def _problem(module: ModuleType) -> str:
+    """What is wrong with a page; empty if nothing is."""
+    lacking = [name for name in NEEDED if not hasattr(module, name)]
+    if lacking:
+        return f"it has no {', '.join(lacking)}"
+    options = module.Options
+    is_own = isinstance(options, type) and "__dataclass_fields__" in vars(options)  # @dataclass is not inherited
+    if not is_own or not issubclass(options, page.Options):
+        return "Options is no dataclass that derives from page.Options"
+    without = [
+        part.name
+        for part in dataclasses.fields(options)
+        if part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING
+    ]
+    if without:
+        return f"the option {without[0]} has no default"
+    for name in ("ROLES", "DATA", "METRICS"):
+        found = getattr(module, name)
+        if not isinstance(found, Mapping):
+            return f"{name} is no dict"
+        odd = [key for key in found if not isinstance(key, str) or (name != "METRICS" and not key.isidentifier())]
+        if odd:
+            return f"{name} has the key {odd[0]!r}; a key is a word of letters, digits and underscores"
+    if not isinstance(module.TITLE, str) or not module.TITLE.strip() or not module.TITLE.isprintable():
+        return f"TITLE is {module.TITLE!r}, not a line of text"
+    for name, metric in module.METRICS.items():
+        if not isinstance(metric, page.Metric):
+            return f"METRICS does not give {name} a page.Metric"
+        if odd := _odd_metric(metric):
+            return f"METRICS gives {name} {odd}"
+    if PROMPTS not in module.DATA:
+        return f"DATA has no {PROMPTS}"
+    texts = [key for key, one in module.DATA.items() if isinstance(one, str)]
+    for key, one in module.DATA.items():
+        if key not in texts and (key == PROMPTS or not isinstance(one, page.Number | page.AssistantTokens)):
+            return f"DATA has {one!r} for {key}; give the name of a column, or a Number or AssistantTokens of page.py"
+        if isinstance(one, page.AssistantTokens) and len(texts) != 2:
+            return f"DATA has AssistantTokens for {key}, which are for one key of responses"
+    stateful = [name for name in STATEFUL if hasattr(module, name)]
+    if stateful and len(stateful) < len(STATEFUL):
+        return f"it has {', '.join(stateful)} and not all of {', '.join(STATEFUL)}"
+    if not module.ROLES or not all(isinstance(role, Role) for role in module.ROLES.values()):
+        return "ROLES does not give each model a Role"
+    for name, role in module.ROLES.items():
+        if role.head not in ("lm", "scalar"):
+            return f"the role {name} has head {role.head!r}; choose lm or scalar"
+        is_number = isinstance(role.lr, int | float) and not isinstance(role.lr, bool)
+        if role.lr is not None and not (is_number and 0 < role.lr < math.inf):
+            return f"the role {name} has lr={role.lr!r}; give a positive number, or None if it never trains"
+    unknown = [
+        (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
+    ]
+    if unknown:
+        return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role"
+    words = (*OF_WORKFLOW, *module.DATA)
+    try:
+        inspect.signature(module.workflow).bind(**dict.fromkeys(words))
+    except TypeError as error:
+        return f"workflow() cannot be called with {', '.join(words)} by their names ({error})"
+    return ""

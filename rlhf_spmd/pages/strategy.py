@@ -1,0 +1,98 @@
+"""Finds a strategy module by name or file, and calls its `place()` with typed options from the command line."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_values import parse_value
+from rlhf_spmd.pages.user_module import calling, load_module, modules_in
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.workload import Workload
+
+GIVEN = ("workload", "cluster")  # what place() is called with besides its options, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks."""
+
+    name: str
+    source: str
+    place: Callable[..., Placement]
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Its options, as place() has them."""
+        found = inspect.signature(self.place, eval_str=True).parameters.values()
+        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return {p.name: p for p in found if p.kind in by_name and p.name not in GIVEN}
+
+    @property
+    def comes_with_package(self) -> bool:
+        """Whether its name stands for this source in every run."""
+        return self.name in strategy_names() and load_strategy(self.name).source == self.source
+
+    def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
+        """place() with typed options. A UserError names this strategy."""
+        who = f"strategy {self.name}: "
+        try:
+            typed = self.typed(options)
+            with calling(f"{who}place()", self.place, "fix the file"):
+                placement = self.place(workload=workload, cluster=cluster, **typed)
+        except UserError as error:
+            raise UserError(who + str(error).removeprefix(who)) from error
+        if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
+            text = f"place() returned {placement!r:.160}, not a Placement; use Placement.by_model(workload, actor=...)"
+            raise UserError(who + text)
+        return placement
+
+    def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
+        """The program of the placement. A UserError names this strategy."""
+        placement = self.placement(workload, cluster, options)
+        try:
+            return compile_program(workload, placement, cluster)
+        except UserError as error:
+            raise UserError(f"strategy {self.name}: {error}") from error
+
+    def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
+        known, typed = self.parameters, {}
+        for name, value in options.items():
+            if name not in known:
+                hint = did_you_mean(name, known, "strategy.")
+                raise UserError(f"it has no option {name!r}{hint}; options: {', '.join(known) or 'none'}")
+            annotation = known[name].annotation
+            typed[name] = parse_value(
+                Any if annotation is inspect.Parameter.empty else annotation, value, f"strategy.{name}"
+            )
+        return typed
+
+
+def strategy_names() -> list[str]:
+    """The strategies that come with the package."""
+    return modules_in("rlhf_spmd.strategies")
+
+
+def load_strategy(name: str) -> Strategy:
+    """Loads a strategy by name (`flattening`) or by file (`path/to/mine.py`). Raises UserError naming the error."""
+    module, source = load_module("strategy", name, "rlhf_spmd.strategies", strategy_names())
+    if not callable(getattr(module, "place", None)):
+        raise UserError(
+            f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py"
+        )
+    try:
+        inspect.signature(module.place).bind_partial(**dict.fromkeys(GIVEN))
+    except (TypeError, ValueError) as error:
+        given = " and ".join(GIVEN)
+        raise UserError(
+            f"strategy {name}: place() cannot be called with {given} by their names ({error}): write place(workload, "
+            "cluster, *, ...)"
+        ) from None
+    return Strategy(Path(name).stem, source, module.place)

@@ -1,0 +1,65 @@
+"""Reads the files of a run folder, also while the run goes on or after it was killed. No torch, no MPI.
+
+Everything in the folder is data here: no page, strategy or reward function that it holds or names is loaded, and values
+of any type and size are read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.files.json_text import json_object, json_value
+from rlhf_spmd.files.reading import read_lines
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.runtime.records.run_folder import CONFIG
+
+PROGRAM = "program.json"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What is known of a run without its code. headlines: the metrics that its algorithm reports at the end."""
+
+    strategy: str
+    title: str  # of the algorithm
+    headlines: tuple[str, ...]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The objects of a file of lines, without those that are cut; none if there is no file. Raises OSError and
+    UserError if it can't be read."""
+    rows = []
+    for line in read_lines(path):
+        try:
+            row = json_value(line)
+        except ValueError:  # the last line of a killed run may be cut
+            continue
+        rows += [row] if isinstance(row, dict) else []
+    return rows
+
+
+def read_config(run: Path) -> Row:
+    """The options of a run; none if they are not there or are no JSON. Raises OSError and UserError."""
+    return json_object(run / CONFIG)
+
+
+def reported(run: Path, config: Row) -> Reported:
+    """What a run wrote of its algorithm and strategy; of runs of earlier versions, whose algorithm comes with the
+    package, what its page says. Raises OSError and UserError."""
+    about, name = json_object(run / PROGRAM), config.get("algorithm", "ppo")
+    strategy, title, headlines = (about.get(key) for key in ("strategy", "algorithm", "headlines"))
+    strategy = strategy if isinstance(strategy, str) else ""
+    if isinstance(title, str) and isinstance(headlines, list):
+        return Reported(strategy, title, tuple(name for name in headlines if isinstance(name, str)))
+    if isinstance(name, str) and name in algorithm_names():
+        page = load_algorithm(name)
+        return Reported(strategy, page.title, headlines_of(page.metrics))
+    return Reported(strategy, str(name), ())
+
+
+def headlines_of(metrics: Mapping[str, Metric]) -> tuple[str, ...]:
+    """The metrics that an algorithm reports at the end of a run."""
+    return tuple(name for name, metric in metrics.items() if metric.headline is not None)

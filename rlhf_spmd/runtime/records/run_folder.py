@@ -1,0 +1,337 @@
+"""The folder of a run: its options, program, metrics, samples, models and checkpoints. Only rank 0 writes.
+
+    config.json     the resolved configuration          metrics.jsonl          one object per iteration
+    strategy.py     the source of the strategy          events.out.tfevents.*  the same for TensorBoard
+    program.json    fingerprint and summary             samples.jsonl, .txt    responses before and after
+    timeline.json   Chrome trace, opens in Perfetto     ROLE/                  a trained model (Hugging Face)
+    timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
+    checkpoints/    for `train --resume`                cluster.toml           if one was given
+    algorithm.py    the algorithm's page, if it is the user's
+    evaluations.jsonl one object per evaluation, with eval.prompts; best/ROLE/ the model with the best checkpoint.best
+    rollouts/       every sample of some iterations, with rollouts.every
+    wandb_id, wandb/ with `wandb=PROJECT`
+
+Only a resumed run writes into an existing folder, and only into its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.json_text import json_lines, json_text, json_value
+from rlhf_spmd.files.printing import on_one_line
+from rlhf_spmd.files.reading import read_lines
+from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
+from rlhf_spmd.runtime.guard.failures import advice
+from rlhf_spmd.runtime.observe.trace import write_chrome
+from rlhf_spmd.runtime.pictures.timeline import write_png
+from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
+
+CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
+BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
+DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
+TEXTS = ("tokens_sha256",)  # metrics that are no numbers
+FIND_S = 10.0  # after which a shared file system shows a new folder on all hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response to one prompt before training and, at the end of a run, after it. late_before, late_after: whether a
+    reward function ran out of time for it."""
+
+    prompt_index: int
+    prompt: str
+    before: str
+    reward_before: float
+    after: str | None = None
+    reward_after: float | None = None
+    late_before: bool = False
+    late_after: bool = False
+
+    @property
+    def num_late(self) -> int:
+        return self.late_before + self.late_after
+
+
+Shown = tuple[str, float, bool]  # a response, its reward, and whether a reward function ran out of time for it
+
+
+class RunFolder:
+    """Writes a run's files. If `writes` is false (on every rank but 0) all methods do nothing."""
+
+    def __init__(self, path: str | Path, *, writes: bool = True) -> None:
+        # absolute, so that user code may change the working folder; shown: as the user wrote it
+        self.shown, self.path, self.writes = Path(path), Path(path).absolute(), writes
+        self.notes: list[str] = []  # files that could not be written and why; the console prints them at the end
+        self._metrics: TextIO | None = None
+        self._lock: TextIO | None = None
+        self._identity: tuple[int, int] | None = None  # device and inode of the locked folder
+        self.curves = Curves(self.path, self.notes)
+
+    @classmethod
+    def create(cls, root: str | Path, *, strategy: str, name: str | None = None) -> RunFolder:
+        """Makes root/name, or root/<date>-<time>-<strategy>[-n]; called on rank 0 only. Raises UserError if the name is
+        taken or the folder can't be made."""
+        root = Path(root)
+        if name is not None and (name != Path(name).name or name in ("", ".", "..")):
+            raise UserError(f"run name {name!r} is not a plain folder name: leave out slashes (the parent is {root})")
+        try:
+            if not root.is_dir():
+                root.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            if name is not None:
+                if not _begun_only(root / name):
+                    (root / name).mkdir(DIRECTORY_MODE)
+                for entry in (root / name).iterdir():
+                    if _is_draft(entry.name):
+                        entry.unlink()
+                return cls(root / name)
+            stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
+            for number in itertools.count(1):
+                path = root / (stem if number == 1 else f"{stem}-{number}")
+                try:
+                    path.mkdir(DIRECTORY_MODE)
+                except FileExistsError:
+                    continue
+                return cls(path)
+        except FileExistsError:
+            raise UserError(
+                f"{root / (name or '')} exists already and is never overwritten: give another name"
+            ) from None
+        except OSError as error:
+            raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None
+
+    def find(self) -> None:
+        """Raises UserError if this rank's host does not show the folder that rank 0 has made."""
+        end = time.monotonic() + FIND_S
+        while not self.path.is_dir():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the run folder {self.shown} is not there on {socket.gethostname()}: put it on a disk that all "
+                    "hosts share (--runs FOLDER)"
+                )
+            time.sleep(FIND_S / 100)
+
+    def lock(self) -> None:
+        """Locks the folder until this process ends. Raises UserError if another process has locked it."""
+        if not self.writes:
+            return
+        self._lock = (self.path / ".lock").open("w", encoding="utf-8")
+        found = os.stat(self.path)
+        self._identity = found.st_dev, found.st_ino
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.shown} is in use by another run: wait until it ends, or end it") from None
+        except OSError:  # a file system without locks
+            pass
+
+    def texts(self) -> dict[str, str]:
+        """The files that describe the run, by name; empty on other ranks than 0."""
+        paths = [self.path / name for name in DESCRIPTION if self.writes]
+        return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+
+    def metrics(self, num_iterations: int, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The rows of the first iterations in metrics.jsonl, with NaN for null. needed: numbers that all have. Raises
+        UserError for a line that is none."""
+        rows, path = [], self.path / "metrics.jsonl"
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json_value(line)
+            except ValueError:  # the last line of a run that was killed may be half a line
+                continue
+            if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
+                continue
+            row = {name: math.nan if value is None else value for name, value in row.items()}
+            odd = [name for name in needed if name not in row]
+            odd += [name for name, value in row.items() if name not in TEXTS and not isinstance(value, float | int)]
+            if odd:
+                raise UserError(
+                    f"{path}, line {number} has no number as {odd[0]}, so it is none of this run; restore the file"
+                )
+            rows.append(row)
+        return rows
+
+    def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
+        """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
+        UserError for a line that is none."""
+        rows, path = [], self.path / EVALUATIONS
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json_value(line)
+                is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
+            except (ValueError, TypeError, KeyError):
+                is_row = False
+            if not is_row:
+                raise UserError(f"{path}, line {number} is no evaluation of this run; restore the file, or delete it")
+            rows.append(row)
+        return [row for row in rows if row["iteration"] <= num_iterations]
+
+    def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces evaluations.jsonl, and adds a point of the last row to each curve."""
+        if rows or (self.path / EVALUATIONS).is_file():
+            self.write(EVALUATIONS, "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
+        if self.writes and rows:
+            values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
+            self.curves.add(rows[-1]["iteration"], values)
+
+    def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
+        self.curves.purge_step = len(rows)
+        self.write("metrics.jsonl", "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
+
+    def samples_before(self) -> list[Shown]:
+        """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
+        line that is none."""
+        found, path = [], self.path / "samples.jsonl"
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json_value(line)
+                score = row["reward_before"]
+                if not isinstance(row["before"], str) or not isinstance(score, float | int | None):
+                    raise TypeError(line)
+                found.append((row["before"], score, bool(row.get("late_before", False))))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise UserError(
+                    f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
+                    "shows no samples)"
+                ) from None
+        return found
+
+    def write_metrics(
+        self,
+        iteration: int,
+        metrics: Mapping[str, float | str],
+        groups: Mapping[str, str] = {},
+        more: Mapping[str, float] = {},
+    ) -> None:
+        """Adds a line to metrics.jsonl and a point to each curve; both are on disk when this returns. JSON has null for
+        NaN. groups: metric -> group of its curve. more: points of further curves."""
+        if not self.writes:
+            return
+        with writing(self.path / "metrics.jsonl"):
+            if self._metrics is None:
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self.check()
+            row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
+        values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
+        named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
+        self.curves.add(iteration, named | more)
+
+    def write_samples(self, samples: Sequence[Sample]) -> None:
+        """Replaces samples.jsonl and samples.txt."""
+        rows = [{name: finite(value) for name, value in asdict(sample).items()} for sample in samples]
+        self.write("samples.jsonl", json_lines(rows))
+        self.write("samples.txt", format_samples(samples))
+
+    def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow) -> None:
+        """Writes timeline.json with all records and timeline.png with the last iterations. See trace.py."""
+        if not self.writes:
+            return
+        with writing(self.path / "timeline.json"):
+            write_chrome(self.path / "timeline.json", records, about={"title": title})
+        try:
+            with writing(self.path / "timeline.png"):
+                write_png(self.path / "timeline.png", records, title=title, workflow=workflow)
+        except ImportError as error:
+            self.notes.append(
+                f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"
+            )
+
+    def check(self) -> None:
+        """Raises UserError if the folder or metrics.jsonl was deleted or replaced. Open files could still be written,
+        but their contents would be lost."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            raise gone(self.path) from None
+        replaced = self._identity is not None and (found.st_dev, found.st_ino) != self._identity
+        if replaced or (self._metrics is not None and os.fstat(self._metrics.fileno()).st_nlink == 0):
+            raise gone(self.path)
+
+    def close(self) -> None:
+        """Closes the files that stay open during a run."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = None
+        self.curves.close()
+
+    def write_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Writes a file of JSON."""
+        self.write(name, json_text(values, indent=2) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a temporary file and renames it, so that a killed run leaves the old file or the whole new one."""
+        if not self.writes:
+            return
+        temporary = self.path / f".{name}.{os.getpid()}"
+        with writing(self.path / name):
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # the same after a power failure
+            temporary.replace(self.path / name)
+
+
+def _begun_only(path: Path) -> bool:
+    """Whether a run was killed in this folder before it wrote config.json, which is written last."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {CONFIG}
+    return all(name in BEFORE_CONFIG or _is_draft(name) for name in names)
+
+
+def _is_draft(name: str) -> bool:
+    """Whether this is a file that `write` has not renamed, of those written before config.json."""
+    return name.startswith(tuple(f".{whole}." for whole in (CONFIG, *BEFORE_CONFIG)))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises UserError if the block can't write this file of a run."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+            raise gone(path.parent) from None
+        raise UserError(f"{path} can't be written: {error.strerror or error}; {advice(error)}") from error
+
+
+def finite(value: object) -> object:
+    """None for NaN and infinity, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
+    """Samples as text: prompt, response before, response after, each wrapped and with its reward. Line breaks and
+    control characters, all of which a model can emit, are shown as escapes."""
+    blocks = []
+    for sample in samples:
+        rows = [("prompt", "", sample.prompt), ("before", _signed(sample.reward_before), sample.before)]
+        if sample.after is not None:
+            rows.append(("after", _signed(sample.reward_after), sample.after))
+        lines = [f"sample {sample.prompt_index}"]
+        for label, reward, text in rows:
+            wrapped = textwrap.wrap(on_one_line(text), max(20, width - 21)) or ["(nothing)"]
+            lines.append(f"  {label:<7}{reward:>8}  | {wrapped[0]}")
+            lines += [f"  {'':<15}  | {line}" for line in wrapped[1:]]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _signed(reward: float | None) -> str:
+    return "" if reward is None else f"{reward:+.3f}"

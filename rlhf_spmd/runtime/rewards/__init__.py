@@ -1,0 +1,1 @@
+"""Scores of responses: reward models, reward functions and their processes."""

@@ -1,0 +1,146 @@
+"""Scores whole responses: makes the input of a reward model, and calls Python reward functions."""
+
+# B sequences, P prompt tokens, G response tokens, T tokens
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config.model_folders import same_tokenizer
+from rlhf_spmd.config.options import Config, split_functions
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import read_config
+from rlhf_spmd.model.sequences import Sequences
+from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.plan.runtime_words import PROMPTS
+from rlhf_spmd.runtime.data.prompts import PromptSet, pad
+from rlhf_spmd.runtime.data.readers import Record
+from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function
+from rlhf_spmd.runtime.rewards.styles import Scored
+from rlhf_spmd.runtime.rewards.texts import RewardTexts
+from rlhf_spmd.runtime.rewards.workers import RewardWorkers, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Scores of rows. logs: numbers of each row for the log, by name; None where there is none. late: rows for which a
+    reward function ran out of time."""
+
+    scores_B: Tensor  # float32
+    logs: dict[str, list[float | None]] = field(default_factory=dict)
+    late: Set[int] = frozenset()
+
+
+class Scorer:
+    """Prepares rows for the reward model and calls the reward function. The function, and a reward model with another
+    tokenizer than the actor, get decoded text."""
+
+    def __init__(
+        self,
+        config: Config,
+        role: str,
+        tokenizer: Tokenizer,
+        data: PromptSet | None = None,
+        *,
+        started: str = "",
+        calls: bool = True,
+        beat: Callable[[], None] = lambda: None,
+    ):
+        """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
+        started: the time that chat templates write. calls: whether this rank calls the reward functions, and starts
+        workers for them; beat: see RewardWorkers."""
+        folder = config.folder(role)
+        self.role, self.tokenizer, self.data = role, tokenizer, data
+        self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
+        columns = data.column_names if data is not None else ()
+        self.specs = split_functions(config.reward_function)
+        self.functions, self.workers = [], None
+        self.notes: list[str] = []  # of the functions, for the heading
+        if not config.reward_workers:
+            self.functions = [load_reward_function(spec, columns) for spec in self.specs]
+            self.notes = [note for function in self.functions for note in function.notes]
+        elif calls:
+            limits = {"num": config.reward_workers, "timeout_s": config.reward_timeout_s}
+            self.workers = RewardWorkers(self.specs, columns, **limits, beat=beat)
+            self.notes = self.workers.notes
+        self.weights = config.reward_weights or (1.0,) * len(self.specs)
+        self.late_score = config.reward_on_timeout
+        self.key = config.data.key or config.algorithm.data[PROMPTS]
+        self.texts = None
+        if reads_text(config, role):
+            self.texts = RewardTexts(folder, self.shape, self.key, role, started=started)
+            if data is not None:
+                self.texts.try_on(data.records([index])[0] for index in range(len(data)))
+
+    def of_functions(self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged:
+        """The weighted sums of all functions, and for the log the scores of each, if there are several, and whatever
+        else they return. index_B: of the prompts in the data set.
+
+        A function that ran out of time does not apply to the row. Raises UserError if a function fails (see
+        reward_function.py), or if none applies to a row for another reason than time."""
+        texts = self._texts(prompts_BP, responses_BG)
+        tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
+        columns = self.data.whole_records(index_B) if self.data is not None else []
+        rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns, key=self.key)
+        total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
+        by_function, late = self._by_function(rows)
+        for spec, (scores, more), weight in zip(self.specs, by_function, self.weights, strict=True):
+            logs |= more | ({label_of(spec): scores} if len(self.specs) > 1 else {})
+            for row, score in enumerate(scores):
+                if score is not None:
+                    total_B[row], applied_B[row] = total_B[row] + weight * score, True
+        for row in late:
+            if not applied_B[row]:
+                total_B[row], applied_B[row] = self.late_score, True
+        if not all(applied_B):
+            row = applied_B.index(False)
+            raise UserError(
+                f"no reward function ({', '.join(self.specs)}) gives response {rows.responses[row][:60]!r} to prompt "
+                f"{rows.prompts[row][:60]!r} a score: return a number, or add a function that applies to such rows"
+            )
+        return Judged(torch.tensor(total_B, device=prompts_BP.device), logs, late)
+
+    def _by_function(self, rows: Scored) -> tuple[list[Scores], set[int]]:
+        """The scores of each function with its numbers for the log, and the rows that ran out of time."""
+        if self.workers is not None:
+            return self.workers.score(rows)
+        return [function.score(rows) for function in self.functions], set()
+
+    def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
+        """Prompt and response of each row, without padding and special tokens."""
+        return list(map(self.tokenizer.decode_pair, prompts_BP.tolist(), responses_BG.tolist()))
+
+    def _columns(self, index_B: Sequence[int]) -> list[Record]:
+        return self.data.records(index_B) if self.data is not None else [{}] * len(index_B)
+
+    def lengths(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> list[int]:
+        """Number of tokens of each row in the reward model's input."""
+        return list(self.batch(prompts_BP, responses_BG, ended_B, index_B).lengths) if len(prompts_BP) else []
+
+    def batch(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> Sequences:
+        """The reward model's input for these rows. ended_B: whether each response ended by itself. index_B: of the
+        prompts in the data set."""
+        if self.texts is None:
+            return Sequences.join(prompts_BP, responses_BG)
+        rows = zip(self._texts(prompts_BP, responses_BG), ended_B.tolist(), self._columns(index_B), strict=True)
+        made = [self.texts.tokens(*texts, ended=ended, columns=columns) for texts, ended, columns in rows]
+        return Sequences.of(pad(made).to(prompts_BP.device))
+
+
+def reads_text(config: Config, role: str) -> bool:
+    """Whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
+    folder = config.folder(role)
+    return bool(folder) and not same_tokenizer(folder, config.main_folder)
+
+
+def how_read(config: Config, role: str, data: PromptSet) -> str:
+    """How a judge with another tokenizer gets the rows, for the heading of a run; empty: as tokens."""
+    if not reads_text(config, role):
+        return ""
+    folder = config.folder(role)
+    key = config.data.key or config.algorithm.data[PROMPTS]
+    texts = RewardTexts(folder, read_config(folder), key, role, started="")
+    return f" ({texts.describe(data.records([0])[0])})"

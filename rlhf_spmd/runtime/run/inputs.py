@@ -1,0 +1,137 @@
+"""The inputs of a run other than weights, checked before any model is loaded."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.config.options import Config, prompt_files, split_functions
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import ChatTemplate
+from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.tokenizer_check import reading_note
+from rlhf_spmd.plan.runtime_words import PROMPTS
+from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.rewards.function import package_source, source_file
+from rlhf_spmd.runtime.world.world import World
+
+SOURCE = "data_source"  # the column that names where a prompt is from
+
+
+def tokenizer_notes(world: World, folders: Iterable[str]) -> list[str]:
+    """What the user should know about how transformers reads these tokenizers. Only the first rank of each node looks,
+    since that may import transformers. Raises UserError if it makes other tokens of a text."""
+    if world.rank != world.nodes.index(world.node):
+        return []
+    return [*filter(None, map(reading_note, folders))]
+
+
+def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
+    """Raises UserError if nothing can end a response although the algorithm wants that."""
+    why = config.algorithm.refused(config.options, can_end=bool(eos_ids or config.generation.stop))
+    if why:
+        raise UserError(
+            f"neither {config.main_folder} nor its tokenizer names an end of sequence (eos_token_id in config.json or "
+            f"generation_config.json), so {why}, add it there, or give generation.stop=TEXT"
+        )
+
+
+def load_rendered(
+    path: Path | Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    template_kwargs: Mapping[str, Any],
+    **how: Any,
+) -> PromptSet:
+    """load_prompts, with a chat template for conversations. template_kwargs: data.chat_template_kwargs. Raises
+    UserError."""
+    found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **how)
+    remarks = (*found.remarks, *template.remarks(template_kwargs))
+    return replace(found, remarks=remarks, written_at=template.written_at)
+
+
+def read_prompts(
+    config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = (), *, started: str
+) -> PromptSet:
+    """The data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
+    responses that the set has, if there are any. started: the time that chat templates write, unless a file of
+    precomputed logprobs has its own. Raises UserError."""
+    template = ChatTemplate(config.main_folder, config.data.chat_template, started=time_of(config) or started)
+    prompts = load_rendered(
+        prompt_files(config),
+        tokenizer,
+        template,
+        config.data.chat_template_kwargs,
+        max_prompt_tokens=config.data.max_prompt,
+        key=config.data.key or config.algorithm.data[PROMPTS],
+        long_prompts=config.data.long_prompts,
+        seed=config.seed,
+        weights=config.data.weights,
+        shuffle=config.data.shuffle,
+        columns=config.algorithm.responses,
+        numbers={key: (one.column, one.default) for key, one in config.algorithm.row_numbers.items()},
+        marks=config.algorithm.assistant_tokens,
+        turns=config.data.turns,
+        max_response_tokens=config.generation.max_new_tokens,
+        eos_ids=tuple(eos_ids),
+    )
+    for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():
+        unknown = rows.first_above(known.stop - 1)
+        if unknown is not None:
+            what = "the prompt" if key == PROMPTS else f"{key} of the prompt"
+            text, token = prompts.texts[unknown], max(rows[unknown])
+            raise UserError(
+                f"{what} {text[:60]!r} has token {token}, but the models have {known.stop} tokens (vocab_size "
+                f"in config.json); use the tokenizer that belongs to {config.main_folder}"
+            )
+    return with_logprobs(config, prompts, known) if config.data.precomputed_logprobs else prompts
+
+
+def functions_fingerprints(config: Config) -> dict[str, str]:
+    """Hashes of the files of reward functions, by name; of those of the package, of each function, because other
+    versions of the package change its file. A host that does not score need not have them."""
+    functions = split_functions(config.reward_function)
+    functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
+    found = {}
+    for spec in functions:
+        if spec.startswith("rlhf_spmd.") and (source := package_source(spec)):
+            found[f"reward function {spec}"] = hashlib.sha256(source.encode()).hexdigest()
+        elif path := source_file(spec):
+            found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def sources_of(prompts: PromptSet, num: int) -> list[str]:
+    """Where each of the first prompts is from, by its column data_source; empty where it has none."""
+    found = (record.get(SOURCE) for record in prompts.records(range(num)))
+    return ["" if source is None else str(source) for source in found]
+
+
+def check_best(config: Config, prompts: PromptSet, num: int) -> None:
+    """Raises UserError if checkpoint.best names a source that the prompts of the evaluation do not have. num: of
+    them."""
+    metric, slash, source = config.checkpoint.best.partition("/")
+    if not slash:
+        return
+    sources = set(sources_of(prompts, num))
+    if len(sources) < 2 or source not in sources:
+        names = ", ".join(sorted(sources - {""})) or "none"
+        raise UserError(
+            f"checkpoint.best={config.checkpoint.best}: the column {SOURCE} of {config.eval.prompts} names {names}; "
+            f"choose one of several, or checkpoint.best={metric}"
+        )
+
+
+def check_context(config: Config, model: ModelConfig, option: str = "generation.max_new_tokens") -> None:
+    """Raises UserError if prompts and responses together may be longer than the context of the first role's model.
+    option: that says how long responses may be."""
+    longest = config.data.max_prompt + config.generation.max_new_tokens
+    if longest > model.max_position_embeddings:
+        raise UserError(
+            f"data.max_prompt + {option} = {longest} tokens, but {config.main_folder} "
+            f"has a context of {model.max_position_embeddings}; lower one of them"
+        )

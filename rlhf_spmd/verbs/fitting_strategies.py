@@ -1,0 +1,97 @@
+"""Finds options with which the shipped strategies fit a cluster: to compare plans with, and for advice in errors."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import least_bytes
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.validate import validate
+from rlhf_spmd.plan.workload import Workload
+
+COMPARED = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
+SPLIT = ("separation", "reallocation")  # have separate layouts for training and for the rest
+Evaluate = Callable[[Program], Program | None]  # the program of a run's evaluations, from that of its training
+
+
+def no_evaluation(training: Program) -> None:
+    """Evaluate of a run without evaluations."""
+
+
+def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
+    """The options to try for a strategy, fastest first; later ones shard more, then store fewer activations."""
+    if name not in SPLIT:
+        halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
+        smaller = tuple({"zero": 3, "micro_batch": size} for size in halves)
+        sliced = {"zero": 3, "tp": workload.largest_tp(cluster), "recompute": True}
+        last = (sliced, *(sliced | {"micro_batch": size} for size in halves)) if name == "flattening" else ()
+        return {}, {"zero": 1}, {"zero": 3}, *smaller, *last
+    tp = workload.largest_tp(cluster)
+    split = {"training_tp": tp, "zero": 1, "recompute": True}
+    both = split | {"generation_tp": tp}
+    staged = ("training_pp", "generation_pp") + (("inference_pp",) if name == "reallocation" else ())
+    depths = [2**power for power in range(1, len(cluster.nodes).bit_length())]
+    sharded = ({}, {"zero": 1}, {"zero": 3}) if name == "separation" else ({}, {"zero": 1})
+    return *sharded, split, both, *(both | dict.fromkeys(staged, depth) for depth in depths)
+
+
+def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
+    """The largest number of bytes that a rank lacks on its device, beside the reserve, for a program and for that of
+    the run's evaluations; less than 1 if both fit."""
+
+    def least(rank: int) -> int:
+        beside = least_bytes(evaluation, rank, program) if evaluation else 0
+        return max(least_bytes(program, rank), beside)
+
+    limits = [(rank, program.cluster.usable_bytes(rank)) for rank in program.cluster.ranks]
+    return max((least(rank) - limit for rank, limit in limits if limit is not None), default=0)
+
+
+def too_large(program: Program, evaluation: Program | None = None) -> bool:
+    """Whether `check` refuses a program, or that of the run's evaluations, because of its memory."""
+    found = memory(program) + (memory(evaluation, program) if evaluation else [])
+    return any(finding.severity == "error" for finding in found)
+
+
+def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
+    """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
+    command line. These shard as little as possible."""
+
+    def fits(name: str, options: Mapping[str, Any], *, compiled: bool = True) -> bool:
+        strategy = load_strategy(name)
+        try:
+            placement = strategy.placement(workload, cluster, options)
+            validate(placement, workload, cluster)
+            # Transfers only add bytes, so a program without them shows most misfits without compiling, and one rank
+            # most of these.
+            without_transfers = Program(workload, placement, cluster, {}, (), ())
+            first_rank = cluster.ranks[0]
+            limit = cluster.usable_bytes(first_rank)
+            misses = limit is not None and least_bytes(without_transfers, first_rank) > limit
+            if misses or too_large(without_transfers):
+                return False
+            program = strategy.compile(workload, cluster, options) if compiled else None
+            return program is None or not too_large(program, evaluate(program))
+        except UserError:  # e.g. too few ranks
+            return False
+
+    for name in COMPARED:
+        tried = options_to_try(name, workload, cluster)
+        if name not in SPLIT and not fits(name, tried[-1], compiled=False):  # the options with the least memory
+            continue
+        first = next((options for options in tried if fits(name, options)), None)
+        if first is not None:
+            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in first.items())])
+
+
+def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
+    """Strategies that fit if a program, or that of the run's evaluations, is too large for its devices; else empty."""
+    if not too_large(program, evaluate(program)):
+        return ""
+    strategies = list(fitting_options(program.workload, program.cluster, evaluate))
+    if not strategies:
+        return "No shipped strategy fits these devices with any of its usual options: use more or larger devices"
+    return "These fit (--strategy auto plans the fastest): " + "; ".join(strategies)
