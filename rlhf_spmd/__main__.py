@@ -166,7 +166,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _with_file(parsed: argparse.Namespace) -> argparse.Namespace:
     """The options, with those of the file of --config where the command line names none. Raises UserError."""
     if getattr(parsed, "config", None) is not None:
-        from rlhf_spmd.verbs.check import read_words
+        from rlhf_spmd.command_line.words import read_words
 
         read_words(parsed)
     return parsed

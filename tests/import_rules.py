@@ -123,8 +123,11 @@ OURS: dict[str, tuple[str, ...]] = {
     ),
     "rlhf_spmd.config.file": ("config.options", "files", "config.checks", "pages.option_values"),
     "rlhf_spmd.config.epochs": ("config.options",),
+    "rlhf_spmd.command_line": (
+        *("algorithms.page", "command_line", "config", "files", "machines", "model.tokenizer_check", "pages", "plan"),
+        *("runtime.data", "runtime.rewards", "runtime.world"),
+    ),
     "rlhf_spmd.embedded": (),
-    "rlhf_spmd.verbs.fitting_strategies": ("plan", "pages.strategy"),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.shard"),

@@ -24,6 +24,7 @@ from typing import Any
 from bench.forecast.measure_cpu import workload_of
 from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows, write
 from bench.tables import text_table
+from rlhf_spmd.command_line.plans import KEEP, alternatives, module_source, most_promising, strategy_of
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -31,7 +32,6 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.verbs.plan import KEEP, alternatives, module_source, most_promising, strategy_of
 
 SIZES = (4, 8)
 TOP = 3  # plans that are run

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.command_line.fitting_strategies import missing_bytes
+from rlhf_spmd.command_line.outputs import check_out, save
+from rlhf_spmd.command_line.words import read_calibrated
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
@@ -21,11 +24,10 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 from rlhf_spmd.runtime.pictures.picture import Picture
 from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
 from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
-from rlhf_spmd.verbs.fitting_strategies import missing_bytes
-from rlhf_spmd.verbs.plan import read_calibrated, records, refuse_existing, save
 
 MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane
 
@@ -48,15 +50,6 @@ def run(parsed: argparse.Namespace) -> int:
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
     print(json.dumps({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}))
     return 0
-
-
-def check_out(parsed: argparse.Namespace) -> Path:
-    """The file of the picture. Raises UserError if it is no picture or would replace a file."""
-    out = Path(parsed.out)
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
-    refuse_existing(parsed, out)
-    return out
 
 
 def compile_all(
@@ -92,7 +85,7 @@ def picture_of(
     if maps:
         add_maps(picture, [Map(Path(name).stem, program) for name, program in programs.items()])
     if forecasts:
-        panels = [Panel(Path(name).stem, records(one), note(one.program)) for name, one in forecasts.items()]
+        panels = [Panel(Path(name).stem, spans_of_forecast(one), note(one.program)) for name, one in forecasts.items()]
         picture.legend(add_stack(picture, panels, workflow=workflow, most_lanes=MOST_LANES))
     return picture
 

@@ -7,16 +7,17 @@ import argparse
 import json
 from pathlib import Path
 
+from rlhf_spmd.command_line.checks import check_both, evaluate_of
+from rlhf_spmd.command_line.fitting_strategies import missing_bytes
+from rlhf_spmd.command_line.outputs import check_out, save
+from rlhf_spmd.command_line.words import read_calibrated
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
-from rlhf_spmd.verbs.check import check_both, evaluate_of
-from rlhf_spmd.verbs.draw import check_out, compile_all, picture_of
-from rlhf_spmd.verbs.fitting_strategies import missing_bytes
-from rlhf_spmd.verbs.plan import read_calibrated, save
+from rlhf_spmd.verbs.draw import compile_all, picture_of
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.command_line.clusters import cluster_of
+from rlhf_spmd.command_line.outputs import refuse_existing
+from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder
@@ -16,9 +19,6 @@ from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
 from rlhf_spmd.runtime.world.devices import check_program
-from rlhf_spmd.verbs.check import DEFAULT_STRATEGY, code_note, load_config
-from rlhf_spmd.verbs.plan import refuse_existing
-from rlhf_spmd.verbs.train import cluster_of
 
 
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:

@@ -7,9 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
+from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.records.web_page import page, read
-from rlhf_spmd.verbs.plan import refuse_existing, save
 
 
 def run(parsed: argparse.Namespace) -> int:

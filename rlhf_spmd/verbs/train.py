@@ -1,39 +1,25 @@
 """The train verb on the ranks of an MPI world: compares options, devices and program among the ranks, then trains."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.command_line.checks import check_both, check_rewards, evaluate_of, packs, print_report, refuse_errors
+from rlhf_spmd.command_line.clusters import cluster_of
+from rlhf_spmd.command_line.plans import auto
+from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, config_text, config_words, load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
-from rlhf_spmd.machines.cluster_file import on_machines, read_cluster
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
-from rlhf_spmd.plan.cluster import Cluster, Node
-from rlhf_spmd.plan.program.instructions import Program, communicators
-from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
-from rlhf_spmd.runtime.world.devices import check_program, type_of
-from rlhf_spmd.verbs.check import (
-    DEFAULT_STRATEGY,
-    check_both,
-    check_rewards,
-    code_note,
-    config_text,
-    config_words,
-    evaluate_of,
-    load_config,
-    packs,
-    print_report,
-)
-from rlhf_spmd.verbs.fitting_strategies import Evaluate, advice, no_evaluation
-from rlhf_spmd.verbs.plan import auto
+from rlhf_spmd.runtime.world.devices import check_program
 
 
 def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
@@ -126,31 +112,3 @@ def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed 
         strategy = load_strategy(str(resumed.folder / "strategy.py"))
         return config, replace(strategy, name=resumed.strategy), resumed
     return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or DEFAULT_STRATEGY), resumed
-
-
-def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
-    """The cluster of this world: as a file describes it, else nodes with the devices that the ranks found.
-    device_type: the option."""
-    if path:
-        return on_machines(read_cluster(path), world.nodes, path)
-    nodes = []
-    for node in range(world.num_nodes):
-        of_node = [device for device, its_node in zip(world.chosen, world.nodes, strict=True) if its_node == node]
-        first = min(of_node, key=lambda device: device.num_bytes or 0)
-        if first.index is None:
-            nodes.append(Node(len(of_node), "cpu", None))
-            continue
-        kind = type_of(first, device_type)
-        most = max(device.num_ranks for device in of_node)  # ranks that share a device have a part of it each
-        nodes.append(Node(len(of_node), kind, first.num_bytes // most))
-    return Cluster(tuple(nodes))
-
-
-def refuse_errors(name: str, program: Program, findings: Sequence[Finding], evaluate: Evaluate = no_evaluation) -> None:
-    """Raises UserError for a program that cannot run; if it does not fit, the error names strategies that do."""
-    errors = [str(finding) for finding in findings if finding.severity == "error"]
-    if errors:
-        advised = advice(program, evaluate)
-        raise UserError(
-            f"strategy {name} is refused by check: {'; '.join(errors[:3])}" + (f". {advised}" if advised else "")
-        )

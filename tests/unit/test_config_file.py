@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.__main__ import _parse, _with_file, main
+from rlhf_spmd.command_line.checks import CONFIG_HEADING
+from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import read_config_file, to_text
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.verbs.check import CONFIG_HEADING, load_config
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [

@@ -55,9 +55,14 @@ GOOD = {
         "from rlhf_spmd.pages.algorithm import load_algorithm\nfrom rlhf_spmd.algorithms.page import Options\n"
     ),
     "rlhf_spmd/pages/algorithm.py": "from rlhf_spmd.algorithms import page\nfrom rlhf_spmd.plan.layout import Layout\n",
-    "rlhf_spmd/config/model_folders.py": "from rlhf_spmd.model.config import x\nfrom rlhf_spmd.plan.layout import Layout\n",
-    "rlhf_spmd/config/presets.py": "from rlhf_spmd import algorithm, config, embedded\nfrom rlhf_spmd.model.config import x\n",
-    "rlhf_spmd/pages/strategy.py": "import rlhf_spmd.strategies\nfrom rlhf_spmd.config.options import load\n",
+    "rlhf_spmd/config/model_folders.py": (
+        "from rlhf_spmd.model.config import x\nfrom rlhf_spmd.plan.layout import Layout\n"
+    ),
+    "rlhf_spmd/config/presets.py": (
+        "from rlhf_spmd import embedded\nfrom rlhf_spmd.config import options\nfrom rlhf_spmd.pages import algorithm\n"
+        "from rlhf_spmd.model.config import x\n"
+    ),
+    "rlhf_spmd/pages/strategy.py": "import rlhf_spmd.strategies\nfrom rlhf_spmd.pages.user_module import x\n",
     "rlhf_spmd/rewards.py": "def vader():\n    import vaderSentiment\n",
     "rlhf_spmd/algorithms/__init__.py": "",
     "rlhf_spmd/algorithms/page.py": "from pydantic import PositiveInt\n",
@@ -85,7 +90,7 @@ GOOD = {
         "connection.makefile('rb')\nload(text='x')\n"
     ),
     "rlhf_spmd/runtime/run/train.py": (
-        "from rlhf_spmd.runtime.world.world import World\nfrom rlhf_spmd import algorithm\n"
+        "from rlhf_spmd.runtime.world.world import World\nfrom rlhf_spmd.pages import algorithm\n"
     ),
     "kernels/__init__.py": "",
     "kernels/philox.py": "import triton.language as tl\n",
@@ -103,7 +108,7 @@ OFFENCES = [
     ("rlhf_spmd/errors.py", "import rlhf_spmd.config.options", "may not import rlhf_spmd.config.options"),
     ("rlhf_spmd/__init__.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
     (CHECK, "from rlhf_spmd.config.options import load", "may not import rlhf_spmd.config.options"),
-    (CHECK, "from rlhf_spmd import config", "may not import rlhf_spmd.config.options"),
+    (CHECK, "from rlhf_spmd.config import options", "may not import rlhf_spmd.config.options"),
     (CHECK, "from ...algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
     ("rlhf_spmd/plan/__init__.py", "from ..model.config import from_hf", "may not import rlhf_spmd.model.config"),
     (
@@ -171,7 +176,7 @@ OFFENCES = [
         "may not import rlhf_spmd.config.options",
     ),
     (CHECK, "from rlhf_spmd.pages.algorithm import bound", "may not import rlhf_spmd.pages.algorithm"),
-    ("strategies/flattening.py", "from rlhf_spmd import algorithm", "may not import rlhf_spmd.pages.algorithm"),
+    ("strategies/flattening.py", "from rlhf_spmd.pages import algorithm", "may not import rlhf_spmd.pages.algorithm"),
     (WORLD, "from rlhf_spmd.pages.algorithm import bound", "may not import rlhf_spmd.pages.algorithm"),
     ("kernels/philox.py", "from rlhf_spmd.model.config import x", "may not import rlhf_spmd.model.config"),
     ("rlhf_spmd/model/hf.py", "from rlhf_spmd.plan.layout import x", "may not import rlhf_spmd.plan.layout"),
@@ -256,7 +261,7 @@ OFFENCES = [
     ("rlhf_spmd/model/config.py", "import torch", "may not import torch"),
     ("rlhf_spmd/model/__init__.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
     ("strategies/flattening.py", "import numpy", "may not import numpy"),
-    ("rlhf_spmd/__main__.py", "from rlhf_spmd import config", "at module level"),
+    ("rlhf_spmd/__main__.py", "from rlhf_spmd.config import options", "at module level"),
     ("rlhf_spmd/__main__.py", "import torch", "at module level"),
     ("rlhf_spmd/__main__.py", "try:\n    import numpy\nexcept ImportError:\n    pass", "at module level"),
     (PAGE, "import torch", "may not import torch"),

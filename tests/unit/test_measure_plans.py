@@ -7,13 +7,13 @@ import pytest
 from bench.forecast.measure_cpu import searched
 from bench.forecast.measure_plans import CHOOSING, ROUNDS, TOP, Case, planned, rows_of, write_critic
 from bench.tables import text_table
+from rlhf_spmd.command_line.fitting_strategies import COMPARED
+from rlhf_spmd.command_line.plans import Alternative, fitted, most_promising
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.verbs.fitting_strategies import COMPARED
-from rlhf_spmd.verbs.plan import Alternative, fitted, most_promising
 
 LENGTHS = {"prompts": [6, 8, 9, 12] * 32, "responses": [14, 18, 20, 24] * 32}
 CPU = load_calibration("cpu-2core")

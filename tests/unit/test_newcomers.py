@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.command_line.checks import CONFIG_HEADING, refuse_errors
+from rlhf_spmd.command_line.clusters import cluster_of
+from rlhf_spmd.command_line.fitting_strategies import advice, fitting_options
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import keys_of
@@ -18,9 +21,6 @@ from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
-from rlhf_spmd.verbs.check import CONFIG_HEADING
-from rlhf_spmd.verbs.fitting_strategies import advice, fitting_options
-from rlhf_spmd.verbs.train import cluster_of, refuse_errors
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}

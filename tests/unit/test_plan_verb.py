@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rlhf_spmd.__main__ import _parse, main
+from rlhf_spmd.command_line.fitting_strategies import COMPARED, options_to_try
+from rlhf_spmd.command_line.plans import auto, fitted
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -25,11 +27,12 @@ from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
+from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.verbs import plan
-from rlhf_spmd.verbs.plan import COMPARED, _check_words, auto, fitted, options_to_try, records
+from rlhf_spmd.verbs.plan import _check_words
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -289,7 +292,7 @@ def example(name: str, size: int, **options):
 def test_records_are_the_forecast():
     calibration = machine(decode_layer_s=1e-6)
     found = forecast(example("separation", 4), calibration)
-    all_lanes = lanes(records(found))
+    all_lanes = lanes(spans_of_forecast(found))
     assert max(span.end_s for lane in all_lanes for span in lane.spans) == pytest.approx(found.makespan_s)
     busy = [busy_fraction(lane.spans, 0.0, found.makespan_s) for lane in all_lanes]
     worked = [0.0] * 4

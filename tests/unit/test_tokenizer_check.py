@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.command_line.checks import tokenizer_findings
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import tokenizer_check
 from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.model.tokenizer_check import reading_note
-from rlhf_spmd.verbs.check import tokenizer_findings
 from tests.folders import write_all
 from tests.runs import load
 from tests.unit.test_embedded import ACTOR, REWARD

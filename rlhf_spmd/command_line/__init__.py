@@ -1,0 +1,1 @@
+"""What several verbs share: reading their words, checking, planning and writing."""

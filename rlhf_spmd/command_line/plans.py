@@ -1,0 +1,212 @@
+"""The best plans and the shipped strategies side by side, each with its forecast, and the fastest as a strategy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from textwrap import wrap
+from types import ModuleType
+from typing import Any
+
+from rlhf_spmd.command_line.checks import check_both, evaluate_of
+from rlhf_spmd.command_line.fitting_strategies import (
+    COMPARED,
+    Evaluate,
+    missing_bytes,
+    no_evaluation,
+    options_to_try,
+    too_large,
+)
+from rlhf_spmd.command_line.words import refuse_options
+from rlhf_spmd.config.options import Config, evaluated
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import Strategy, load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.bottleneck import limits
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
+from rlhf_spmd.plan.cost.memory_timeline import most_bytes
+from rlhf_spmd.plan.cost.simulate import Forecast
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.search.planner import SearchResult, name_of, search
+from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
+from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
+from rlhf_spmd.plan.workload import Workload
+
+TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
+
+KEEP = 20  # plans that are simulated
+
+NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A row of the table: a plan or a shipped strategy with its forecast, or the reason why it has none."""
+
+    name: str
+    program: Program | None
+    forecast: Forecast | None
+    note: str = ""  # options that were chosen, or why there is no forecast
+    missing_bytes: int = 0  # of a device, where it does not fit
+    evaluation: Program | None = None  # of the run
+
+
+def alternatives(
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    evaluate: Evaluate = no_evaluation,
+    top: int | None = None,
+    **options: Any,
+) -> tuple[list[Alternative], SearchResult]:
+    """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
+    result of the search. evaluate: makes the program of the run's evaluations, which must fit, too. Raises UserError if
+    nothing fits."""
+    shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
+    try:
+        found = search(workload, cluster, calibration, **options)
+    except UserError as error:
+        raise UserError(f"{error}. {_nearest(shipped)}") from None
+    plans = [
+        Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
+        for number, plan in enumerate(found.plans[:top], start=1)
+    ]
+    return plans + shipped, found
+
+
+def fitted(
+    name: str, workload: Workload, cluster: Cluster, calibration: Calibration, evaluate: Evaluate = no_evaluation
+) -> Alternative:
+    """A shipped strategy with the first options with which it fits; else why it does not."""
+    strategy, refused, short = load_strategy(name), "", {}
+    for options in options_to_try(name, workload, cluster):
+        words = " ".join(f"{option}={value}" for option, value in options.items())
+        try:
+            program = strategy.compile(workload, cluster, options)
+            evaluation = evaluate(program)
+        except UserError as error:
+            refused = refused or str(error).removeprefix(f"strategy {name}: ")
+            continue
+        if not too_large(program, evaluation):
+            return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
+        short[words] = missing_bytes(program, evaluation)
+    if not short:
+        return Alternative(name, None, None, refused)
+    words = min(short, key=short.__getitem__)
+    with_options = f" with {words}" if words else ""
+    note = f"does not fit: a device lacks {format_bytes(short[words])}{with_options}"
+    return Alternative(name, None, None, note, short[words], evaluation)
+
+
+def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
+    """The rows that `check` has no error about, fastest first."""
+    for row in sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s):
+        if not any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
+            yield row
+
+
+def most_promising(rows: list[Alternative], number: int) -> list[Alternative]:
+    """The rows that are worth measuring, fastest first. Of the rows that are forecast to take at most NEAR times the
+    seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement (name_of()),
+    because placements of a kind differ less than their forecasts err. Then the next ones."""
+    order = list(ranked(rows))
+    first: dict[str, str] = {}  # what a row is the best of -> its name
+    for row in order:
+        if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s:
+            program = row.program
+            if row.name in COMPARED:
+                first.setdefault("shipped", row.name)
+            first.setdefault(name_of(program.placement, program.workload, program.cluster), row.name)
+    names = dict.fromkeys([order[0].name, *([first["shipped"]] if "shipped" in first else []), *first.values()])
+    chosen = list(names | dict.fromkeys(row.name for row in order))[:number]
+    return [row for row in order if row.name in chosen]
+
+
+def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
+    """The first of ranked(). Raises UserError if nothing fits."""
+    if best := next(ranked(rows), None):
+        return best
+    raise UserError(f"there is no plan for {cluster}. {_nearest(rows)}")
+
+
+def _nearest(shipped: list[Alternative]) -> str:
+    """Which of the shipped strategies fits best, as a sentence."""
+    if best := next(ranked(shipped), None):
+        words = f" with {best.note}" if best.note else ""
+        return f"Strategy {best.name}{words} fits if generation decodes fewer sequences at a time"
+    tight = [row for row in shipped if row.missing_bytes > 0]
+    if not tight:
+        return shipped[0].note
+    least = min(tight, key=lambda row: row.missing_bytes)
+    missing = format_bytes(least.missing_bytes)
+    return f"Of the shipped strategies, {least.name} lacks the least, {missing} even with the smallest KV cache"
+
+
+def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
+    """Seconds, waste and bytes of every row; then the seconds of each call and what limits it."""
+    shown = [row for row in rows if row.forecast]
+    limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
+    first = [("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "about it")]
+    for row in rows:
+        if row.forecast is None:
+            first.append((row.name, *["-"] * (len(first[0]) - 2), row.note))
+            continue
+        sizes = [format_bytes(size) for size in (most_bytes(row.forecast), *(_device(row.program) if limited else ()))]
+        words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
+        first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
+    calls = [call.name for call in shown[0].program.workload.workflow.placed_calls] if shown else []
+    second = [("plan", *calls)]
+    for row in shown:
+        seconds, limit = call_s(row.forecast), limits(row.program, calibration)
+        second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" for call in calls)))
+    heading = "Seconds of each call in an iteration, and what limits it"
+    return "\n".join([table(first), "", heading, table(second)])
+
+
+def _device(program: Program) -> tuple[int, int]:
+    """The reserved bytes and the memory of the device on which a program may use the least."""
+    node = min((node for node in program.cluster.nodes if node.device_bytes), key=lambda node: node.usable_bytes)
+    return node.device_bytes - node.usable_bytes, node.device_bytes
+
+
+def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:
+    """The row as a strategy module, with its forecast in the docstring. Deterministic."""
+    program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
+    about = (
+        "Written by `python -m rlhf_spmd plan`; edit it like any strategy. The forecast is by the constants of "
+        f"calibration {calibration.name}, for devices of type {', '.join(program.cluster.device_types)}. One of them "
+        f"would hold {format_bytes(most_bytes(row.forecast))} at most."
+        + (f" Planned with {' '.join(overrides)}." if overrides else "")
+    )
+    lines = [
+        f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {program.cluster}.",
+        "",
+        *wrap(about, MAX_LINE, break_long_words=False, break_on_hyphens=False),
+        "",
+        call_table(program, seconds, limit),
+    ]
+    return strategy_source(program.placement, program.workload, program.cluster, "\n".join(lines))
+
+
+def evaluation_options(config: Config) -> dict[str, Any]:
+    """What alternatives() must know of the evaluations of a run. Raises UserError."""
+    tokens = evaluated(config).generation.max_new_tokens if config.eval.prompts else 0
+    return {"evaluate": evaluate_of(config), "evaluated_tokens": tokens}
+
+
+def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
+    """The fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic: every
+    rank finds the same one. Raises UserError."""
+    refuse_options(config)
+    options = {"method": "two_phase"} | evaluation_options(config)  # all ranks plan, and its work varies the least
+    rows, _ = alternatives(workload, cluster, calibration, **options)
+    return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
+
+
+def strategy_of(name: str, source: str) -> Strategy:
+    """A strategy from the source that module_source() wrote."""
+    module = ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+    return Strategy(name, source, module.place)

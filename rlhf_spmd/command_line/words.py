@@ -1,0 +1,156 @@
+"""From the words of a command line to a configuration, a cluster and a calibration."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_spmd.command_line.checks import num_rows
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.config.file import FUNCTIONS, ConfigFile, read_config_file, to_text
+from rlhf_spmd.config.options import Config, make_workload, resolved
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.machines.cluster_file import read_cluster
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.workload import Workload
+
+DEFAULT_STRATEGY = "flattening"
+
+
+def read_words(parsed: argparse.Namespace) -> None:
+    """Reads the file of --config, and completes the options that it names. Options of its strategy are left out where
+    the command line names another strategy, and where the planner chooses. Raises UserError."""
+    file = trusted(parsed, read_config_file(parsed.config))
+    own = file.words.get("strategy", DEFAULT_STRATEGY)
+    named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
+    if parsed.verb in ("check", "draw", "forecast") and not named:
+        if own == "auto":
+            raise UserError(
+                f"{file.path}: strategy auto is planned when a run starts: name a strategy behind `{parsed.verb}`, or "
+                "let `plan` write one"
+            )
+        parsed.strategies = [own]
+    if parsed.verb == "plan" or (named and own not in named):
+        file = file.without(lambda key: key.startswith("strategy."))
+    on_devices = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
+    for name in ("strategy", "layout", "cluster", "calibration", "runs", "name"):
+        if not (on_devices and name in ("layout", "cluster")) and getattr(parsed, name, "") is None:
+            one = parsed.verb in ("check", "forecast") and name == "strategy"
+            setattr(parsed, name, own if one else file.words.get(name))
+    parsed.file = file
+
+
+def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
+    """A file of options, of which a verb that does not train runs no code if a run wrote the file: such code must be
+    named on the command line. Raises UserError."""
+    trains = parsed.verb in ("train", "precompute") and not getattr(parsed, "dry_run", False)
+    code = file.code
+    if trains or not file.of_run:
+        return file
+    keys = [word.partition("=")[0] for word in parsed.overrides]
+    file = replace(
+        file, settings=tuple(one for one in file.settings if one.key not in keys or one.key not in FUNCTIONS)
+    )
+    words, named = dict(file.words), getattr(parsed, "algorithm", None)
+    how = "is named by a run's file, whose code is run by `train` alone; if you trust it, name it yourself:"
+    if parsed.verb == "generate":
+        file = file.without(lambda key: key in code)
+        words = {word: text for word, text in words.items() if word not in ("algorithm", "strategy")}
+        return replace(file, words=words, page=None)
+    if "algorithm" in code and named is None:
+        raise UserError(f"{file.path}: the algorithm {code['algorithm']} {how} --algorithm {code['algorithm']}")
+    if "algorithm" in code and Path(named).absolute() != Path(code["algorithm"]).absolute():
+        own = Path(words.pop("algorithm", "")).stem  # not loaded to ask for its roles
+        file = file.without(lambda key: key.startswith((f"{own}.", "models.", "optimizer.")))
+        return replace(file, words=words, page=None)
+    if "algorithm" in code:
+        file = replace(file, page=named)
+    given = getattr(parsed, "strategies", None) or getattr(parsed, "strategy", None)
+    if "strategy" in code and parsed.verb not in ("plan", "profile") and not given:
+        word = "" if parsed.verb in ("check", "draw", "forecast") else "--strategy "
+        raise UserError(f"{file.path}: the strategy {code['strategy']} {how} {parsed.verb} {word}{code['strategy']}")
+    return file
+
+
+def code_note(file: ConfigFile | None) -> str:
+    """What a run is to say about the code that the file of another run names; empty if there is none."""
+    code = file.code if file else {}
+    named = ", ".join(f"{name} {text}" for name, text in code.items())
+    return f"note: code that {file.path} names is run: {named}" if code else ""
+
+
+def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
+    """The configuration that a command line names. Raises UserError."""
+    return presets.load(
+        parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=on_gpu, file=parsed.file
+    )
+
+
+def read_config_and_cluster(
+    parsed: argparse.Namespace, layout: str = "1x4", device_type: str | None = None
+) -> tuple[Config, Cluster]:
+    """What a command line names; layout, device_type: used where it names none (None: the preset's). Raises
+    UserError."""
+    config = load_config(parsed)
+    if parsed.cluster and (parsed.layout or parsed.device_type):
+        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
+    if parsed.cluster:
+        cluster = read_cluster(parsed.cluster)
+    else:
+        cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or device_type or config.device_type)
+    if set(cluster.device_types) != {"cpu"}:
+        config = load_config(parsed, on_gpu=True)
+    return config, cluster
+
+
+def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> str:
+    """The configuration as a file for --config."""
+    file = parsed.file or ConfigFile("")
+    algorithm = None if file.page else parsed.algorithm or file.words.get("algorithm")
+    values = resolved(config, algorithm=algorithm, strategy=strategy)
+    if not config.data.epochs:
+        return to_text(values)
+    if not (num := num_rows(config)):
+        where = f"{config.data.prompts} has none" if config.data.prompts else "give data.prompts=FILE"
+        raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; {where}")
+    del values["iterations"]  # they follow from data.epochs
+    if config.mini_batch_tokens:
+        text = f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"
+        return f"# {text}\n{to_text(values)}"
+    loses_rows = config.data.long_prompts == "drop" or bool(config.algorithm.responses)
+    return f"# {length_of(config, num, at_most=loses_rows)}\n{to_text(values)}"
+
+
+def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
+    """The words of a command line that name the file, the algorithm, this preset (with a file: what it names) and the
+    model."""
+    preset = parsed.preset if parsed.config else preset
+    named = {"--config": parsed.config, "--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
+    return [word for name, value in named.items() if value for word in (name, value)]
+
+
+def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
+    """What to plan for; layout: the default. Raises UserError if something does not exist or fit together."""
+    config, cluster, calibration = read_calibrated(parsed, layout)
+    refuse_options(config)
+    return config, make_workload(config), cluster, calibration
+
+
+def read_calibrated(
+    parsed: argparse.Namespace, layout: str = "1x4", *, required: bool = True
+) -> tuple[Config, Cluster, Calibration | None]:
+    """The configuration, the cluster and its calibration; required: None is an error. Raises UserError as read()."""
+    devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
+    config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
+    calibration = calibration_for(parsed.calibration, cluster, required=required)
+    return config, with_reserve(cluster, config.reserve, calibration), calibration
+
+
+def refuse_options(config: Config) -> None:
+    """Raises UserError if there are options of a strategy, because the planner makes its own."""
+    if config.strategy:
+        first = next(iter(config.strategy))
+        raise UserError(f"strategy.{first} is an option of a strategy, but the planner chooses every layout; drop it")
