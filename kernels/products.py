@@ -5,7 +5,7 @@
 Which library is fastest depends on the machine, so it is chosen by measuring (runtime/profile/products.py). A process
 uses one library per dtype for all passes, because libraries differ in the order of their sums. What may differ between
 passes is the order in which weights lie in memory: a library gives the same bits for plain weights, for weights packed
-in its own order, and for several matrices joined (tests/unit/test_products.py).
+in its own order, and for several matrices joined (tests/unit/kernels/test_products.py).
 
 - linear: F.linear. It has no packed weights.
 - onednn: private operators of torch without a derivative, called inside `_Product` and where no gradient is needed. A

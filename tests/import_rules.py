@@ -1,7 +1,8 @@
 """The rules of the house: imports point one way, heavy packages stay behind one file each, files stay short, and text
 files have one encoding (text_rules.py).
 
-`problems_of` reads a tree and names what breaks them; tests/unit/test_import_rules.py asks it about this repository.
+`problems_of` reads a tree and names what breaks them; tests/unit/house/test_import_rules.py asks it about this
+repository.
 """
 
 import ast

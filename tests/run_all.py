@@ -23,7 +23,16 @@ from tests import durations
 from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")
-LONG = [f"tests/unit/test_{name}.py" for name in ("search", "sample_kernel", "scan", "kernels_compile", "support")]
+LONG = [
+    f"tests/unit/{name}.py"
+    for name in (
+        "plan/search/test_search",
+        "kernels/test_sample_kernel",
+        "bench/test_scan",
+        "kernels/test_kernels_compile",
+        "kernels/test_support",
+    )
+]
 SLOW_LIMIT_S = 3600  # for one slow test
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
 NUM_BUSY, MOST_BUSY_MINUTES = 6, 10  # processes beside all parts with --busy, and what these may take
@@ -49,7 +58,7 @@ def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
 
 def busy_files() -> list[str]:
     """The files with tests for --busy: to collect all others takes minutes there."""
-    files = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests" / "unit").glob("test_*.py"))
+    files = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests" / "unit").rglob("test_*.py"))
     searches = {"test_misfit", "test_search"}
     return [
         str(path)

@@ -56,7 +56,7 @@ def gpu_tests(light: Light) -> Found:
 
 def kernel_tests(light: Light) -> Found:
     names, some = (KERNEL_TESTS[1:2], ["-k", "silu"]) if light.dry else (KERNEL_TESTS, [])
-    return tested(light, [*(f"tests/unit/test_{name}.py" for name in names), *some], least=1)
+    return tested(light, [*(f"tests/unit/kernels/test_{name}.py" for name in names), *some], least=1)
 
 
 def tested(light: Light, arguments: list[str], *, least: int) -> Found:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
-from tests.unit.test_documents import ROOT, blocks, commands
+from tests.unit.house.test_documents import ROOT, blocks, commands
 
 PAGE = ROOT / "docs" / "gsm8k.md"
 MODEL = "path/to/Qwen2.5-1.5B-Instruct"

@@ -1,0 +1,180 @@
+"""Bench first-light: a dry walk on the CPU; steps that fail, crash or hang leave the others alone; its arithmetic."""
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.first_light import checks, first_light
+from bench.first_light.profile import timeline
+from bench.first_light.speed import LLAMA_1B, nano_vllm_requests, training_flops
+from bench.first_light.steps import STEPS, Step, chosen
+from tests.run_mpi import REPOSITORY
+
+PLANTS = "tests.planted_steps"
+QUICK = "engine,sample"
+LIMIT_S = 300.0  # of a dry walk on a busy machine
+
+
+def planted(name: str, limit_s: float = 60.0) -> Step:
+    return Step(name, f"{name} is planted", f"{PLANTS}:{name}", limit_s)
+
+
+def verdicts_of(folder: Path) -> dict[str, dict]:
+    return {row["step"]: row for row in json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))}
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+# ---- walks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timed
+def test_one_bad_step_leaves_the_others_alone(tmp_path):
+    names = ("passes", "fails", "raises", "crashes", "lacks")
+    last = Step("afterwards", "runs alone, at last", f"{PLANTS}:passes", 60.0, group="speed")
+    steps = [*map(planted, names), planted("hangs", limit_s=6.0), last]
+    began = time.monotonic()
+    found = first_light.walk(steps, tmp_path, budget_s=120.0, together=2, dry=True)
+    assert time.monotonic() - began < 60
+    assert [row["step"] for row in found] == [step.name for step in steps]
+    told = {row["step"]: (row["verdict"], row["told"]) for row in found}
+    assert told["passes"] == ("passed", "as planted") == told["afterwards"]
+    assert told["fails"] == ("failed", "below 70%")
+    assert told["raises"][0] == "failed" and "planted error" in told["raises"][1]
+    assert told["crashes"] == ("failed", "status -11: about to crash")
+    assert told["lacks"] == ("skipped: a sanitizer", "")
+    assert told["hangs"] == ("timed out", "by its own limit; last: begins to hang")
+    assert verdicts_of(tmp_path) == {row["step"]: row for row in found}
+    assert not is_alive(int((tmp_path / "child").read_text(encoding="utf-8")))
+    rows = rows_of(tmp_path)
+    assert [row["number"] for row in rows] == [1.5, 2, 3, 1.5]  # what was measured before the end is kept
+    assert {"date", "commit", "hardware", "python", "versions", "device", "driver"} <= rows[0].keys()
+    assert "planted error" in (tmp_path / "logs.txt").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child", "logs.txt", "rows.jsonl", "verdicts.json"]
+    assert "hangs            timed out" in first_light.show(found)
+
+
+@pytest.mark.timed
+def test_the_budget_ends_all(tmp_path):
+    """A step that is under way is stopped, those in line are not begun."""
+    steps = [planted("hangs"), planted("passes")]
+    began = time.monotonic()
+    found = first_light.walk(steps, tmp_path, budget_s=first_light.LEAST_S + 1, together=1, dry=True)
+    assert time.monotonic() - began < 30
+    assert [row["verdict"] for row in found] == ["timed out", "not reached: budget"]
+    assert found[0]["told"].startswith("by the budget")
+
+
+def test_steps_whose_needs_are_missing_are_skipped(tmp_path, monkeypatch):
+    step = Step("passes", "needs two things", f"{PLANTS}:passes", 60.0, needs=("a telescope", "patience"))
+    monkeypatch.setattr(first_light.Walk, "facts", {"missing": ["patience", "a telescope", "torch"]})
+    found = first_light.walk([step], tmp_path, budget_s=60.0, dry=True)
+    assert found[0]["verdict"] == "skipped: a telescope, patience" and rows_of(tmp_path) == []
+
+
+def walked_dry(folder: Path, *options: str) -> dict[str, dict]:
+    command = [sys.executable, "-m", "bench", "first-light", "--dry", "--out", str(folder), *options]
+    budget = ["--budget-s", str(LIMIT_S)]
+    done = subprocess.run(
+        [*command, *budget], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=2 * LIMIT_S
+    )
+    found = verdicts_of(folder)
+    bad = {name: row["told"] for name, row in found.items() if row["verdict"] in ("failed", "timed out")}
+    assert not bad, done.stdout + done.stderr + (folder / "logs.txt").read_text(encoding="utf-8")[-5000:]
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["ok"]
+    return found
+
+
+def test_a_dry_walk_of_some_steps(tmp_path):
+    found = walked_dry(tmp_path, "--steps", QUICK)
+    assert list(found) == ["device", *QUICK.split(",")]
+    assert all(row["verdict"] == "passed" for row in found.values())
+    assert all(row["dry"] and row["device"].startswith("CPU") for row in rows_of(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_dry_walk_of_all_steps(tmp_path):
+    found = walked_dry(tmp_path)
+    assert list(found) == [step.name for step in STEPS]
+    assert all(row["verdict"] == "passed" or row["verdict"].startswith("skipped: ") for row in found.values())
+    steps_with_rows = {row["step"] for row in rows_of(tmp_path)}
+    assert steps_with_rows == {name for name, row in found.items() if row["verdict"] == "passed"}
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"calibration.json", "decode-2-rows.json.gz"} <= files and len(files) <= 8
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_chosen_by_name_and_group():
+    assert [step.name for step in chosen(STEPS, "decode, sample")] == ["device", "decode", "sample"]
+    assert chosen(STEPS, "") == list(STEPS)
+    assert {step.group for step in chosen(STEPS, "speed")[1:]} == {"speed"}
+    groups = [step.group for step in STEPS]
+    assert groups == sorted(groups), "speed comes last"
+    with pytest.raises(ValueError, match="there is no step 'nosuch'"):
+        chosen(STEPS, "decode,nosuch")
+
+
+def test_every_kernel_test_that_takes_a_device_is_run():
+    takes = re.compile(r"^def test_\w+\([^)]*\bdevice\b", re.MULTILINE)
+    files = (REPOSITORY / "tests" / "unit").rglob("test_*.py")
+    found = {path.stem.removeprefix("test_") for path in files if takes.search(path.read_text(encoding="utf-8"))}
+    assert found == set(checks.KERNEL_TESTS)
+
+
+def test_the_requests_are_those_of_nano_vllm():
+    prompts, lengths = nano_vllm_requests(256, 100, 1024)
+    assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966)
+
+
+def test_operations_of_a_training_step():
+    """Six for each weight of a layer and token, and for those of the head at the tokens of responses."""
+    config, (num, prompt, response) = LLAMA_1B, (2, 100, 200)
+    layer = 2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632
+    weights = 6 * num * (300 * 22 * layer + 200 * 2048 * 32000)
+    attention = 3 * num * 22 * 2 * 300**2 * 2048  # two products of 2 T^2 D, of which half is masked
+    assert training_flops(config, num, prompt, response) == weights + attention
+
+
+def test_what_a_device_did():
+    assert timeline([], 3) == (None, None)
+    busy = [(0.0, 1.0), (0.5, 0.75), (1.25, 2.0), (2.0, 3.0), (3.5, 4.0)]
+    assert timeline(busy, 2) == (3.25 / 4, 0.375)
+    assert timeline(busy, 1) == (3.25 / 4, 0.5)
+    assert timeline([(2.0, 3.0)], 1) == (1.0, 0.0)
+
+
+def test_long_logs_lose_their_middle():
+    log = b"a" * first_light.LOG_BYTES + b"b" * first_light.LOG_BYTES
+    short = first_light.shortened(log)
+    assert short[:1] == b"a" and short[-1:] == b"b" and b"400000 bytes left out" in short
+    assert first_light.shortened(b"abc") == b"abc"
+
+
+def test_a_source_tree_can_be_imported():
+    """Without the finder of an editable install, which a .pth file of site-packages starts."""
+    places = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    code = (
+        f"import sys; sys.path += {sorted(places)!r}; import rlhf_spmd.kernels.philox as found, "
+        "rlhf_spmd.strategies.flattening; print(found.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "philox.py"

@@ -1,0 +1,54 @@
+"""The pictures of the documents: what they are drawn from, and that every one of them is shown somewhere."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import diagrams
+from bench.plots import TIMELINES
+from bench.rows import RESULTS, read_rows
+from bench.speed.strategies import median_iteration, of_iterations
+from tests.programs import make_workload
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+
+
+def test_the_median_iteration_is_drawn():
+    spans = [["a", "compute", 10.0 + at, 10.5 + at, at, {"epoch": 1}] for at in (5, 6, 7)]
+    records = [{"rank": rank, "host": "a", "spans": spans} for rank in (0, 1)]
+    seconds = [99.0, 3.0, 1.0, 2.0, 2.0, 5.0, 2.1, 0.1]
+    assert median_iteration(records, seconds) == 6
+    (one, other) = of_iterations(records, [6])
+    assert one["spans"] == other["spans"] == [["a", "compute", 0.0, 0.5, 6, {}]] and one["rank"] == 0
+
+
+def test_diagrams_are_drawn(tmp_path):
+    drawn = [
+        diagrams.program_picture(tmp_path / "program.png"),
+        diagrams.weights_picture(tmp_path / "weights.png"),
+        diagrams.resume_picture(tmp_path / "resume.png", read_rows(RESULTS / "faults.jsonl")),
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000 for path in drawn)
+
+
+def test_calls_stand_below_what_they_read():
+    depths = diagrams.depths(make_workload().workflow)
+    assert depths["actor_generate"] == 0 and depths["reference_infer"] == depths["critic_infer"] == 1
+    assert depths["actor_train"] == depths["critic_train"] == depths["estimate_advantages"] + 1 == 3
+
+
+def test_pages_say_whether_timelines_were_measured():
+    kind = json.loads(TIMELINES.read_text(encoding="utf-8"))["kind"]
+    assert kind in ("measured", "forecast")
+    for name in ("strategies.png", "timeline_demo.png"):
+        alts = [re.findall(rf"!\[([^]]*)\]\([^)]*results/{name}\)", page.read_text(encoding="utf-8")) for page in PAGES]
+        assert any(alts) and all(alt.lower().startswith(kind) for found in alts for alt in found)
+
+
+@pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.png")), ids=lambda path: path.name)
+def test_every_picture_is_shown(picture):
+    pages = [page for page in PAGES if f"results/{picture.name})" in page.read_text(encoding="utf-8")]
+    assert pages, f"no page shows {picture.name}: show it, or delete it"

@@ -1,0 +1,246 @@
+"""The job scripts, as far as they can be read without Slurm (tests/slurm has the rest)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.forecast.suites import SUITES
+from tests.slurm import cluster
+
+FOLDER = Path(__file__).parents[3] / "slurm"
+SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir())}
+SITE_OPTIONS = (
+    "--partition",
+    "--account",
+    "--qos",
+    "--constraint",
+    "--gres",
+    "--gpus",
+    "--nodelist",
+    "--time",
+    "--mail",
+)
+OF_A_JOB = {"RLHF_SPMD_RUN"}  # given with one job, documented in its script
+
+
+def code(name):
+    return [line for line in SCRIPTS[name].splitlines() if line.startswith("#SBATCH") or not line.startswith("#")]
+
+
+def test_only_env_knows_the_site():
+    assert {"env.sh", "launch.sh", "stages.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(SCRIPTS)
+    known = set(re.findall(r"^: .*", SCRIPTS["env.sh"], re.MULTILINE))
+    variables = set(re.findall(r"\w+(?=:=)", " ".join(known)))
+    assert {"RLHF_SPMD_LAUNCHER", "RLHF_SPMD_VENV", "SBATCH_PARTITION"} <= variables
+    for name in SCRIPTS:
+        text = "\n".join(code(name))
+        assert set(re.findall(r"RLHF_SPMD_\w+", text)) <= variables | OF_A_JOB, name
+        assert not [option for option in SITE_OPTIONS if option in text], name
+
+
+def test_every_bench_of_the_array_exists():
+    text = SCRIPTS["bench.sbatch"]
+    named = re.search(r"suites=\(([^)]+)\)", text)[1].split()
+    assert set(named) == set(SUITES) - {"all", "quick"}
+    assert f"#SBATCH --array=0-{len(named)}\n" in text  # and `scan` itself
+
+
+def sourced(**environment):
+    script = ". slurm/env.sh; echo $RLHF_SPMD_VENV $RLHF_SPMD_LAUNCHER; env -0 | grep -zE '^(SBATCH|RLHF)_' | sort -z"
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=FOLDER.parent, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    first, _, rest = done.stdout.decode().partition("\n")
+    return first.split(), dict(entry.split("=", 1) for entry in rest.split("\0") if entry)
+
+
+def test_env_has_defaults_and_keeps_what_is_set():
+    first, exported = sourced()
+    assert first == [f"{FOLDER.parent}/.venv", "srun"]
+    assert not [name for name in exported if name.startswith("SBATCH_")]  # an empty partition is not the default one
+    assert "RLHF_SPMD_INTERFACE" not in exported and exported["RLHF_SPMD_PMI"] == "pmi2"
+    first, exported = sourced(RLHF_SPMD_LAUNCHER="mpirun", SBATCH_PARTITION="gpu", RLHF_SPMD_INTERFACE="ib0")
+    assert first[1] == "mpirun" and exported["SBATCH_PARTITION"] == "gpu" and exported["RLHF_SPMD_INTERFACE"] == "ib0"
+
+
+# ---- train.sbatch with a launcher and a Slurm that only write down what they are told ------------------------------
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" > $HERE/words
+trap 'echo warned > $HERE/warned' USR1
+touch $HERE/started
+until [[ -e $HERE/stop ]]; do sleep 0.05; done
+"""
+SCONTROL = """#!/bin/bash
+[[ $1 == requeue ]] && { echo requeue > $HERE/requeued; touch $HERE/stop; exit 1; }
+echo "JobState=RUNNING PreemptTime=None"
+"""
+
+
+class Job:
+    """The script, running."""
+
+    def __init__(self, folder: Path, *words: str, restart: int = 0, run: str = ""):
+        self.folder, self.runs = folder, folder / "runs"
+        (folder / "slurm").mkdir(exist_ok=True)
+        for name, text in SCRIPTS.items():
+            (folder / "slurm" / name).write_text(text.replace("patience_s=90", "patience_s=1"), encoding="utf-8")
+        (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": "#!/bin/bash\n"}.items():
+            (folder / "venv" / "bin" / name).write_text(text, encoding="utf-8")
+            (folder / "venv" / "bin" / name).chmod(0o755)
+        self.runs.mkdir(exist_ok=True)
+        of_slurm = {"SLURM_SUBMIT_DIR": folder, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": restart, "SLURM_NTASKS": 2}
+        ours = {"RLHF_SPMD_VENV": folder / "venv", "RLHF_SPMD_RUNS": self.runs, "HERE": folder} | of_slurm
+        ours |= {"RLHF_SPMD_RUN": run} if run else {}
+        self.process = subprocess.Popen(
+            ["bash", folder / "slurm" / "train.sbatch", *words],
+            env={"PATH": "/usr/bin:/bin", **{name: str(value) for name, value in ours.items()}},
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        wait_for(folder / "started")
+        (folder / "started").unlink()
+
+    def checkpoint(self, iteration: int, run: str = "job-7") -> None:
+        path = self.runs / run / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json"
+        path.parent.mkdir(parents=True)
+        (self.runs / run / "config.json").write_text(json.dumps({}), encoding="utf-8")
+        path.touch()
+
+    def end(self) -> tuple[list[str], str]:
+        """-> the words that the launcher got behind `train`, and what the script said."""
+        (self.folder / "stop").touch()
+        said, _ = self.process.communicate(timeout=30)
+        (self.folder / "stop").unlink()
+        words = (self.folder / "words").read_text(encoding="utf-8").split("\n")[:-1]
+        return words[words.index("train") + 1 :], said
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+
+
+def test_a_restart_repeats_its_words_where_an_old_run_goes_on(tmp_path):
+    """A job that makes its run has all of it in the run folder; one that goes on with another's may be killed before it
+    has written what is new there."""
+    job = Job(tmp_path, "--preset", "tiny")
+    job.checkpoint(10)
+    assert job.end()[0] == ["--runs", str(tmp_path / "runs"), "--name", "job-7", "--preset", "tiny"]
+    assert Job(tmp_path, "--preset", "tiny", restart=1).end()[0] == ["--resume", str(tmp_path / "runs/job-7")]
+    for restart in (0, 1):
+        words, _ = Job(tmp_path, "iterations=20", restart=restart, run="job-7").end()
+        assert words == ["--resume", str(tmp_path / "runs/job-7"), "iterations=20"]
+
+
+@pytest.mark.parametrize("earlier", [True, False], ids=["behind an earlier checkpoint", "without any"])
+def test_an_iteration_longer_than_the_warning(tmp_path, earlier):
+    """No checkpoint comes in time: the job goes on from one that this part of it wrote before, or says what to do."""
+    job = Job(tmp_path)
+    if earlier:
+        job.checkpoint(10)
+    os.kill(job.process.pid, signal.SIGUSR1)
+    wait_for(tmp_path / "warned")
+    if earlier:
+        wait_for(tmp_path / "requeued")
+    else:
+        time.sleep(2.5)
+    said = job.end()[1]
+    assert (tmp_path / "requeued").exists() == earlier
+    assert ("is requeued" if earlier else "has written no checkpoint: lower checkpoint.every") in said
+
+
+# ---- stages.sh with a queue that only writes down what it is told ---------------------------------------------------
+
+SBATCH = """#!/bin/bash
+printf '%s\\n' "$RLHF_SPMD_RUN" "$@" > $HERE/submitted-$(cat $HERE/next)
+echo "$(($(cat $HERE/next)));a-cluster"
+echo $(($(cat $HERE/next) + 1)) > $HERE/next
+"""
+SQUEUE = """#!/bin/bash
+cat $HERE/queue-${3#--name=} 2>/dev/null || true
+"""
+SECTIONS = {"sft": ("--preset", "tiny", "iterations=4"), "reward": ("iterations=3",), "ppo": ("iterations=2", "a=b c")}
+CHAIN = ("-N", "2", *(word for words in SECTIONS.values() for word in (":", *words)))
+
+
+@pytest.fixture
+def stages(tmp_path):
+    """Runs the script: the words of every submission by its run folder's name, and what the script said."""
+    for name, text in {"sbatch": SBATCH, "squeue": SQUEUE}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+
+    def submit(*words, name="x", status=0):
+        (tmp_path / "next").write_text("11", encoding="utf-8")
+        for path in tmp_path.glob("submitted-*"):
+            path.unlink()
+        told = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path), "RLHF_SPMD_RUNS": str(tmp_path / "runs")}
+        command = [FOLDER / "stages.sh", name, *words]
+        done = subprocess.run(command, cwd=FOLDER.parent, env=told, capture_output=True, encoding="utf-8")
+        assert done.returncode == status, done.stderr
+        found = [path.read_text(encoding="utf-8").split("\n")[:-1] for path in sorted(tmp_path.glob("submitted-*"))]
+        return {run: words for run, *words in found}, done.stdout + done.stderr
+
+    return submit
+
+
+def of_train(submitted):
+    return submitted[submitted.index("slurm/train.sbatch") + 1 :]
+
+
+def test_stages_wait_for_each_other_and_read_what_the_others_write(stages, tmp_path):
+    found, said = stages(*CHAIN)
+    runs = tmp_path / "runs"
+    assert list(found) == ["x-sft", "x-reward", "x-ppo"]
+    assert of_train(found["x-sft"]) == ["--algorithm", "sft", *SECTIONS["sft"]]
+    model = ["--model", f"{runs}/x-sft/actor"]
+    assert of_train(found["x-reward"]) == ["--algorithm", "reward_model", *model, *SECTIONS["reward"]]
+    assert of_train(found["x-ppo"]) == [*model, f"models.reward={runs}/x-reward/reward", *SECTIONS["ppo"]]
+    waits = {run: [word for word in words if "depend" in word] for run, words in found.items()}
+    assert waits == {"x-sft": [], "x-reward": ["--dependency=afterok:11"], "x-ppo": ["--dependency=afterok:11:12"]}
+    assert ["--kill-on-invalid-dep=yes" in words for words in found.values()] == [False, True, True]
+    assert all(words[:2] == ["-N", "2"] and f"--job-name={run}" in words for run, words in found.items())
+    assert "x-ppo: job 13 after 11:12" in said
+
+
+def test_a_second_submission_of_stages_adds_what_is_missing(stages, tmp_path):
+    """The first stage has ended, the second was interrupted, and the third is in the queue or has no folder."""
+    model, run = tmp_path / "runs/x-sft/actor/generation_config.json", tmp_path / "runs/x-reward/config.json"
+    for path in (model, run):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    words = (*CHAIN[:6], ":", "--strategy", "separation", "--config=x", *CHAIN[7:])
+    found, said = stages(*words)
+    assert list(found) == ["x-reward", "x-ppo"] and f"x-sft: finished, its model is {model.parent}" in said
+    assert of_train(found["x-reward"]) == ["iterations=3"]  # train.sbatch resumes the run, which has its own options
+    assert not [word for word in found["x-reward"] if "depend" in word]
+    assert "--dependency=afterok:11" in found["x-ppo"] and of_train(found["x-ppo"])[0] == "--model"
+    (tmp_path / "queue-x-reward").write_text("7\n", encoding="utf-8")
+    found, said = stages(*words)
+    assert list(found) == ["x-ppo"] and "--dependency=afterok:7" in found["x-ppo"]
+    assert "x-reward: job 7 is in the queue" in said
+
+
+@pytest.mark.parametrize("words", [(), (":", ":"), (":", ":", ":", ":")])
+def test_stages_say_how_they_are_called(stages, words):
+    found, said = stages(*words, status=2)
+    assert not found and said.startswith("usage: slurm/stages.sh NAME")
+    assert stages(*CHAIN, name="a/b", status=2)[1] == said
+
+
+def test_a_checkout_that_the_nodes_do_not_see_is_refused(monkeypatch):
+    monkeypatch.setattr(cluster, "REPOSITORY", Path("/tmp/checkout"))
+    assert cluster.missing() == (
+        "its nodes have a /tmp of their own and don't see /tmp/checkout: use a checkout outside /tmp"
+    )

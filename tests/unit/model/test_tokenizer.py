@@ -1,0 +1,67 @@
+"""The special tokens that a tokenizer adds to a text, and those that end one."""
+
+import dataclasses
+
+import pytest
+
+from rlhf_spmd.model import hf
+from rlhf_spmd.model.tokenizer import has_stop
+from rlhf_spmd.runtime.data.prompts import load_prompts
+from tests.unit.embedded.test_embedded import ACTOR
+from tests.unit.model.test_hf import make_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tokenizer(tmp_path)
+    return tmp_path
+
+
+def test_a_rendered_prompt_gets_no_second_beginning(folder):
+    """Chat templates write the beginning of sequence into the text."""
+    tokenizer = hf.load_tokenizer(folder)
+    assert tokenizer.encode("<s> w7 w8") == tokenizer.encode("w7 w8") == [1, 7, 8]
+    assert tokenizer.encode("<s> w7 w8", special=False) == [1, 7, 8]
+    assert tokenizer.encode("w7 <s> <s> w8") == [1, 7, 1, 1, 8]  # elsewhere it is what the text says
+    assert tokenizer.encode("") == [1] and tokenizer.encode("", special=False) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "of_model", "ends"),
+    [(2, (0, 2, 7), (2, 0, 7)), (2, (2, 0), (2, 0)), (2, (0, 7), (0, 7)), (2, (), (2,)), (None, (7, 0), (7, 0))],
+)
+def test_given_responses_learn_the_end_of_the_tokenizer(own, of_model, ends, tmp_path):
+    """If it is among those of the model; as Llama 3.1 Instruct, whose model names three."""
+    tokenizer = dataclasses.replace(hf.load_tokenizer(ACTOR), eos_token_id=own)
+    found = tokenizer.eos_ids(dataclasses.replace(hf.read_config(ACTOR), eos_token_ids=of_model))
+    assert found == ends
+    (tmp_path / "a.jsonl").write_text('{"prompt": "On Sunday", "completion": " Dora left."}\n', encoding="utf-8")
+    rows = load_prompts(
+        tmp_path / "a.jsonl",
+        tokenizer,
+        max_prompt_tokens=20,
+        max_response_tokens=20,
+        columns={"responses": "completion"},
+        eos_ids=found,
+    )
+    assert rows.responses["responses"][0][-1] == ends[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "stops"),
+    [
+        ("Dora left.<|end|>", ["<|end|>"], True),
+        ("Dora left.<|end|>", ["never", "left.<|end|>"], True),
+        ("Dora left.<|end|>\n", ["<|end|>\n"], True),
+        ("Dora left.<|end|>", ["<|pad|>"], False),
+        ("Dora left.<|end|>", ["end", "|>", ".<|"], False),  # what a special token is called is no text
+        ("Dora left.<|pad|> Anna", ["left. Anna"], True),  # as the text reads
+        ("Dora left.", ["left"], True),
+        ("Dora left.", ["<|end|>"], False),
+        ("Dora left.", [], False),
+    ],
+)
+def test_stop_texts_see_the_special_tokens_that_they_name(text, stop, stops):
+    tokenizer = hf.load_tokenizer(ACTOR)
+    tokens = tokenizer.encode(text, special=False)
+    assert has_stop(tokenizer.decode, tokens, stop) == stops

@@ -1,0 +1,266 @@
+"""Added tokens and special names of all files of a tokenizer, as transformers reads them; which tokenizers are one."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.config.model_folders import folder_of, same_tokenizer
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.model.tokenizer import padding_token
+from tests.unit.embedded.test_embedded import ACTOR
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+LISTED = "added_tokens_decoder"
+
+
+def token(text: str, **flags: bool) -> dict:
+    return dict.fromkeys(["lstrip", "rstrip", "normalized", "single_word"], False) | {"content": text} | flags
+
+
+def special(text: str, **flags: bool) -> dict:
+    return token(text, special=True, **flags)
+
+
+def rewrite(path: Path, change, **how) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(change(values) or values, **how), encoding="utf-8")
+
+
+def copy(folder: Path, source: Path = ACTOR, config=None, names=None, added=None, change=None) -> Path:
+    """The embedded tokenizer of 1,024 tokens with other files. config: over tokenizer_config.json; names, added: what
+    special_tokens_map.json and added_tokens.json hold; change: of tokenizer.json."""
+    folder.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(source / name, folder)
+    rewrite(folder / "tokenizer_config.json", lambda values: values | (config or {}))
+    for name, values in (("special_tokens_map.json", names), ("added_tokens.json", added)):
+        if values is not None:
+            (folder / name).write_text(json.dumps(values), encoding="utf-8")
+    if change is not None:
+        rewrite(folder / "tokenizer.json", change)
+    return folder
+
+
+def not_special(values: dict) -> None:
+    values["added_tokens"][2]["special"] = False
+
+
+CHAT = {"1024": special("<|im_start|>", lstrip=True), "1025": special("<|im_end|>", rstrip=True)}
+FOLDERS = {
+    "listed in tokenizer_config.json": {"config": {LISTED: CHAT, "eos_token": "<|im_end|>"}},
+    "listed without being special": {"config": {LISTED: {"1024": token("<tool>", special=False)}}},
+    "single words": {"config": {LISTED: {"1024": special("user", single_word=True)}}},
+    "other flags than in tokenizer.json": {"config": {LISTED: {"0": special("<|pad|>", lstrip=True)}}},
+    "added_tokens.json": {"added": {"<tool>": 1024, "<|im_end|>": 1025}, "names": {"eos_token": "<|im_end|>"}},
+    "added_tokens.json that is not read": {"config": {LISTED: CHAT}, "added": {"<tool>": 1024}},
+    "names that contradict": {"names": {"eos_token": "<|pad|>"}},
+    "names that are not read": {"config": {LISTED: CHAT}, "names": {"eos_token": "<|pad|>"}},
+    "a name of a new token": {"config": {"eos_token": special("<|im_end|>", lstrip=True) | {"__type": "AddedToken"}}},
+    "a name of a token of the vocabulary": {"config": {"unk_token": "!"}},
+    "a name of a token that is not special": {"change": not_special},
+    "no name": {"config": {"pad_token": None}},
+    "further special tokens": {"config": {"additional_special_tokens": ["<|u|>"], "image_token": "<img>"}},
+    "further special tokens in both files": {
+        "config": {"additional_special_tokens": ["<|u|>"]},
+        "names": {"additional_special_tokens": ["<|v|>"]},
+    },
+    "further special tokens with names": {"config": {"extra_special_tokens": {"a_token": "<|u|>"}}},
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_all_files_are_read_as_transformers_reads_them(name, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = copy(tmp_path / "m", **FOLDERS[name])
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.vocabulary() == theirs.get_vocab() and ours.vocab_size == len(theirs)
+    kinds = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [getattr(ours, kind) for kind in kinds] == [getattr(theirs, kind) for kind in kinds]
+    for text in theirs.added_tokens_encoder:
+        for written, more in ((text, False), (f"On {text} Sunday{text}s {text} \n", True)):
+            ids = theirs.encode(written, add_special_tokens=more)
+            assert ours.encode(written, special=more) == ids
+            for shown in (False, True):
+                assert ours.decode(ids, special=shown) == theirs.decode(ids, skip_special_tokens=not shown)
+
+
+@pytest.mark.parametrize(
+    ("config", "added", "words"),
+    [
+        ({LISTED: {"7": special("<|pad|>")}}, None, ["tokenizer_config.json", "'<|pad|>' the id 7,", "it is 0;"]),
+        ({LISTED: {"1030": special("<|x|>")}}, None, ["'<|x|>' the id 1030,", "it is 1024;"]),
+        ({LISTED: {"2": special("<|x|>")}}, None, ["'<|x|>' the id 2,", "it is 1024;"]),
+        ({}, {"<|end|>": 1024}, ["added_tokens.json", "'<|end|>' the id 1024,", "it is 2;"]),
+        ({LISTED: {"x": special("<|x|>")}}, None, ["not an id with a token"]),
+        ({LISTED: ["<|x|>"]}, None, ["no object of added tokens"]),
+        ({}, {"<|x|>": "1024"}, ["'<|x|>': '1024', not a token with its id"]),
+    ],
+)
+def test_ids_that_disagree_are_refused(config, added, words, tmp_path):
+    folder = copy(tmp_path / "m", config=config, added=added)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(folder)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_reward_model_pads_with_a_listed_token(tmp_path):
+    listed = {"0": special("<|pad|>"), "1024": special("<|padding|>"), "1025": special("<|im_end|>")}
+    folder = copy(tmp_path / "m", config={LISTED: listed, "pad_token": "<|im_end|>", "eos_token": "<|im_end|>"})
+    shape = dataclasses.replace(read_config(ACTOR), vocab_size=1026, eos_token_ids=(1025, 0), pad_token_id=1025)
+    assert padding_token(folder, shape) == 1024
+    assert load_tokenizer(folder).pad_token_id == 1024
+
+
+# ---- one tokenizer or another ---------------------------------------------------------------------------------------
+
+
+def older(values: dict) -> None:
+    """As older versions of the package `tokenizers` write it."""
+    model = values["model"]
+    model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    del model["ignore_merges"], model["byte_fallback"], values["pre_tokenizer"]["use_regex"]
+
+
+def reordered(values: dict) -> dict:
+    values["model"]["vocab"] = dict(reversed(values["model"]["vocab"].items()))
+    values["added_tokens"].reverse()
+    return dict(reversed(values.items()))
+
+
+def offsets(values: dict) -> None:
+    values["pre_tokenizer"]["trim_offsets"] = not values["pre_tokenizer"]["trim_offsets"]
+    values["decoder"]["add_prefix_space"] = not values["decoder"]["add_prefix_space"]
+
+
+def limits(values: dict) -> None:
+    values["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+
+
+def swapped(values: dict) -> None:
+    merges = values["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+
+
+def traded(values: dict) -> None:
+    words = values["model"]["vocab"]
+    words["!"], words["A"] = words["A"], words["!"]
+
+
+def shorter(values: dict) -> None:
+    del values["model"]["vocab"]["!"]
+
+
+def with_flag(values: dict) -> None:
+    values["added_tokens"][1]["lstrip"] = True
+
+
+def without_beginning(values: dict) -> None:
+    values["post_processor"] = None
+
+
+def with_a_space(values: dict) -> None:
+    values["pre_tokenizer"]["add_prefix_space"] = True
+
+
+def lower(values: dict) -> None:
+    values["normalizer"] = {"type": "Lowercase"}
+
+
+def fused(values: dict) -> None:
+    values["decoder"] = {"type": "Fuse"}
+
+
+PAIRS = {
+    "written without indentation": (True, {"change": lambda values: None}),
+    "an older version": (True, {"change": older}),
+    "another order": (True, {"change": reordered}),
+    "offsets": (True, {"change": offsets}),
+    "a limit": (True, {"change": limits}),
+    "another chat template and padding": (
+        True,
+        {"config": {"chat_template": "x", "pad_token": "!", "model_max_length": 9}},
+    ),
+    "its tokens listed again": (True, {"config": {LISTED: {"0": special("<|pad|>"), "1": special("<|begin|>")}}}),
+    "no name of an end": (True, {"config": {"eos_token": None}}),
+    "a name of a new token": (False, {"config": {"eos_token": "<|im_end|>"}}),
+    "another end": (True, {"config": {"eos_token": "<|pad|>"}}),
+    "another end in the other file": (True, {"names": {"eos_token": "<|pad|>"}}),
+    "merges": (False, {"change": swapped}),
+    "ids": (False, {"change": traded}),
+    "a token less": (False, {"change": shorter}),
+    "a token more": (False, {"config": {LISTED: CHAT}}),
+    "not special": (False, {"change": not_special}),
+    "a flag": (False, {"change": with_flag}),
+    "a listed flag": (False, {"config": {LISTED: {"1": special("<|begin|>", rstrip=True)}}}),
+    "post-processor": (False, {"change": without_beginning}),
+    "pre-tokenizer": (False, {"change": with_a_space}),
+    "normalizer": (False, {"change": lower}),
+    "decoder": (False, {"change": fused}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_tokenizers_are_compared_by_what_they_do(name, tmp_path):
+    same, files = PAIRS[name]
+    other = copy(tmp_path / "m", **files)
+    assert (other / "tokenizer.json").read_bytes() != (ACTOR / "tokenizer.json").read_bytes() or "change" not in files
+    assert same_tokenizer(str(other), str(ACTOR)) == same_tokenizer(str(ACTOR), str(other)) == same
+
+
+def test_a_changed_file_is_compared_again(tmp_path):
+    other = copy(tmp_path / "m")
+    assert same_tokenizer(str(other), str(ACTOR))
+    rewrite(other / "tokenizer.json", traded)
+    assert not same_tokenizer(str(other), str(ACTOR))
+
+
+def test_without_tokenizer_json(tmp_path):
+    """The vocabulary tells; nothing is known of a folder without any."""
+    words, others = {"a": 0, "b": 1, "</s>": 2}, {"a": 1, "b": 0, "</s>": 2}
+    for name, vocabulary, end in (
+        ("one", words, "</s>"),
+        ("two", words, "</s>"),
+        ("three", others, "</s>"),
+        ("four", {}, "b"),
+    ):
+        (tmp_path / name).mkdir()
+        how = {"indent": 2} if name == "two" else {}
+        if vocabulary:
+            (tmp_path / name / "vocab.json").write_text(json.dumps(vocabulary, **how), encoding="utf-8")
+            (tmp_path / name / "merges.txt").write_text("a b\n", encoding="utf-8")
+        about = {"eos_token": end, "tokenizer_class": "GPT2TokenizerFast" if name == "two" else "GPT2Tokenizer"}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    one, two, three, four = (str(tmp_path / name) for name in ("one", "two", "three", "four"))
+    assert same_tokenizer(one, two) and not same_tokenizer(one, three)
+    assert not same_tokenizer(four, str(tmp_path / "none")) and not same_tokenizer(four, one)
+    assert not same_tokenizer("", one) and not same_tokenizer(str(ACTOR), one)
+
+
+def test_it_needs_no_torch(tmp_path):
+    other = copy(tmp_path / "m", change=older)
+    program = (
+        "import sys; from rlhf_spmd.config.model_folders import same_tokenizer; "
+        f"assert same_tokenizer({str(other)!r}, {str(ACTOR)!r}); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_critic_starts_from_a_reward_model_whose_tokenizer_is_written_otherwise(tmp_path):
+    config = load("tiny", [])
+    other = copy(tmp_path / "m", change=older)
+    folders = dict(config.models) | {"reward": str(other)}
+    assert folder_of("critic", folders, config.algorithm.roles) == str(other)
+    rewrite(other / "tokenizer.json", traded)
+    assert folder_of("critic", folders, config.algorithm.roles) == config.main_folder

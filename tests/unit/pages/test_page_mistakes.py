@@ -1,0 +1,231 @@
+"""What can be wrong with a user's page of an algorithm: one message that names the mend, before the first iteration."""
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from tests.pages import checked, write_page
+from tests.unit.pages.test_algorithm import refused
+
+LOSS = "def surrogate(logprobs_BG, weights_BG, mask_BG):\n"
+TRAIN = '    policy.train("surrogate", prompts, responses, weights=weights)\n'
+OPTIONS = "@dataclass(frozen=True, slots=True)\nclass Options(page.Options):\n"
+STATE = "\nclass State:\n    pass\n"
+STATEFUL = """
+
+@dataclass(frozen=True)
+class State:
+    seen: object = 0
+
+
+def initial_state(options):
+    return State()
+
+
+def read_state(values):
+    return State(values["seen"])
+
+
+def after_iteration(state, options, means, weights, num_sequences):
+    return State(state.seen + num_sequences)
+"""
+
+
+def stateful(*change: str) -> tuple[str, str]:
+    """A page with a state, in which a piece of text is replaced."""
+    assert not change or change[0] in STATEFUL
+    return LOSS, STATEFUL.replace(*change) + "\n\n" + LOSS if change else STATEFUL + "\n\n" + LOSS
+
+
+WRONG = {
+    "a function lacks an argument": (
+        (LOSS, "def surrogate(logprobs_BG, mask_BG, weights_BG=None, *, rate):\n"),
+        ["surrogate() asks for rate", "no rate here", "make it an option"],
+    ),
+    "a readout of another head": (
+        (LOSS, "def surrogate(values_BG1, weights_BG, mask_BG):\n"),
+        ["surrogate() asks for values_BG1", "no values here", "logprobs"],
+    ),
+    "a compute lacks an argument": (
+        ("def token_weights(scores_B, mask_BG,", "def token_weights(scores_B, mask_BG, values_BG1,"),
+        ["token_weights() asks for values_BG1", "no values here", "give it where the workflow names the function"],
+    ),
+    "a function does not take what it is given": (
+        (LOSS, "def surrogate(logprobs_BG, mask_BG):\n"),
+        ["surrogate() does not take weights", "give it such a parameter, or leave it out"],
+    ),
+    "a role that is no name": (('"judge": Role', '"../judge": Role'), ["ROLES has the key '../judge'", "letters"]),
+    "a negative learning rate": (("lr=1e-3", "lr=-1.0"), ["the role policy has lr=-1.0", "positive number"]),
+    "a metric that is none": (
+        ('"surrogate": page.Metric("policy", "loss", "{:+8.4f}")', '"surrogate": "loss"'),
+        ["METRICS does not give surrogate a page.Metric"],
+    ),
+    "an unknown scope": (
+        ('makes={"weights": "token"})', 'makes={"weights": "token"}, scope="all")'),
+        ["token_weights(scope='all')", "row, group, mini_batch, batch"],
+    ),
+    "an unknown shape": (
+        ('makes={"weights": "token"})', 'makes={"weights": "rows"})'),
+        ["choose one of token, token+1, row"],
+    ),
+    "an unknown divisor": (
+        ("responses, weights=weights)", "responses, weights=weights, divisor='samples')"),
+        ["policy.train(divisor='samples')", "tokens, responses, rows"],
+    ),
+    "responses in the place of prompts": (
+        ('policy.train("surrogate", prompts, responses', 'policy.train("surrogate", responses, prompts'),
+        ["policy.train: responses is no prompt", "prompts, then responses"],
+    ),
+    "a result that nothing reads": (
+        (
+            "    policy.train(",
+            '    compute("token_weights", responses=responses, scores=scores, makes={"x": "token"})\n    policy.train(',
+        ),
+        ["nothing reads the results of token_weights_token_weights", "drop the call"],
+    ),
+    "a limit without a name": (
+        ("responses, weights=weights)", "responses, weights=weights, stop=0.1)"),
+        ["policy.train(stop=0.1)", "name of a logged sum and a limit"],
+    ),
+    "no such function": (
+        ("def surrogate(", "def surrogates("),
+        ["no function surrogate is in the page or in advantages.py, group_advantages.py, losses.py, surrogates.py"],
+    ),
+    "sums without the functions of it": (
+        ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),
+        ["token_weights has sums=True, but its file has no function token_weights_sums", "add it"],
+    ),
+    "an unknown role": (
+        ('model("judge")', 'model("jugde")'),
+        ["the model 'jugde'", "ROLES has policy, judge"],
+    ),
+    "an unknown readout": (
+        ('judge.infer("scores"', 'judge.infer("points"'),
+        ["judge.infer('points')", "head 'scalar' can infer values, scores"],
+    ),
+    "a readout that the head has not": (
+        ('judge.infer("scores"', 'judge.infer("logprobs"'),
+        ["judge.infer('logprobs')", "head 'scalar' can infer values, scores"],
+    ),
+    "a key twice": (
+        ('makes={"weights": "token"}', 'makes={"scores": "token"}'),
+        ["makes scores twice", "another name (output=)"],
+    ),
+    "a model that trains twice": (
+        (TRAIN, TRAIN + TRAIN),
+        ["trains policy in two calls", "put both losses into one function"],
+    ),
+    "a call behind training": (
+        (TRAIN, TRAIN + '    judge.infer("values", prompts, responses)\n'),
+        ["judge_infer_values stands behind training", "everything else comes before it"],
+    ),
+    "nothing trains": ((TRAIN, ""), ["the workflow trains no model"]),
+    "a number where data belong": (
+        ("weights=weights)", "weights=0.5)"),
+        ["surrogate(weights=0.5)", "numbers are options of the algorithm"],
+    ),
+    "three responses": (
+        (TRAIN, '    policy.train("surrogate", prompts, responses, responses, responses, weights=weights)\n'),
+        ["policy.train('surrogate') reads prompts and one key of responses or two"],
+    ),
+    "an error in the workflow": (
+        (TRAIN, TRAIN + "    1 / 0\n"),
+        ["workflow() raised ZeroDivisionError: division by zero"],
+    ),
+    "state without a start": (
+        ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + STATE),
+        ["it has State and not all of State, initial_state, read_state, after_iteration"],
+    ),
+    "a state that JSON cannot hold": (
+        stateful("object = 0", "object = b'0'"),
+        ["the state cannot be kept in a checkpoint, as JSON: TypeError"],
+    ),
+    "a state that is read otherwise": (
+        stateful('values["seen"]', '[values["seen"]]'),
+        ["read_state() makes State(seen=[0]) of the values of State(seen=0)"],
+    ),
+    "a state without its class": (
+        stateful("    return State()", "    return {}"),
+        ["initial_state() returned a dict; return a State"],
+    ),
+    "a start that raises": (
+        stateful("    return State()", "    return [][3]"),
+        ["initial_state() raised IndexError", "mine.py, line", "fix the page"],
+    ),
+    "too few parameters after an iteration": (
+        stateful("means, weights, num_sequences", "num_sequences"),
+        ["after_iteration is called with state, options, means, weights, num_sequences, by these names", "'means'"],
+    ),
+    "other parameters of the workflow": (
+        ("def workflow(options, model, compute, prompts)", "def workflow(options, roles, compute, prompts)"),
+        ["workflow() cannot be called with options, model, compute, prompts by their names", "'roles'"],
+    ),
+    "a parameter by place only": (
+        (LOSS, "def surrogate(logprobs_BG, /, weights_BG, mask_BG):\n"),
+        ["surrogate() takes logprobs_BG by place only; remove the /"],
+    ),
+    "a form that writes no number": (
+        ('"return", "{:+8.4f}", headline', '"return", "{:+8.4q}", headline'),
+        ["METRICS gives return form='{:+8.4q}'", "cannot write a number"],
+    ),
+    "limits that are none": (
+        ('Metric("policy", "loss", "{:+8.4f}")', 'Metric("policy", "loss", "{:+8.4f}", limits=3)'),
+        ["METRICS gives surrogate limits=3"],
+    ),
+    "no prompts": (('DATA = {"prompts": "prompt"}', 'DATA = {"texts": "text"}'), ["DATA has no prompts"]),
+    "data that are none": (('DATA = {"prompts": "prompt"}', "DATA = None"), ["DATA is no dict"]),
+    "no options": (("class Options(page.Options)", "class Choices(page.Options)"), ["it has no Options"]),
+    "other options": (
+        ("class Options(page.Options)", "class Options"),
+        ["Options is no dataclass that derives from page.Options"],
+    ),
+    "options that are no dataclass of their own": (
+        (OPTIONS, "class Options(page.Options):\n"),
+        ["Options is no dataclass that derives from page.Options"],
+    ),
+    "options that are a function": ((OPTIONS, "def Options():\n"), ["Options is no dataclass"]),
+    "an option without a default": (
+        (
+            "slots=True)\nclass Options(page.Options):\n",
+            "kw_only=True)\nclass Options(page.Options):\n    rate: float\n",
+        ),
+        ["the option rate has no default"],
+    ),
+    "no roles": (('ROLES = {"policy"', 'MODELS = {"policy"'), ["it has no ROLES"]),
+    "a role that is none": (('Role("scalar", judge=True)', '"scalar"'), ["ROLES does not give each model a Role"]),
+    "a start that is no role": (
+        ('Role("scalar", judge=True)', 'Role("scalar", judge=True, starts_from=("critic",))'),
+        ["judge starts from critic, which is no role"],
+    ),
+    "an import of nothing": (
+        ("from typing import Literal\n", "from typing import Literal\nimport nothing_of_that_name\n"),
+        ["cannot be imported: ModuleNotFoundError", "nothing_of_that_name"],
+    ),
+    "a syntax error": ((LOSS, "def surrogate(:\n"), ["cannot be imported: SyntaxError"]),
+    "an exit": (('TITLE = "REINFORCE"\n', "raise SystemExit(3)\n"), ["cannot be imported: SystemExit: 3"]),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_a_page_is_one_error_that_names_the_mend(change, words, tmp_path):
+    text = refused(write_page(tmp_path, change))
+    assert text.startswith(("algorithm mine", f"algorithm {tmp_path}", f"algorithm file {tmp_path}")), text
+    assert all(word in text for word in words), text
+    assert text.count("algorithm mine: ") <= 1, text
+
+
+def test_the_order_of_parameters_means_nothing(tmp_path):
+    """A page whose change of the state has weights before means got each in the place of the other."""
+    change = stateful("state, options, means, weights, num_sequences", "num_sequences, *, weights, means, state, **_")
+    change = change[0], change[1].replace("state.seen + num_sequences", "means")
+    order = ("workflow(options, model, compute, prompts)", "workflow(prompts, compute, model, options)")
+    algorithm = checked(write_page(tmp_path, change, order))
+    assert algorithm.after_iteration(None, None, {"kl": 1.0}, {"kl": 2.0}, 3).seen == {"kl": 1.0}
+
+
+def test_what_goes_wrong_after_an_iteration_is_one_error(tmp_path):
+    good = checked(write_page(tmp_path, stateful(), name="good"))
+    assert good.after_iteration(good.initial_state(None), None, {}, {}, 5).seen == 5
+    for number, (bad, text) in enumerate({"None": "returned a NoneType", "[][3]": "raised IndexError"}.items()):
+        algorithm = checked(write_page(tmp_path, stateful("State(state.seen + num_sequences)", bad), name=f"p{number}"))
+        with pytest.raises(UserError, match=rf"algorithm p{number}: after_iteration\(\) {text}"):
+            algorithm.after_iteration(algorithm.initial_state(None), None, {}, {}, 5)

@@ -1,0 +1,34 @@
+"""Summary numbers of a forecast, against sums by hand."""
+
+import pytest
+
+from bench.forecast.scan import phase_s
+from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
+from rlhf_spmd.plan.cost.simulate import Times, simulate
+from rlhf_spmd.strategies import flattening, interleaving2, separation
+from tests.unit.plan.cost.test_simulate import SECONDS, M, program_of, seconds
+
+
+def test_flattening_wastes_nothing():
+    program = program_of(flattening.place, 2)
+    found = simulate(program, Times(seconds(program)))
+    steps = {"actor_train": 2 * M, "critic_train": 2 * M}
+    assert call_s(found) == pytest.approx({call: one * steps.get(call, 1) for call, one in SECONDS.items()})
+    assert phase_s(found) == pytest.approx({"generation": 8, "inference": 7, "training": 6})
+    assert bubble(found) == pytest.approx(0.0)
+
+
+def test_a_rank_that_waits_for_its_group_is_not_busy():
+    """Reward's half waits 2 s for reference's before the values, and rank 0's generation lasts 3 s longer."""
+    program = program_of(interleaving2.place, 2)
+    times = seconds(program)
+    found = simulate(program, Times(lambda rank, step: times(rank, step) + 3 * (rank == 0 and "generate" in step.call)))
+    assert call_s(found)["actor_generate"] == pytest.approx(11)
+    # rank 1 waits 3 s for the responses, and one of both 2 s for the other's inference
+    assert bubble(found) == pytest.approx((3 + 2) / (2 * found.makespan_s))
+
+
+def test_phases_overlap_under_separation():
+    program = program_of(separation.place, 2)
+    found = simulate(program, Times(seconds(program)))
+    assert sum(phase_s(found).values()) > found.makespan_s

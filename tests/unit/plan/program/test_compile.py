@@ -1,0 +1,353 @@
+"""Programs of random placements: nothing can hang, every rank gets exactly what it lacks, all ranks compile the same.
+
+The twin below finds out what has to move in the slowest and plainest way, column by column, without looking at
+plan/program/compile.py.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.workload import Workload
+from tests.programs import make_workload, place_calls, place_models, random_program
+
+ROOT = Path(__file__).parents[4]
+KEY_WORDS = {"responses": 7, "scores": 1, "values": 8, "kept_tokens": 21}  # 4-byte words per sequence; others have 7
+
+
+@st.composite
+def programs(draw) -> Program:
+    return random_program(lambda options: draw(st.sampled_from(options)))
+
+
+any_program = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+# ---- the twin ------------------------------------------------------------------------------------------------------
+
+
+def owner(ranks: tuple[int, ...], column: int, mini_batch: int) -> int:
+    """The rank of a data-parallel layout that owns a column: the last whose share begins at or before it."""
+    starts = [index * mini_batch // len(ranks) for index in range(len(ranks))]
+    return ranks[max(index for index, start in enumerate(starts) if start <= column)]
+
+
+def places(workload: Workload, placement: Placement, name: str) -> list[tuple[int, ...]]:
+    """The lists of ranks on which a call runs."""
+    if name in placement.layouts:
+        return [placement.layouts[name].ranks]
+    found = []
+    for call in workload.workflow.calls:
+        if call.kind == "train" and set(call.inputs) & {"advantages", "returns"}:
+            ranks = placement.layouts[call.name].ranks
+            found += [ranks] if ranks not in found else []
+    return found
+
+
+def deliveries(workload: Workload, placement: Placement) -> list[tuple[int, str, int]]:
+    """(rank, key, column) of all that has to be sent in an iteration, in no particular order."""
+    here: set[tuple[int, str, int]] = set()
+    sent = []
+    for call in workload.workflow.calls:
+        work = [
+            (owner(ranks, column, workload.mini_batch), column)
+            for ranks in places(workload, placement, call.name)
+            for column in range(workload.mini_batch)
+        ]
+        for rank, column in work:
+            for key in call.inputs:
+                if key != "prompts" and (rank, key, column) not in here:
+                    here.add((rank, key, column))
+                    sent.append((rank, key, column))
+        here |= {(rank, key, column) for rank, column in work for key in call.outputs}
+    return sent
+
+
+def streams(program: Program) -> bool:
+    return program.placement.stream and not program.workload.workflow.call("estimate_advantages").sums
+
+
+# ---- properties of every program -----------------------------------------------------------------------------------
+
+
+@given(program=programs())
+@any_program
+def test_no_program_can_hang_or_read_what_is_not_there(program):
+    assert [str(finding) for finding in check(program) if finding.severity == "error"] == []
+
+
+@given(program=programs())
+@any_program
+def test_every_rank_receives_exactly_the_columns_that_it_lacks(program):
+    workload, placement = program.workload, program.placement
+    received = Counter()
+    for transfer in program.transfers:
+        if transfer.model is not None:
+            continue
+        for message in transfer.messages:
+            assert message.source != message.destination and len(message.columns) > 0
+            for key in message.keys:
+                made_at = places(workload, placement, workload.workflow.producer(key).name)
+                for column in message.columns:
+                    assert message.source in {owner(ranks, column, workload.mini_batch) for ranks in made_at}
+                    rows = [transfer.mini_batch] if streams(program) else range(workload.num_mini_batches)
+                    received.update((message.destination, key, column, row) for row in rows)
+    lacking = deliveries(workload, placement)
+    assert received == Counter((*cell, row) for cell in lacking for row in range(workload.num_mini_batches))
+
+
+@given(program=programs())
+@any_program
+def test_bytes_add_up(program):
+    """Every delivered column carries one sequence of each mini-batch, at the fixed width of its key."""
+    workload = program.workload
+    words = sum(KEY_WORDS.get(key, 7) for _, key, _ in deliveries(workload, program.placement))
+    weights = sum(len(shadows_of(program, m)) * 2 * workload.models[m].num_params for m in ("actor", "critic"))
+    assert sum(transfer.num_bytes for transfer in program.transfers) == 4 * words * workload.num_mini_batches + weights
+
+
+def shadows_of(program: Program, model: str) -> set[int]:
+    """Ranks that use a model without training it."""
+    layouts = program.placement.layouts
+    used = {rank for name, layout in layouts.items() if name.startswith(f"{model}_") for rank in layout.ranks}
+    return used - set(layouts[f"{model}_train"].ranks)
+
+
+@given(program=programs())
+@any_program
+def test_a_shadow_gets_the_new_weights_once_and_none_travels_twice(program):
+    """Each shadow gets them once; chains begin where the model trains; who shares a node with a trainer is served from
+    there. How the load is spread is the planner's business (test_reallocate.py)."""
+    node = program.cluster.node_of
+    for model in ("actor", "critic"):
+        home = program.placement.layouts[f"{model}_train"].ranks
+        shadows = shadows_of(program, model)
+        moves = [transfer for transfer in program.transfers if transfer.model == model]
+        assert len(moves) == bool(shadows)
+        for move in moves:
+            arriving = Counter()
+            for message in move.messages:
+                arriving[message.destination] += message.num_bytes
+            assert arriving == dict.fromkeys(shadows, program.workload.weight_bytes(model))
+            for route in move.reallocation.routes:
+                assert route.ranks[0] in home and not set(route.ranks[1:]) & set(home)
+                crossed = sum(node(one) != node(other) for one, other in route.hops)
+                assert crossed < len({node(rank) for rank in route.ranks})
+
+
+@given(program=programs())
+@any_program
+def test_a_list_holds_each_run_of_its_rank_and_ends_with_agreement(program):
+    workload, layouts = program.workload, program.placement.layouts
+    pieces = range(workload.num_mini_batches) if streams(program) else [None]
+    for rank, steps in enumerate(program.instructions):
+        assert steps[-1] == Agree("metrics") and sum(isinstance(step, Agree) for step in steps) == 1
+        runs = [step for step in steps if isinstance(step, Run)]
+        for call in workload.workflow.calls:
+            mine = [run for run in runs if run.call == call.name]
+            here = [ranks for ranks in places(workload, program.placement, call.name) if rank in ranks]
+            if call.kind == "train":
+                assert len(mine) == workload.epochs * workload.num_mini_batches * len(here)
+                continue
+            assert {run.mini_batch for run in mine} == (set(pieces) if here else set())
+            if all(run.columns is None for run in mine):
+                assert len(mine) == len(pieces) * len(here)
+            else:  # in parts: each column that it owns, once in every piece
+                assert call.name in program.placement.own_first
+                parts = Counter((run.mini_batch, column) for run in mine for column in program.columns_of(run, rank))
+                owned = layouts[call.name].columns(rank, workload.mini_batch)
+                assert parts == Counter((piece, column) for piece in pieces for column in owned)
+        for kind in (Post, Wait):
+            mine = [number for number, transfer in enumerate(program.transfers) if rank in transfer.ranks]
+            assert sorted(step.transfer for step in steps if isinstance(step, kind)) == mine
+
+
+@given(program=programs())
+@any_program
+def test_groups_are_those_of_collective_runs_and_whole_layouts(program):
+    layouts = program.placement.layouts
+    entered = {step.group for steps in program.instructions for step in steps if isinstance(step, Run)} - {None}
+    assert entered == set(program.groups)
+    assert all(len(ranks) > 1 for ranks in program.groups.values())
+    for steps in program.instructions:
+        for step in steps:
+            if isinstance(step, Run):
+                layout = layouts[step.consumer or step.call]
+                trains = step.call.endswith("_train") and len(layout.ranks) > 1
+                assert step.group is not None if trains else True
+                assert step.group is None or program.groups[step.group] == tuple(sorted(layout.ranks))
+
+
+@given(program=programs())
+@any_program
+def test_what_streams_stays_within_its_limits(program):
+    """A rank sends no mini-batch before the one that lies in_flight back is through, and opens none further ahead."""
+    num_moves = sum(transfer.mini_batch == 0 for transfer in program.transfers)
+    for rank, steps in enumerate(program.instructions):
+        under_way: Counter = Counter()
+        for step in steps:
+            if isinstance(step, Run | Agree) or program.transfers[step.transfer].mini_batch is None:
+                continue
+            messages = program.transfers[step.transfer].messages
+            for end in {m.source == rank for m in messages if rank in (m.source, m.destination)}:
+                under_way[end, step.transfer % num_moves] += 1 if isinstance(step, Post) else -1
+            assert max(under_way.values()) <= program.placement.in_flight
+
+
+def test_random_programs_overlap_in_every_way():
+    """What the properties above are about does occur."""
+    rng, seen = random.Random(3), Counter()
+    for _ in range(200):
+        program = random_program(rng.choice)
+        runs = [step for steps in program.instructions for step in steps if isinstance(step, Run)]
+        seen["own first"] += any(run.columns is not None for run in runs)
+        seen["joint"] += any(len(set(t.keys)) > 1 and "responses" not in t.keys for t in program.transfers)
+        seen["streams"] += any(transfer.mini_batch == 1 for transfer in program.transfers)
+        seen["off"] += program.placement.stream and not streams(program)
+        seen["order"] += any(la.ranks != tuple(sorted(la.ranks)) for la in program.placement.layouts.values())
+    assert all(seen[what] >= 10 for what in ("own first", "joint", "streams", "off", "order")), seen
+
+
+# ---- determinism ---------------------------------------------------------------------------------------------------
+
+PRINT_FINGERPRINTS = """
+import random
+from tests.programs import random_program
+rng = random.Random(0)
+print(" ".join(random_program(rng.choice).fingerprint for _ in range(40)))
+"""
+
+
+def test_every_process_compiles_the_same_program():
+    """The same placements, twice here and in two fresh interpreters whose strings hash differently."""
+    here = []
+    for _ in range(2):
+        rng = random.Random(0)
+        here.append([random_program(rng.choice).fingerprint for _ in range(40)])
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", PRINT_FINGERPRINTS]
+        done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=True)
+        here.append(done.stdout.split())
+    assert here[0] == here[1] == here[2] == here[3]
+    assert len(set(here[0])) == 40  # and different ones have different fingerprints
+
+
+# ---- worked examples -----------------------------------------------------------------------------------------------
+
+
+def bytes_moved(program: Program) -> int:
+    return sum(transfer.num_bytes for transfer in program.transfers)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_nothing_moves_under_flattening(size):
+    program = place_models(make_workload(mini_batch=16), size)
+    assert program.transfers == () and bytes_moved(program) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bytes_of_two_halves(size):
+    """Actor and critic everywhere, reference and reward on one half each: a rank of a half needs two shards of the
+    responses and has at most one, so (n - 1) of n shards travel to each half, and as many results come back."""
+    workload = make_workload(mini_batch=2 * size, num_mini_batches=3)
+    program = place_models(workload, size, reference=range(size // 2), reward=range(size // 2, size))
+    responses, ref_logprobs, scores = 4 * 7, 4 * 7, 4
+    assert bytes_moved(program) == workload.num_sequences * (size - 1) // size * (2 * responses + ref_logprobs + scores)
+
+
+def test_bytes_of_two_disjoint_sides():
+    """Generation on one side, the rest on the other: responses and logprobs cross once, the new actor goes back."""
+    workload = make_workload(mini_batch=6, num_mini_batches=2, epochs=3)
+    inference = dict.fromkeys(
+        ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train"), (2, 3)
+    )
+    program = place_calls(workload, "1x4", actor_generate=(0, 1), **inference)
+    data, weights = workload.num_sequences * (4 * 7 + 4 * 7), 2 * workload.weight_bytes("actor")
+    assert bytes_moved(program) == data + weights
+    assert [transfer.keys for transfer in program.transfers] == [("responses",), ("logprobs",), ()]
+
+
+def test_what_a_rank_has_is_not_sent_again():
+    """Rank 2 gets all responses for the reference; the reward on ranks 1 and 2 lacks them on rank 1 only."""
+    workload = make_workload(mini_batch=4)
+    calls = {name: (0,) for name in ("actor_generate", "critic_infer", "actor_train", "critic_train")}
+    program = place_calls(workload, "1x3", reference_infer=(2,), reward_infer=(1, 2), **calls)
+    sent = [
+        (m.source, m.destination, m.columns) for t in program.transfers if "responses" in t.keys for m in t.messages
+    ]
+    assert sent == [(0, 2, range(4)), (0, 1, range(2))]
+
+
+def test_a_gap_in_what_a_rank_lacks_makes_two_messages():
+    """Rank 1 holds the middle of the responses when the reward needs all of them there."""
+    workload = make_workload(mini_batch=6)
+    calls = {name: (3,) for name in ("actor_generate", "critic_infer", "actor_train", "critic_train")}
+    program = place_calls(workload, "1x4", reference_infer=(0, 1, 2), reward_infer=(1,), **calls)
+    sent = [(m.destination, m.columns) for t in program.transfers if t.keys == ("responses",) for m in t.messages]
+    assert sent == [(0, range(2)), (1, range(2, 4)), (2, range(4, 6)), (1, range(2)), (1, range(4, 6))]
+    assert check(program) == []
+
+
+def test_two_trainers_that_share_a_rank_each_get_their_own_columns_of_the_advantages():
+    """Rank 1 is the second half of the actor's trainers and the first of the critic's: it estimates both halves."""
+    program = place_calls(make_workload(mini_batch=4), "1x3", actor_train=(0, 1), critic_train=(1, 2))
+    runs = [step for step in program.instructions[1] if isinstance(step, Run) and step.call == "estimate_advantages"]
+    assert [(run.consumer, program.layout_of(run).columns(1, 4)) for run in runs] == [
+        ("actor_train", range(2, 4)),
+        ("critic_train", range(2)),
+    ]
+    assert [f for f in check(program) if f.severity == "error"] == []
+
+
+def test_transfers_overlap_with_what_lies_between():
+    """The responses for the reward are posted right after generation, before the reference is run."""
+    program = place_models(make_workload(), 2, reference=(0,), reward=(1,))
+    steps = [str(step) for step in program.instructions[0]]
+    posts = [steps.index(f"Post transfer {n}") for n, t in enumerate(program.transfers) if t.keys == ("responses",)]
+    assert max(posts) < steps.index("Run reference_infer")
+    assert posts == [1, 2]
+
+
+def test_a_rank_without_a_call_only_agrees():
+    program = place_models(make_workload(), 3, **dict.fromkeys(("actor", "critic", "reference", "reward"), (0, 1)))
+    assert program.instructions[2] == (Agree("metrics"),)
+
+
+def test_zero_3_gathers_in_the_group_that_generates():
+    workload = make_workload()
+    sharded, plain = Layout.data_parallel((0, 1), zero=3), Layout.data_parallel((0, 1))
+    placement = Placement.by_model(workload, actor=sharded, critic=plain, reference=plain, reward=plain)
+    program = compile_program(workload, placement, Cluster.parse("1x2"))
+    groups = {step.call: step.group for step in program.instructions[0] if isinstance(step, Run)}
+    assert groups["actor_generate"] == groups["actor_train"] == "ranks 0-1"
+    assert groups["critic_infer"] is groups["reference_infer"] is None
+    placement = Placement.by_model(workload, actor=plain, critic=plain, reference=sharded, reward=sharded)
+    program = compile_program(workload, placement, Cluster.parse("1x2"))
+    groups = {step.call: step.group for step in program.instructions[0] if isinstance(step, Run)}
+    assert groups["reference_infer"] == groups["reward_infer"] == "ranks 0-1"
+    assert groups["actor_generate"] is groups["critic_infer"] is None
+    function = replace(workload, models=workload.models | {"reward": None})  # a reward function has no weights
+    program = compile_program(function, placement, Cluster.parse("1x2"))
+    assert {s.group for s in program.instructions[0] if isinstance(s, Run) and s.call == "reward_infer"} == {None}
+
+
+def test_whitening_over_the_batch_makes_advantages_a_collective():
+    for whiten, group in (("mini_batch", None), ("batch", "ranks 0-1")):
+        program = place_models(make_workload(whiten=whiten), 2)
+        found = [s.group for s in program.instructions[0] if isinstance(s, Run) and s.call == "estimate_advantages"]
+        assert found == [group]

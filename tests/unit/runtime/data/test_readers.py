@@ -1,0 +1,100 @@
+"""What Parquet holds beside texts and numbers, and the names of kinds."""
+
+import datetime
+import decimal
+import json
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.prompts import load_prompts
+from rlhf_spmd.runtime.data.readers import kind_of, number_of, read_records
+from tests.unit.runtime.data.test_data import Words
+
+arrow = pytest.importorskip("pyarrow")
+DATE = datetime.date(2024, 2, 29)
+
+
+def records(tmp_path, **columns) -> list[dict]:
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table(columns), tmp_path / "p.parquet")
+    return [record for _, record in read_records(tmp_path / "p.parquet", "prompt")]
+
+
+@pytest.mark.parametrize(
+    "kind", ["binary", "large_binary", "binary_view", "large_string", "string_view", "dictionary", "fixed", "bytes"]
+)
+def test_texts_of_every_type(kind, tmp_path):
+    texts = ["dé", "abc"]
+    made = {
+        "dictionary": lambda: arrow.array(texts).dictionary_encode(),
+        "bytes": lambda: arrow.array([text.encode() for text in texts]).dictionary_encode(),
+        "fixed": lambda: arrow.array([text.encode() for text in texts], arrow.binary(3)),
+    }
+    column = made[kind]() if kind in made else arrow.array(texts).cast(getattr(arrow, kind)())
+    assert [row["prompt"] for row in records(tmp_path, prompt=column)] == texts
+
+
+def test_bytes_that_are_no_text_are_called_bytes(tmp_path):
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"prompt": arrow.array([b"abc", b"\xe9"])}), tmp_path / "p.parquet")
+    with pytest.raises(UserError, match=r"p.parquet, row 2: the value of 'prompt' is bytes that are no UTF-8, not a"):
+        load_prompts(tmp_path / "p.parquet", Words(), max_prompt_tokens=8)
+
+
+def test_what_json_has_no_type_for_becomes_text(tmp_path):
+    columns = {
+        "date": [DATE],
+        "exact": [decimal.Decimal("1.50")],
+        "nanoseconds": arrow.array([1], arrow.timestamp("ns")),
+        "image": arrow.array([{"bytes": b"\x89PNG", "path": b"a"}]),
+        "half": arrow.array([1.5], arrow.float32()).cast(arrow.float16()),
+    }
+    records(tmp_path, prompt=["a"], **columns)
+    found = load_prompts(tmp_path / "p.parquet", Words(), max_prompt_tokens=8)
+    (row,) = found.records([0])
+    assert row == {
+        "date": "2024-02-29",
+        "exact": "1.50",
+        "nanoseconds": "1970-01-01 00:00:00.000000001",
+        "image": {"bytes": "\\x89PNG", "path": "a"},
+        "half": 1.5,
+    }
+    assert found.column_names == tuple(columns)
+
+
+def test_columns_are_those_of_all_rows(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": None}, {"prompt": "c", "note": "\ud83d", "answer": 1}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = load_prompts(tmp_path / "p.jsonl", Words(), max_prompt_tokens=8)
+    assert found.column_names == ("answer", "note")
+    assert found.records(range(3)) == [{}, {"answer": None}, {"note": "\ud83d", "answer": 1}]
+    assert found.whole_records([0, 2]) == [{"answer": None, "note": None}, {"answer": 1, "note": "\ud83d"}]
+
+
+def test_changed_columns_change_their_fingerprint_only(tmp_path):
+    def fingerprints(answers) -> tuple[str, str]:
+        lines = (json.dumps({"prompt": "a", "answer": answer}) + "\n" for answer in answers)
+        (tmp_path / "p.jsonl").write_text("".join(lines), encoding="utf-8")
+        found = load_prompts(tmp_path / "p.jsonl", Words(), max_prompt_tokens=8)
+        assert list(found.fingerprints("p")) == ["prompts in p", "columns of the prompts in p"]
+        return tuple(found.fingerprints("p").values())
+
+    tokens, columns = fingerprints(["ab", "c"])
+    assert fingerprints(["ab", "c"]) == (tokens, columns)
+    for others in (["a", "bc"], ["ab", "d"], ["ab", None]):
+        assert fingerprints(others)[0] == tokens and fingerprints(others)[1] != columns
+
+
+def test_kinds():
+    values = [None, True, 1, 1.5, "a", [], {}, b"\xff", decimal.Decimal(1), DATE, datetime.timedelta(1), 1j]
+    assert [kind_of(value) for value in values] == [
+        *("null", "a boolean", "a number", "a number", "a string", "a list", "an object", "bytes that are no UTF-8"),
+        *("a decimal number", "a date", "a length of time", "a value of the type complex"),
+    ]
+    assert number_of("x", {"a": decimal.Decimal("1.5")}, "a", None) == 1.5
+    for wrong in (10**400, 1e300, float("nan"), DATE):
+        with pytest.raises(UserError, match="not a finite number"):
+            number_of("x", {"a": wrong}, "a", None)

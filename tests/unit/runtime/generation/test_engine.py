@@ -1,0 +1,217 @@
+"""The engine: the result of a request depends neither on other requests nor on the layout of the cache."""
+
+import itertools
+
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.kv_cache import KVCache, token_bytes
+from rlhf_spmd.runtime.generation.requests import Sampling
+from tests.draws import random_responses
+from tests.unit.runtime.generation.test_generate import OFTEN, SHAPES, VOCAB, make_model, make_prompts, rows
+
+LONGEST, MAX_NEW = 9 + 16, 16
+# what a run may be given: places, tokens of a block, blocks
+SETTINGS = {
+    "one at a time": {"max_sequences": 1},
+    "three places": {"max_sequences": 3},
+    "blocks of 1": {"max_sequences": 5, "block_size": 1},
+    "blocks of 4": {"max_sequences": 8, "block_size": 4},
+    "a block each": {"max_sequences": 8, "block_size": 30},
+    "preempting": {"max_sequences": 8, "block_size": 2, "num_blocks": 20},
+    "preempting often": {"max_sequences": 16, "block_size": 3, "num_blocks": 9},
+}
+
+
+def make_engine(model, **settings) -> Engine:
+    return Engine(model, longest=LONGEST, eos_ids=OFTEN, **settings)
+
+
+def draws(num: int, seed: int = 0) -> torch.Tensor:
+    return random_responses(num, MAX_NEW, seed)
+
+
+def some_sampling(num: int) -> list[Sampling]:
+    """All different."""
+    return [
+        Sampling(
+            max_new_tokens=1 + (5 * i) % MAX_NEW,
+            min_new_tokens=min(i % 4, (5 * i) % MAX_NEW),
+            temperature=(0.0, 0.7, 1.0, 1.6)[i % 4],
+            top_k=(0, 5, 0, 30)[i % 3],
+            top_p=(1.0, 0.8)[i % 2],
+            min_p=(0.0, 0.0, 0.1)[i % 3],
+        )
+        for i in range(num)
+    ]
+
+
+def run(engine: Engine, prompts, bits_RG, sampling) -> tuple[list[list[int]], torch.Tensor]:
+    requests = engine.submit(prompts, bits_RG, sampling)
+    engine.run()
+    responses_RG, logprobs_RG, _ = engine.results(requests)
+    return rows(responses_RG), logprobs_RG
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["alike", "all different"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_responses_do_not_depend_on_the_settings(shape, each):
+    model, num = make_model(**shape), 19
+    prompts, bits_RG = make_prompts(num), draws(num)
+    sampling = some_sampling(num) if each else Sampling(MAX_NEW, min_new_tokens=2, temperature=0.9)
+    expected, logprobs_RG = run(make_engine(model, max_sequences=num), prompts, bits_RG, sampling)
+    assert len({len(row) for row in expected}) > 5
+    for name, settings in SETTINGS.items():
+        engine = make_engine(model, **settings)
+        found, found_RG = run(engine, prompts, bits_RG, sampling)
+        assert found == expected, name
+        torch.testing.assert_close(found_RG, logprobs_RG, atol=3e-5, rtol=0)
+        assert (engine.num_preempted > 0) == name.startswith("preempting"), (name, engine.num_preempted)
+
+
+def test_each_request_gets_what_it_would_get_alone():
+    model, num = make_model(), 12
+    prompts, bits_RG, sampling = make_prompts(num), draws(num), some_sampling(num)
+    together, _ = run(make_engine(model, max_sequences=5), prompts, bits_RG, sampling)
+    for i in range(num):
+        alone, _ = run(make_engine(model, max_sequences=1), prompts[i : i + 1], bits_RG[i : i + 1], sampling[i])
+        assert alone == together[i : i + 1]
+        assert sampling[i].min_new_tokens < len(alone[0]) <= sampling[i].max_new_tokens or len(alone[0]) == 1
+
+
+@pytest.mark.parametrize("block_size", [0, 3, 4])
+def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
+    model, num = make_model(), 12
+    three = make_prompts(3, seed=3)
+    prompts, bits_RG = [three[i % 3] for i in range(num)], draws(num)
+    engine = make_engine(model, max_sequences=7, block_size=block_size)
+    prefilled: list[list[int]] = []
+    original = engine.decoder.round
+
+    def noted(tokens_B, cached_B, prompts, blocks):
+        prefilled.extend(prompts)
+        return original(tokens_B, cached_B, prompts, blocks)
+
+    monkeypatch.setattr(engine.decoder, "round", noted)
+    found, logprobs_RG = run(engine, prompts, bits_RG, Sampling(MAX_NEW, min_new_tokens=5))
+    # a place that becomes free is given to the next sample of a prompt, which is often still there
+    assert 3 <= len(prefilled) <= 5
+    expected, expected_RG = zip(
+        *(
+            run(make_engine(model, max_sequences=1), [prompt], bits_RG[i : i + 1], Sampling(MAX_NEW, 5))
+            for i, prompt in enumerate(prompts)
+        ),
+        strict=True,
+    )
+    assert found == [row for (row,) in expected] and len(set(map(tuple, found))) > 6
+    torch.testing.assert_close(logprobs_RG, torch.cat(expected_RG), atol=3e-5, rtol=0)
+
+
+def test_works_ahead_where_places_are_free():
+    """While the first requests run to their end, later ones have taken the places of those that ended before."""
+    model, num = make_model(), 20
+    prompts, bits_RG = make_prompts(num), draws(num)
+    engine = make_engine(model, max_sequences=4)
+    first = engine.submit(prompts[:8], bits_RG[:8], Sampling(MAX_NEW))
+    then = engine.submit(prompts[8:], bits_RG[8:], Sampling(MAX_NEW))
+    engine.run(first)
+    assert all(engine.requests.is_ended(n) for n in first) and not engine.is_idle
+    assert len(engine.scheduler.waiting) < len(then), "nobody took the places of those that ended early"
+    found = rows(engine.results(first)[0])
+    engine.requests.forget(first.stop)
+    engine.run(then)
+    found += rows(engine.results(then)[0])
+    assert engine.is_idle
+    assert found == run(make_engine(model, max_sequences=num), prompts, bits_RG, Sampling(MAX_NEW))[0]
+
+
+def test_places_are_refilled_at_once():
+    """With places for 4, as many rounds are needed as the work takes, not as many as the longest of each four."""
+    model, num = make_model(), 16
+    sampling = [Sampling(16 if i % 4 == 0 else 2) for i in range(num)]
+    engine = Engine(model, longest=LONGEST, max_sequences=4)
+    engine.submit(make_prompts(num), draws(num), sampling)
+    rounds: list[tuple[int, int]] = []
+    engine.run(progress=lambda *told: rounds.append(told))
+    assert sum(ended for ended, _ in rounds) == num
+    assert sum(tokens for _, tokens in rounds) == sum(one.max_new_tokens for one in sampling)
+    assert len(rounds) < 2 * 16 + 8  # batches of four would take 4 * 15
+
+
+def decode(tokens, *, special: bool = False) -> str:
+    """Token 3 is `d`, and so on."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def test_stop_texts():
+    model, num = make_model(), 16
+    prompts, bits_RG = make_prompts(num), draws(num)
+    free, _ = run(Engine(model, longest=LONGEST, max_sequences=9), prompts, bits_RG, Sampling(MAX_NEW))
+    stops = [decode(row)[4:6] for row in free]  # two letters that come by in each
+    sampling = [Sampling(MAX_NEW, stop=(stop, "never", decode(row)[7])) for stop, row in zip(stops, free, strict=True)]
+    engine = Engine(model, longest=LONGEST, max_sequences=5, decode=decode)
+    found, _ = run(engine, prompts, bits_RG, sampling)
+    for row, whole, one in zip(found, free, sampling, strict=True):
+        ends = [end for end in range(1, MAX_NEW + 1) if any(stop in decode(whole[:end]) for stop in one.stop)]
+        assert row == whole[: ends[0]]
+    assert min(map(len, found)) < 6
+
+
+def test_greedy_takes_the_most_likely():
+    model = make_model()
+    prompts = make_prompts(5)
+    found, _ = run(
+        Engine(model, longest=LONGEST, max_sequences=2), prompts, draws(5), Sampling(MAX_NEW, temperature=0.0)
+    )
+    for prompt, response in zip(prompts, found, strict=True):
+        for t, token in enumerate(response):
+            logits_V = model.logits(model(torch.tensor([prompt + response[:t]]))[0, -1])
+            assert token == int(logits_V.argmax())
+
+
+def test_the_cache_is_sized_by_the_memory():
+    model = make_model()
+    one_row = LONGEST * token_bytes(model)
+    assert make_engine(model, max_sequences=9, free_bytes=2.5 * one_row).scheduler.blocks.num_blocks == 2
+    assert make_engine(model, max_sequences=9, free_bytes=99 * one_row).scheduler.blocks.num_blocks == 9
+    with pytest.raises(UserError, match="KV cache of one sequence of 25 tokens .* lower generation.max_new_tokens"):
+        make_engine(model, free_bytes=0.9 * one_row)
+    cache = KVCache(model, 3, LONGEST)
+    assert sum(x.nbytes for x in (cache.keys_LnKsd, cache.values_LnKsd)) == 3 * one_row
+    found, _ = run(
+        make_engine(model, max_sequences=9, free_bytes=2.5 * one_row), make_prompts(6), draws(6), Sampling(9)
+    )
+    assert found == run(make_engine(model, max_sequences=9), make_prompts(6), draws(6), Sampling(9))[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0}, {"top_k": -1}, {"min_new_tokens": 5}],
+)
+def test_impossible_sampling_is_refused(wrong):
+    name = next(iter(wrong))
+    with pytest.raises(UserError, match=f"{name}="):
+        Sampling(**({"max_new_tokens": 4} | wrong))
+
+
+def test_tokens_of_unused_slots_never_matter():
+    """Junk in every slot that no token has been stored in yet changes no bit."""
+    model, prompts, bits_RG = make_model(), make_prompts(9), draws(9)
+    for settings in ({"max_sequences": 4}, {"max_sequences": 9, "block_size": 4}):
+        results = []
+        for junk in (0.0, 1e3):
+            engine = make_engine(model, **settings)
+            for stored in (engine.cache.keys_LnKsd, engine.cache.values_LnKsd):
+                stored.fill_(junk)
+            results.append(run(engine, prompts, bits_RG, Sampling(MAX_NEW)))
+        assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+def test_every_token_id_can_be_drawn():
+    """A flat model draws from all of its vocabulary."""
+    model = make_model()
+    model.init_weights(0, std=1e-4)
+    found, _ = run(Engine(model, longest=LONGEST), make_prompts(60), draws(60), Sampling(MAX_NEW))
+    assert set(itertools.chain(*found)) == set(range(VOCAB))

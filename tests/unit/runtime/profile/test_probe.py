@@ -1,0 +1,159 @@
+"""The probe: no longer than it may take, only where a calibration was made elsewhere, and its factors are ratios."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.cost.calibration import Machine
+from rlhf_spmd.plan.cost.calibration_scaling import ROUND_S, expected
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.profile import calibration_probe
+from rlhf_spmd.runtime.profile.calibration_probe import at_hand, num_workers, pieces_of, repeat
+from rlhf_spmd.runtime.profile.machine import machines
+from rlhf_spmd.runtime.world.world import World
+from tests.unit.plan.cost.test_calibration import table
+
+TINY = presets.load("tiny")
+SHIPPED = load_calibration("cpu-2core")
+
+
+class FakeTime:
+    """A clock on which only what it is told to do takes time; half of it with a processor."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.now / 2
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeTime:
+    found = FakeTime()
+    monkeypatch.setattr(calibration_probe, "time", found)
+    return found
+
+
+def run(clock: FakeTime, works_s: list[float], until: float) -> tuple[list[list[float]], float]:
+    works = [lambda seconds=seconds: clock.pass_by(seconds) for seconds in works_s]
+    cool = lambda: clock.pass_by(0.01)  # noqa: E731
+    return repeat(works, until, timer=clock.thread_time, cool=cool)
+
+
+@pytest.mark.parametrize("works_s", [[0.1], [0.01, 0.5], [0.05, 0.2, 0.03], [0.3, 0.3, 0.3]])
+@pytest.mark.parametrize("until", [1.0, 1.37, 2.0])
+def test_repeating_ends_in_time(clock, works_s, until):
+    seconds, share = run(clock, works_s, until)
+    assert until <= clock.now <= until + 0.01 and share == pytest.approx(0.5)
+    for found, work_s in zip(seconds, works_s, strict=True):
+        assert found == pytest.approx([work_s / 2] * len(found))
+    turn_s = sum(works_s) + 0.01 * len(works_s)
+    assert all(len(found) >= until // turn_s - 2 for found in seconds)  # it does not end early either
+
+
+def test_nothing_is_begun_when_the_time_is_over(clock):
+    """Then there is no scale: a machine so slow is told instead."""
+    seconds, _ = run(clock, [0.4, 3.0, 4.0], 1.0)
+    assert seconds == [[0.2], [1.5], []] and clock.now == pytest.approx(3.42)
+
+
+def test_the_first_time_does_not_count_but_as_the_longest(clock):
+    times = iter([9.0, 1.0, 1.0])
+    work, cool = lambda: clock.pass_by(next(times)), lambda: clock.pass_by(1.0)
+    seconds, _ = repeat([work], 22.0, timer=clock.perf_counter, cool=cool)
+    assert seconds == [[1.0, 1.0]]  # done at 10, 12 and 14; a fourth time might end at 24
+
+
+def test_workers_are_what_ranks_had_of_the_clock():
+    one = Machine("p", "d", 1.2, 1, "t")
+    assert num_workers((0, 0, 0, 0), (0.25, 0.25, 0.25, 0.35), [one] * 4) == pytest.approx(1.1)
+    assert num_workers((0, 0, 0, 0), (0.5, 0.5, 0.5, 0.5), [one] * 4) == pytest.approx(1.2)
+    assert num_workers((0, 0, 1), (1.0, 1.0, 1.0), [replace(one, cores=4.0, threads=2)] * 3) == pytest.approx(1.5)
+
+
+def test_as_many_rows_as_there_is_time_for():
+    device = SHIPPED.devices["cpu"]
+    one, grid, rows = pieces_of(device)
+    assert expected(one, rows).sum <= ROUND_S and len(rows) == 16
+    assert (grid.max_prompt, grid.max_response) == (32, 24)
+    assert sum(map(sum, rows)) / len(rows) == pytest.approx(one.forward.lengths[0], rel=0.1)
+    slow = replace(device, measured=(table(prefill=table().forward, decode=table().forward.tables[0]),))
+    assert pieces_of(slow) is None  # ten seconds for one row
+    assert pieces_of(replace(device, measured=())) is None
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """One rank, with torch started."""
+    found = World.discover()
+    program = demo()
+    found.start_torch(program.groups, program.pairs, threads=1)
+    yield found
+    found.shutdown()
+
+
+def demo() -> Program:
+    return load_strategy("flattening").compile(make_workload(TINY), Cluster((Node(1),)), {})
+
+
+@pytest.mark.timed
+def test_a_calibration_from_elsewhere_is_scaled(world, monkeypatch):
+    for limit_s in (0.8, 8.0, 60.0):  # a busy machine needs longer
+        monkeypatch.setattr(calibration_probe, "LIMIT_S", limit_s)
+        found = at_hand(world, TINY, demo(), SHIPPED, trained_s=10 * limit_s)
+        if found.scale:
+            break
+    assert found.given is SHIPPED and found.why_not == "" and 0 < found.probe_s <= limit_s
+    assert 0 < found.scale.num_workers <= 1.01
+    for kind in ("inference", "training", "generation"):
+        assert 0.1 < getattr(found.scale, kind) < 20
+    ratio = found.calibration.devices["cpu"].layer_s / SHIPPED.devices["cpu"].layer_s
+    assert ratio == pytest.approx(found.scale.inference)
+
+
+@pytest.mark.parametrize(
+    ("trained_s", "change", "says"),
+    [
+        (0.5, {}, "too short"),
+        (8.0, {"devices": {"cpu": replace(SHIPPED.devices["cpu"], measured=())}}, "no tables"),
+        (8.0, {"machine": None, "devices": {"cpu": replace(SHIPPED.devices["cpu"], measured=())}}, "no tables"),
+    ],
+)
+def test_why_a_calibration_is_not_scaled(world, monkeypatch, trained_s, change, says):
+    monkeypatch.setattr(calibration_probe, "measure_pieces", refuse)
+    given = replace(SHIPPED, **change)
+    found = at_hand(world, TINY, demo(), given, trained_s)
+    assert says in found.why_not and found.scale is None and found.calibration is given
+
+
+def test_a_machine_that_is_too_slow_is_told(world, monkeypatch):
+    monkeypatch.setattr(calibration_probe, "measure_pieces", lambda *_, **__: (None, 0.5))
+    found = at_hand(world, TINY, demo(), SHIPPED, trained_s=8.0)
+    assert "too slow, or too busy" in found.why_not and found.scale is None and found.calibration is SHIPPED
+
+
+def refuse(*_, **__):
+    raise RuntimeError("a probe")
+
+
+def test_a_calibration_that_was_made_here_stays(world, monkeypatch):
+    monkeypatch.setattr(calibration_probe, "measure_pieces", refuse)
+    here = machines(world)[0]
+    given = replace(SHIPPED, machine=here)
+    found = at_hand(world, TINY, demo(), given, trained_s=8.0)
+    assert found.calibration is given and found.scale is None and found.why_not == ""
+    for other in (None, replace(here, threads=2), replace(here, cores=here.cores / 2), replace(here, details="")):
+        with pytest.raises(RuntimeError, match="a probe"):
+            at_hand(world, TINY, demo(), replace(given, machine=other), trained_s=8.0)

@@ -1,0 +1,135 @@
+"""What a reward model with another tokenizer reads: texts and conversations in its own tokens, as transformers makes
+them, with its end of sequence where the response ended."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import read_config
+from rlhf_spmd.runtime.rewards.texts import RewardTexts, conversation_of
+from tests.unit.embedded.test_embedded import REWARD
+from tests.unit.model.test_tokenizer_files import LISTED, copy, special
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LISTS = {LISTED: {"1024": special("<|im_start|>"), "1025": special("<|im_end|>")}, "eos_token": "<|im_end|>"}
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where did Dora go?"}]
+PROMPT, RESPONSE = "On Sunday Dora", " went to Vienna by boat."
+END, IM_START, IM_END = 2, 1024, 1025
+
+
+def texts_of(folder: Path, ends: tuple[int, ...] = (2,), longest: int = 256, size: int = 1026) -> RewardTexts:
+    shape = dataclasses.replace(
+        read_config(REWARD), eos_token_ids=ends, max_position_embeddings=longest, vocab_size=size
+    )
+    return RewardTexts(str(folder), shape, "prompt", "reward", started="2026-02-03T23:59:58")
+
+
+@pytest.fixture
+def chat(tmp_path) -> Path:
+    return copy(tmp_path / "chat", REWARD, config=LISTS | {"chat_template": CHATML})
+
+
+def test_a_text_ends_where_the_response_did(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = copy(tmp_path / "m", REWARD)
+    texts, theirs = texts_of(folder), AutoTokenizer.from_pretrained(folder)
+    ids = theirs.encode(PROMPT + RESPONSE)
+    assert texts.tokens(PROMPT, RESPONSE, ended=True, columns={}) == [*ids, END] == [*ids, theirs.eos_token_id]
+    assert texts.tokens(PROMPT, RESPONSE, ended=False, columns={}) == ids
+    conversation = {"prompt": ASKED}  # without a template of its own
+    assert texts.tokens(PROMPT, RESPONSE, ended=True, columns=conversation) == [*ids, END]
+    assert texts_of(folder, longest=4).tokens(PROMPT, RESPONSE, ended=True, columns={}) == [*ids, END][-4:]
+    assert texts.describe(conversation) == "has another tokenizer, so it is given text"
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+@pytest.mark.parametrize("messages", [ASKED, ASKED[1:], [*ASKED, {"role": "assistant", "content": "left out"}]])
+def test_a_conversation_is_rendered_by_its_own_template(chat, column, messages):
+    from transformers import AutoTokenizer
+
+    texts, theirs = texts_of(chat), AutoTokenizer.from_pretrained(chat)
+    before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    whole = theirs.apply_chat_template([*before, {"role": "assistant", "content": RESPONSE}], return_dict=False)
+    at = len(whole) - 1 - whole[::-1].index(IM_END)
+    assert theirs.decode(whole[at:]) == "<|im_end|>\n" and texts.describe({column: messages}).endswith(
+        "conversations by its own chat template"
+    )
+    found = texts.tokens("not read", RESPONSE, ended=True, columns={column: messages})
+    assert found == whole[: at + 1]
+    cut = texts.tokens("not read", RESPONSE, ended=False, columns={column: messages})
+    assert cut == whole[:at]  # without the end of the turn
+    assert texts.tokens("a", "e", ended=False, columns={column: messages})[-1] not in (IM_START, IM_END)
+
+
+def test_what_the_template_does_with_an_answer_may_be_anything(tmp_path):
+    """A template without an end gets one; one that shortens answers shows what it shows."""
+    plain = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    first = "{% for m in messages %}{{ m['content'][:4] }}|{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    texts = texts_of(copy(tmp_path / "plain", REWARD, config={"chat_template": plain}))
+    encode, decode = texts.tokenizer.encode, texts.tokenizer.decode
+    text = "system: Be brief.\nuser: Where did Dora go?\nassistant: Yes"
+    assert texts.tokens("", "Yes", ended=True, columns={"prompt": ASKED}) == [*encode(text + "\n", special=False), END]
+    assert texts.tokens("", "Yes", ended=False, columns={"prompt": ASKED}) == encode(text, special=False)
+    texts = texts_of(copy(tmp_path / "first", REWARD, config={"chat_template": first}))
+    cut = texts.tokens("", "Yes, to Vienna", ended=False, columns={"prompt": ASKED})
+    assert decode(cut) == "Be b|Wher|A:Yes, to Vienna"
+
+
+def appends_the_end(values: dict) -> None:
+    part = {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
+    values["post_processor"]["single"].append(part)
+    values["post_processor"]["special_tokens"]["<|end|>"] = {"id": "<|end|>", "ids": [2], "tokens": ["<|end|>"]}
+
+
+@pytest.mark.parametrize(
+    ("files", "ends", "end"),
+    [
+        ({}, (0, 2), [2]),  # its tokenizer's
+        ({}, (0,), [2]),
+        ({}, (), [2]),
+        ({"config": {"eos_token": None}}, (0,), [0]),  # that of config.json
+        ({"config": {"eos_token": None}}, (), []),
+        ({"config": {"eos_token": "<|pad|>"}, "names": {"eos_token": "<|end|>"}}, (), [2]),
+        ({"change": appends_the_end}, (2,), [2]),  # once
+    ],
+)
+def test_whose_end_it_is(files, ends, end, tmp_path):
+    texts = texts_of(copy(tmp_path / "m", REWARD, **files), ends)
+    ids = texts_of(copy(tmp_path / "plain", REWARD)).tokenizer.encode(PROMPT + RESPONSE)
+    assert texts.tokens(PROMPT, RESPONSE, ended=True, columns={}) == [*ids, *end]
+    assert texts.tokens(PROMPT, RESPONSE, ended=False, columns={}) == ids
+    assert ("it names no end of sequence" in texts.describe({})) == (not end)
+
+
+def test_conversations_that_its_template_refuses_are_told_at_the_start(tmp_path):
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    texts = texts_of(copy(tmp_path / "m", REWARD, config={"chat_template": strict}))
+    texts.try_on([{"prompt": "text"}, {}, {"prompt": ASKED[1:]}])
+    with pytest.raises(UserError, match="m: the chat template does not take this conversation: no system"):
+        texts.try_on([{"prompt": ASKED[1:]}, {"messages": ASKED}])
+
+
+def test_tokens_that_the_model_does_not_have(chat):
+    with pytest.raises(UserError, match="the tokenizer of the reward has token 1025, but the model has 1024 tokens"):
+        texts_of(chat, size=1024).try_on([{"prompt": ASKED}])
+
+
+def test_a_template_in_a_file_of_its_own_counts(tmp_path):
+    folder = copy(tmp_path / "m", REWARD)
+    (folder / "chat_template.jinja").write_text(json.dumps("x"), encoding="utf-8")
+    assert texts_of(folder).template is not None
+
+
+def test_conversations_are_found_as_prompts_are():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    asked = [{"role": "user", "content": "q"}]
+    assert conversation_of({"prompt": None, "conversations": turns}, "prompt") == asked
+    assert conversation_of({"prompt": "text", "messages": turns}, "prompt") is None
+    assert conversation_of({"messages": turns}, "question") is None
