@@ -7,12 +7,18 @@ import json
 import re
 from collections.abc import Sequence
 
-from bench import evidence, options_page
+from bench import evidence, options_page, rooms_page
 from bench.columns import COLUMNS, JOINED, Columns
 from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
 
-PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md"))
-WRITTEN = {"evidence": evidence.table, "option_names": options_page.names_elsewhere}  # not the rows of one file
+PAGES = tuple(
+    REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md", "docs/architecture.md")
+)
+WRITTEN = {
+    "evidence": evidence.table,
+    "option_names": options_page.names_elsewhere,
+    "rooms": rooms_page.rooms,
+}  # not the rows of one file
 LEFT = 3  # columns of a table in a terminal that start at the left: names
 ABSENT = ("1e0787d", "8a5d435", "dff037d")  # commits of rows whose work entered the history as 87d4212
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -1,4 +1,4 @@
-"""RLHF as one SPMD program: a one-page strategy decides which rank does what (CONTRIBUTING.md: the architecture)."""
+"""RLHF as one SPMD program: a one-page strategy decides which rank does what (docs/architecture.md)."""
 
 import sys
 from pathlib import Path

@@ -70,6 +70,7 @@ SHARED = tuple(
         "stage_tables",
         "planner_tables",
         "columns",
+        "rooms_page",
         "tables",
     )
 )  # each those before it

@@ -1,4 +1,4 @@
-"""What a run does that says nothing: the rules of PPO (the rows of CONTRIBUTING.md) as they stand in the config.
+"""What a run does that says nothing: the rules of PPO (the rows of docs/ppo_rules.md) as they stand in the config.
 
 That a run obeys these options, whatever their values, is shown in test_slow_twin.py and test_invariants.py.
 """
