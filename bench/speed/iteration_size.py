@@ -163,7 +163,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
     """Seconds and megabytes of a data set, of the rank that takes most; the same on every rank."""
     from rlhf_spmd.kernels.known_tokens import KnownTokens
     from rlhf_spmd.model.hf import load_tokenizer
-    from rlhf_spmd.model.template_time import time_of_start
+    from rlhf_spmd.model.texts.template_time import time_of_start
     from rlhf_spmd.runtime.data.shared_prompts import once_per_node
     from rlhf_spmd.runtime.run.inputs import read_prompts
 

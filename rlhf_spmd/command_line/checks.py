@@ -10,7 +10,7 @@ from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evalu
 from rlhf_spmd.config.file import FUNCTIONS, ConfigFile
 from rlhf_spmd.config.options import Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.tokenizer_check import reading_note
+from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check

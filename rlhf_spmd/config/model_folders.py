@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_spmd.model.config import read_config_json
-from rlhf_spmd.model.tokenizer_files import same_behaviour
+from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import ModelShape
 

@@ -23,9 +23,9 @@ from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
-from rlhf_spmd.model.template_time import format_time
-from rlhf_spmd.model.tokenizer import Tokenizer, padding_token
-from rlhf_spmd.model.tokenizer_files import TOKENIZER_FILES
+from rlhf_spmd.model.texts.template_time import format_time
+from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
+from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -5,9 +5,16 @@ import json
 import time
 from pathlib import Path
 
-from rlhf_spmd.runtime.guard.diagnose import WaitGraph
+from rlhf_spmd.runtime.diagnosis.diagnose import WaitGraph
+from rlhf_spmd.runtime.diagnosis.postmortem import (
+    find_divergence,
+    full_text,
+    how_ended,
+    records_of,
+    run_status,
+    to_json,
+)
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
-from rlhf_spmd.runtime.guard.postmortem import find_divergence, full_text, how_ended, records_of, run_status, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, read_message
 
 SHOWN = 12  # entries per rank

@@ -16,7 +16,7 @@ from rlhf_spmd.files.json_text import json_text
 from rlhf_spmd.files.printing import on_one_line, printable
 from rlhf_spmd.files.reading import paths_in
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.guard.postmortem import check_is_folder
+from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
 from rlhf_spmd.runtime.records.rollout_files import read_part
 
 FOLDER = "rollouts"

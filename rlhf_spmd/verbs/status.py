@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.plan.text.program_listing import table
+from rlhf_spmd.runtime.diagnosis.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, newest_checkpoint
-from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
 from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
 

@@ -17,7 +17,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.model.template_time import checked_time
+from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_spmd.runtime.checkpoint import checkpoint_files as files
 from rlhf_spmd.runtime.checkpoint.train_state import collect, write_tensors
-from rlhf_spmd.runtime.guard.hang_watch import LONGEST_WAIT
+from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.world import World
 

@@ -19,7 +19,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
-from rlhf_spmd.model.template_time import checked_time
+from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet

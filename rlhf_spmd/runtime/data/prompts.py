@@ -29,7 +29,7 @@ from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
 if TYPE_CHECKING:
     import torch
 
-    from rlhf_spmd.model.tokenizer import Tokenizer
+    from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
 SOURCE = "data_source"  # a column: where a row comes from

@@ -35,7 +35,7 @@ from rlhf_spmd.runtime.data.readers import (
 from rlhf_spmd.runtime.data.template_arguments import arguments_of, names_of
 
 if TYPE_CHECKING:
-    from rlhf_spmd.model.tokenizer import Tokenizer
+    from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
 # where (for messages), a conversation, answers=whether its answer begins behind it, and what a row gives the template
 # (template_arguments.py), if it does -> text

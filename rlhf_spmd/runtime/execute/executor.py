@@ -24,6 +24,7 @@ from rlhf_spmd.plan.program.instructions import (
 )
 from rlhf_spmd.plan.program.pipeline import body, is_pipelined
 from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
@@ -33,7 +34,6 @@ from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.guard.signals import Asked
-from rlhf_spmd.runtime.guard.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.world import World

@@ -30,7 +30,7 @@ from rlhf_spmd.kernels.sample_shard import sample_shard
 from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
-from rlhf_spmd.model.tokenizer import has_stop
+from rlhf_spmd.model.texts.tokenizer import has_stop
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.decoder import Decoder
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit

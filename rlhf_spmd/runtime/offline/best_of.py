@@ -16,7 +16,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.model.hf import load_model, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
-from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt

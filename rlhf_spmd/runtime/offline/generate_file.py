@@ -31,8 +31,8 @@ from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
-from rlhf_spmd.model.template_time import time_of_start
-from rlhf_spmd.model.tokenizer import Tokenizer, has_stop
+from rlhf_spmd.model.texts.template_time import time_of_start
+from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine

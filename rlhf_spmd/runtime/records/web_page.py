@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.printing import printable
 from rlhf_spmd.files.reading import is_file, paths_in, why_no_file
-from rlhf_spmd.runtime.guard.postmortem import check_is_folder
+from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
 from rlhf_spmd.runtime.pictures.curves_svg import curve, finite_points, short
 from rlhf_spmd.runtime.records.run_files import Reported, Row, read_config, read_rows, reported
 from rlhf_spmd.runtime.records.run_folder import CONFIG, EVALUATIONS

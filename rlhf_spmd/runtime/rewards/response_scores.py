@@ -14,7 +14,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
-from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.readers import Record

@@ -11,8 +11,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
-from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.model.tokenizer_check import reading_note
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts

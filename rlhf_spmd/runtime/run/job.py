@@ -13,8 +13,8 @@ from rlhf_spmd.config.options import Config, evaluated, prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
-from rlhf_spmd.model.template_time import time_of_start
-from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.template_time import time_of_start
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.program.instructions import Program

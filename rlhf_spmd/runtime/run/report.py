@@ -15,8 +15,8 @@ from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.config.options import Config, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.template_time import format_time
-from rlhf_spmd.model.tokenizer_files import TOKENIZER_FILES
+from rlhf_spmd.model.texts.template_time import format_time
+from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS

@@ -17,7 +17,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
-from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program

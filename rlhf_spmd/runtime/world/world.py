@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
+from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.guard import failures, launcher, streams
-from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks
-from rlhf_spmd.runtime.guard.hang_watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
 from rlhf_spmd.runtime.guard.signals import INTERRUPTED_STATUS
@@ -346,7 +346,7 @@ class World:
 
     def will_execute(self, program: "Program") -> None:
         """Sets the program that the ranks execute from now on; it determines which rank waits for which."""
-        from rlhf_spmd.runtime.guard.wait_graph import wait_graph_of
+        from rlhf_spmd.runtime.diagnosis.wait_graph import wait_graph_of
 
         self.progress("the beginning of a program")  # iterations of an earlier program may have the same numbers
         if id(program) not in self._wait_graphs:  # two programs may alternate; each is kept, so no id is used again

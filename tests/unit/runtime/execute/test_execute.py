@@ -12,12 +12,12 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.execute import post_and_wait
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import ROW
-from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.observe.position_board import RankStatus
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.strategies import separation

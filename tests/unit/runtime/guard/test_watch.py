@@ -4,7 +4,7 @@ import sys
 import time
 import types
 
-from rlhf_spmd.runtime.guard.hang_watch import Watch
+from rlhf_spmd.runtime.diagnosis.hang_watch import Watch
 from rlhf_spmd.runtime.observe.flight_recorder import Flight
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice

@@ -8,9 +8,9 @@ import pytest
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Run, Wait
-from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
+from rlhf_spmd.runtime.diagnosis.diagnose import RankState, WaitGraph, diagnose
+from rlhf_spmd.runtime.diagnosis.wait_graph import wait_graph_of
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint, resume_hint
-from rlhf_spmd.runtime.guard.wait_graph import wait_graph_of
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, NUM_ENTRIES, SIZE, Flight, parse
 from rlhf_spmd.strategies import flattening, separation

@@ -8,7 +8,7 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
-from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline import generate_file, options
 from rlhf_spmd.runtime.offline.generate_file import OutputFile, deal, line_of, merge_in_order

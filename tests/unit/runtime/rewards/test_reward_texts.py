@@ -11,7 +11,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.runtime.rewards.texts import RewardTexts, conversation_of
 from tests.unit.embedded.test_embedded import REWARD
-from tests.unit.model.test_tokenizer_files import LISTED, copy, special
+from tests.unit.model.texts.test_tokenizer_files import LISTED, copy, special
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"

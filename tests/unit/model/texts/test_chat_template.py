@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
-from rlhf_spmd.model.template_time import checked_time, format_time, time_of_start
+from rlhf_spmd.model.texts.template_time import checked_time, format_time, time_of_start
 from rlhf_spmd.pages.option_values import RESERVED
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from tests.folders import write_model

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig, read_json
-from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, NAMES, read_backend, special_names
+from rlhf_spmd.model.texts.tokenizer_files import BACKEND, CONFIG, NAMES, read_backend, special_names
 from rlhf_spmd.model.weights import write_json
 
 

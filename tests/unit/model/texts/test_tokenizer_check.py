@@ -11,13 +11,13 @@ import pytest
 
 from rlhf_spmd.command_line.checks import tokenizer_findings
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model import tokenizer_check
 from rlhf_spmd.model.hf import load_tokenizer
-from rlhf_spmd.model.tokenizer_check import reading_note
+from rlhf_spmd.model.texts import tokenizer_check
+from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from tests.folders import write_all
 from tests.runs import load
 from tests.unit.embedded.test_embedded import ACTOR, REWARD
-from tests.unit.model.test_tokenizer_files import copy, special
+from tests.unit.model.texts.test_tokenizer_files import copy, special
 
 
 @pytest.fixture(autouse=True)

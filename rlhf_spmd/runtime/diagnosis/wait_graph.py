@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait
-from rlhf_spmd.runtime.guard.diagnose import Needs, WaitGraph, WaitStep
+from rlhf_spmd.runtime.diagnosis.diagnose import Needs, WaitGraph, WaitStep
 
 Places = Sequence[Mapping[Instruction, int]]  # [rank], instruction -> position in its list
 

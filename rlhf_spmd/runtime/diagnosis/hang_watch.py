@@ -14,8 +14,8 @@ import threading
 import time
 from typing import Any
 
+from rlhf_spmd.runtime.diagnosis.diagnose import RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard import streams
-from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks
 from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import user_cache
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, files_hash
+from rlhf_spmd.model.texts.tokenizer_files import BACKEND, CONFIG, files_hash
 
 if TYPE_CHECKING:
-    from rlhf_spmd.model.tokenizer import Tokenizer
+    from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
 RULES = 1  # to be raised when more is compared than before
-EMBEDDED = Path(__file__).parents[1] / "embedded"
+EMBEDDED = Path(__file__).parents[2] / "embedded"
 TEXTS = (
     "Hello world",
     " It's 1,234.50!",

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder, why_no_file
-from rlhf_spmd.runtime.guard.diagnose import Divergence, RankState, WaitGraph, diagnose
+from rlhf_spmd.runtime.diagnosis.diagnose import Divergence, RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, signal_name
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, read_records
 

@@ -13,7 +13,7 @@ from rlhf_spmd.config.model_folders import folder_of, same_tokenizer
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
-from rlhf_spmd.model.tokenizer import padding_token
+from rlhf_spmd.model.texts.tokenizer import padding_token
 from tests.unit.embedded.test_embedded import ACTOR
 
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")

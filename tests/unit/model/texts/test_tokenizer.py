@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rlhf_spmd.model import hf
-from rlhf_spmd.model.tokenizer import has_stop
+from rlhf_spmd.model.texts.tokenizer import has_stop
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from tests.unit.embedded.test_embedded import ACTOR
 from tests.unit.model.test_hf import make_tokenizer

@@ -1,0 +1,1 @@
+"""What hangs and who it waits for, while a job runs and afterwards."""
