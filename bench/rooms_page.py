@@ -17,11 +17,17 @@ def rooms() -> tuple[Columns, list[dict]]:
         packages = sorted((REPOSITORY / folder).rglob("__init__.py"))
         for package in packages:
             room = package.parent.relative_to(REPOSITORY).as_posix()
-            rows.append({"room": f"**`{room}/`**", "file": "", "what": _first_sentence(package.read_text("utf-8"))})
+            rows.append(
+                {"room": f"**`{room}/`**", "file": "", "what": _first_sentence(package.read_text(encoding="utf-8"))}
+            )
             for path in sorted(package.parent.glob("*.py")):
                 if path != package:
                     rows.append(
-                        {"room": "", "file": f"`{path.name}`", "what": _first_sentence(path.read_text("utf-8"))}
+                        {
+                            "room": "",
+                            "file": f"`{path.name}`",
+                            "what": _first_sentence(path.read_text(encoding="utf-8")),
+                        }
                     )
     return COLUMNS, rows
 
