@@ -27,6 +27,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.program.reallocate import Reallocation
+from rlhf_spmd.plan.program.stable_text import stable_text
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
@@ -96,6 +97,7 @@ class Agree:
 
 
 Instruction = Run | Post | Wait | Load | Offload | Agree
+INSTRUCTIONS = frozenset({Run, Post, Wait, Load, Offload, Agree})
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,9 @@ class Program:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that ranks must agree on before the first collective."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        """Hash of everything that ranks must agree on before the first collective. It names no class, so that a run
+        goes on with a later version."""
+        return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
 
     def layout_of(self, step: Run) -> Layout:
         """The layout of a Run; a rank may run a compute once for each of several consumers, on other columns."""

@@ -236,7 +236,7 @@ def surroundings(job: Job) -> dict[str, str]:
     """The environment that the last bits of a run's numbers depend on: name -> value, or the values with their ranks
     if they differ. Collective."""
     mine = {
-        "program": job.program.fingerprint,
+        "stable program": job.program.fingerprint,  # "program", in earlier versions, named classes
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
@@ -257,7 +257,9 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     parts = []
     for name in now:
         if before.get(name, now[name]) != now[name]:
-            parts.append("another program" if name == "program" else f"{name} {now[name]} instead of {before[name]}")
+            parts.append(
+                "another program" if name == "stable program" else f"{name} {now[name]} instead of {before[name]}"
+            )
     return f"{', '.join(parts)}: from here on numbers may differ in their last digits" if parts else ""
 
 

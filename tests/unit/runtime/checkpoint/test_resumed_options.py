@@ -331,10 +331,10 @@ def test_surroundings_of_all_ranks_count():
 
 
 def test_other_surroundings_are_told():
-    now = {"program": "b", "torch": "2.13", "threads": "1"}
+    now = {"stable program": "b", "torch": "2.13", "threads": "1"}
     assert report.changed(now, dict(now)) == ""
     assert report.changed(now, {}) == ""  # of a version that did not write them
-    text = report.changed(now, {"program": "a", "torch": "2.11", "threads": "1"})
+    text = report.changed(now, {"stable program": "a", "torch": "2.11", "threads": "1"})
     assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"
 
 
