@@ -4,12 +4,12 @@ from dataclasses import dataclass, field, make_dataclass, replace
 
 import pytest
 
-from rlhf_spmd import presets
-from rlhf_spmd.config import make_workload
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.instructions import INSTRUCTIONS, Post, Run, Wait
 from rlhf_spmd.plan.program.stable_text import stable_text
-from rlhf_spmd.strategy import load_strategy
 
 
 @dataclass(frozen=True)
