@@ -13,6 +13,7 @@ from tests.folders import write_model
 from tests.run_mpi import REPOSITORY, environment_alone, run_limited
 
 EARLIER = Path("tests/e2e/run_of_32a08ff")  # a run of 2 iterations that version 32a08ff made; paths in it are relative
+LATER = Path("tests/e2e/run_of_f3d9063")  # of PPO, with the same model and prompts
 NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NAN = math.nan
 SEPARATED = "ba\u2028da\u0085de"
@@ -110,6 +111,18 @@ def test_a_run_of_an_earlier_version_goes_on_and_then_compares_all_columns(tmp_p
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     state = folder / "checkpoints" / "iteration-000003" / "state.json"
     assert "columns of the prompts in" in state.read_text(encoding="utf-8")
+
+
+def test_a_run_of_a_later_version_goes_on_without_a_note(tmp_path, warm):
+    """Beside what another machine may bring."""
+    folder = tmp_path / "run"
+    shutil.copytree(REPOSITORY / LATER / "run", folder)
+    status, stdout, stderr = warm.run(["train", "--resume", folder, "iterations=3"])
+    assert status == 0, stderr
+    notes = [line for line in stdout.split("\n") if "note: " in line]
+    assert not any("program" in line or "not compared" in line for line in notes), notes
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
 
 
 def test_changed_columns_end_a_resume(folder, warm):

@@ -1,0 +1,45 @@
+"""Flattening: every call of every model on all ranks, one layout for all. Nothing moves between ranks but gradients.
+
+The co-located placement of DeepSpeed-Chat and most other systems; the baseline of APP (arXiv 2312.11819). Each rank
+holds all models, so memory is what limits it; `zero` shards what is trained, stage 3 all weights, which inference
+gathers one layer after another and generation as a whole. For a model that a rank cannot hold as a whole, `tp` splits
+generation into slices, as DeepSpeed-Chat's hybrid engine does; new weights then move to the slices once in an
+iteration.
+"""
+
+from dataclasses import replace
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.workload import Workload
+
+
+def place(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    zero: int = 0,
+    tp: int = 1,
+    recompute: bool = False,
+    micro_batch: int | None = None,
+) -> Placement:
+    """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. tp: tensor-parallel slices of
+    models that generate, and of those that do not train; training stays data-parallel. recompute: compute activations
+    again in the backward pass. micro_batch: sequences per forward; None: the option micro_batch."""
+    trained = Layout.data_parallel(cluster.ranks, zero=zero, micro_batch=micro_batch)
+    home = trained if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, micro_batch=micro_batch)
+    frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, micro_batch=micro_batch)
+    alone = Layout.data_parallel(cluster.ranks, micro_batch=micro_batch)  # a reward function has no weights to split
+    generating = {call.model for call in workload.workflow.generate_calls}
+    layouts = {}
+    for call in workload.workflow.placed_calls:
+        if call.kind == "train":
+            layouts[call.name] = replace(trained, recompute=recompute)
+        elif workload.models[call.model] is None:
+            layouts[call.name] = alone
+        elif workload.workflow.train_call(call.model) is None:
+            layouts[call.name] = frozen
+        else:
+            layouts[call.name] = home if call.model in generating else trained
+    return Placement(layouts)
