@@ -283,8 +283,7 @@ def _add_devices(verb: argparse.ArgumentParser, *, calibration: bool = False) ->
 def _add_plan(verbs: argparse._SubParsersAction) -> None:
     plan = verbs.add_parser("plan", help="search the fastest placement, and write it as a strategy")
     _add_devices(plan, calibration=True)
-    plan.add_argument("--method", choices=("exact", "two_phase", "mcmc"), default="exact", help="default: exact")
-    plan.add_argument("--seed", type=int, default=0, help="random seed of --method mcmc (default: 0)")
+    plan.add_argument("--method", choices=("exact", "two_phase"), default="exact", help="default: exact")
     plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many plans to show (default: 5)")
     plan.add_argument("--out", metavar="FILE.py", help="file for the best plan (default: runs/plan-PRESET-LAYOUT.py)")
     plan.add_argument("--timeline", metavar="FILE.png", help="draw the forecast timeline of the best plan")

@@ -12,6 +12,7 @@ Seconds are those of a processor, so that other work on the machine does not cou
 import time
 from collections.abc import Iterator, Sequence
 
+from bench.forecast.markov_chain import mcmc
 from bench.forecast.spaces import apps_parts
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -66,12 +67,15 @@ def searched(
     best = Recorded(KEEP)
     if method != APP:
         space = Space.of(CallModel(Cost(calibration, workload, cluster)))
-        _, gap = choose(space, method, 0, best, Budget(LONG_BUDGET))
+        if method == MCMC:
+            mcmc(space, best, seed=0)
+            return space, best, None
+        _, gap = choose(space, method, best, Budget(LONG_BUDGET))
         return space, best, gap
     spaces = [part.space(workload, cluster, calibration) for part in apps_parts(cluster)]
     spaces = [space for space in spaces if space is not None]
     share = LONG_BUDGET // len(spaces)
-    gaps = [choose(space, EXACT, 0, best, Budget(share))[1] for space in spaces]
+    gaps = [choose(space, EXACT, best, Budget(share))[1] for space in spaces]
     return spaces[0], best, max(gaps)
 
 

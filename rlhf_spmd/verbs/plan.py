@@ -73,7 +73,7 @@ def _words(parsed: argparse.Namespace) -> list[str]:
 
 
 def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {"top": parsed.top, "method": parsed.method, "seed": parsed.seed, "keep": max(parsed.top, KEEP)}
+    return {"top": parsed.top, "method": parsed.method, "keep": max(parsed.top, KEEP)}
 
 
 def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:

@@ -1,16 +1,13 @@
-"""Finds placements: three methods over one space of candidates with one score, then a simulation of the best ones.
+"""Finds placements: two methods over one space of candidates with one score, then a simulation of the best ones.
 
 exact: branch and bound (exact.py). two_phase, after APP's planner (arXiv 2312.11819): first placements in the style of
-its strategies, then a local search around the best of them. mcmc, after ReaL (arXiv 2406.14088): Metropolis-Hastings
-over the candidates of each call, with a falling temperature. Plans are sorted by the forecasts of their programs.
+its strategies, then a local search around the best of them. Plans are sorted by the forecasts of their programs.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from math import exp
-from random import Random
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
@@ -31,14 +28,10 @@ from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
 STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
-METHODS = ("exact", "two_phase", "mcmc")
+METHODS = ("exact", "two_phase")
 BUDGET = 1_250_000  # steps of the exact search; then it reports the optimality gap
 REPORT_SHARE = 0.4  # of the budget for saying what would help, if it is not easy to find something that fits
 NUM_PRIORS = 5  # around which two_phase searches
-NUM_CHAINS, NUM_STEPS = 2, 60_000  # Markov chains, and the steps of each: one in eight ends 10% or more above the best
-NUM_CANDIDATES = 1_000  # per call in the Markov chain, the quickest (ReaL's cap)
-HOT, COLD = 0.1, 0.0005  # first and last temperature, as a share of the seconds of an iteration
-PENALTY = 3.0  # factor on the seconds of a choice that does not fit (ReaL's)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +65,12 @@ def search(
     calibration: Calibration,
     *,
     method: str = "exact",
-    seed: int = 0,
     keep: int = 20,
     budget: int = BUDGET,
     allowed: Allowed = anything,
     evaluated_tokens: int = 0,
 ) -> SearchResult:
-    """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
+    """The best placements of a workload on a cluster. keep: how many are compiled and simulated.
     budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
     looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
     response in evaluations, for which memory is kept; 0: no evaluation.
@@ -98,7 +90,7 @@ def search(
     work = Budget(REPORT_SHARE * budget)
     roomy = roomiest(space, work)
     work.steps = budget if roomy and roomy.fits else (1 - REPORT_SHARE) * budget
-    best, gap = choose(space, method, seed, Best(keep), work)
+    best, gap = choose(space, method, Best(keep), work)
     if roomy and roomy.fits and not best.found:
         best.offer(space.model.score_s(roomy.chosen), roomy.chosen)
         refine(space, roomy.chosen, best)
@@ -111,11 +103,8 @@ def search(
     return SearchResult(plans, gap, best.num_scored, search_s, processor_s, simulate_s)
 
 
-def choose(space: Space, method: str, seed: int, best: Best, budget: Budget) -> tuple[Best, float | None]:
+def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best, float | None]:
     """The best choices of a method, and the optimality gap. budget: of the exact method."""
-    if method == "mcmc":
-        mcmc(space, best, seed)
-        return best, None
     if method == "two_phase":
         two_phase(space, best)
         return best, None
@@ -281,42 +270,3 @@ def improve(
 def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
     """Sort key of choices: seconds of an iteration, and for equal ones the sum over calls."""
     return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)
-
-
-# ---- Markov chain ----------------------------------------------------------------------------------------------------
-
-
-def mcmc(space: Space, best: Best, seed: int) -> None:
-    """Metropolis-Hastings from each call's quickest candidate: a random candidate of a random call is proposed and
-    accepted with probability exp(-(new - old) / temperature). Each chain has its own random numbers; the best choice of
-    all is refined."""
-    for chain in range(NUM_CHAINS):
-        _walk(space, best, Random(seed * NUM_CHAINS + chain))
-    if best.found:
-        refine(space, best.choices[0][1], best)
-
-
-def _walk(space: Space, best: Best, draw: Random) -> None:
-    model = space.model
-    lists = [of[:NUM_CANDIDATES] for of in space.candidates]
-    current = [of[0] for of in lists]
-    seconds = _penalized_s(model, current, best)
-    for step in range(NUM_STEPS):
-        temperature_s = HOT * (COLD / HOT) ** (step / NUM_STEPS) * seconds
-        index = draw.randrange(len(lists))
-        before = current[index]
-        current[index] = draw.choice(lists[index])
-        other_s = _penalized_s(model, current, best)
-        if other_s <= seconds or draw.random() < exp((seconds - other_s) / temperature_s):
-            seconds = other_s
-        else:
-            current[index] = before
-
-
-def _penalized_s(model: CallModel, chosen: Sequence[Candidate], best: Best) -> float:
-    seconds = model.score_s(chosen)
-    best.num_scored += 1
-    if model.excess_bytes(chosen) <= 0:
-        best.offer(seconds, chosen)
-        return seconds
-    return PENALTY * seconds

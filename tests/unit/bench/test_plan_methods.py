@@ -54,7 +54,7 @@ def test_apps_space_is_a_part_of_the_planners(parts):
     """Its best choice is no faster than the optimum, and no slower than its own flattening."""
     workload, cluster = setting("llama-7b", "1x8")
     (_, whole, gap), (_, app, _) = (plan_methods.searched(one, workload, cluster, A100) for one in (EXACT, APP))
-    flat, _ = choose(parts["flattening"], EXACT, 0, Best(1), Budget())
+    flat, _ = choose(parts["flattening"], EXACT, Best(1), Budget())
     assert gap == 0.0 and whole.seconds < app.seconds <= flat.seconds
     seconds, found = zip(*whole.steps, strict=True)
     assert (
