@@ -15,7 +15,7 @@ MOVED = {  # modules of earlier versions that users import -> where they are now
     "calibration_file": "machines.calibration_file",
     "cluster_file": "machines.cluster_file",
     "config_file": "config.file",
-    "metric_aliases": "runtime.run.metric_aliases",
+    "metric_aliases": "config.metric_aliases",
     "presets": "config.presets",
     "strategy": "pages.strategy",
 }

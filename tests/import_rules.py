@@ -48,7 +48,14 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "pictures": ("plan",),
     "records": ("pages.algorithm", "algorithms", "config.options", "files", "kernels", "plan"),
     "run": (
-        *("pages.algorithm", "algorithms", "config.options", "config.epochs", "config.evaluation_metrics"),
+        *(
+            "pages.algorithm",
+            "algorithms",
+            "config.options",
+            "config.epochs",
+            "config.evaluation_metrics",
+            "config.metric_aliases",
+        ),
         *("files", "kernels", "model", "plan"),
     ),
     "offline": (
@@ -114,6 +121,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.training_order": (),
+    "rlhf_spmd.config.metric_aliases": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
     "rlhf_spmd.machines.calibration_file": ("plan", "files", "pages.option_suggestions"),
     "rlhf_spmd.machines.cluster_calibration": ("plan", "machines.calibration_file"),

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from bench.against_trl import ours
 from bench.against_trl.equality import ERRORS, SMALL, THREADS, WITH_CASTS, errors, in_peer, perturbed_copy
 from bench.against_trl.given_cases import MOST_TOKENS, PAD, TEMPLATE, GivenCase, Row
-from rlhf_spmd.runtime.run.metric_aliases import TABLE
+from rlhf_spmd.config.metric_aliases import TABLE
 from tests.folders import WORDS, write_model
 
 TOLERANCE = {"float64": 1e-7, WITH_CASTS: 3e-6}  # of the largest relative difference

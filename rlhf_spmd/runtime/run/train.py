@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import save_state
@@ -41,7 +42,6 @@ from rlhf_spmd.runtime.run import forecast_report, report
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
-from rlhf_spmd.runtime.run.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
 from rlhf_spmd.runtime.weights.weight_sync import whole_state

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_spmd.__main__ import _parse, main
+from rlhf_spmd.command_line import plans
 from rlhf_spmd.command_line.fitting_strategies import COMPARED, options_to_try
 from rlhf_spmd.command_line.plans import auto, fitted
 from rlhf_spmd.config.options import make_workload
@@ -31,7 +32,6 @@ from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
-from rlhf_spmd.verbs import plan
 from rlhf_spmd.verbs.plan import _check_words
 from tests.programs import make_workload as small_workload
 from tests.unit.plan.cost.test_cost import machine
@@ -136,8 +136,8 @@ def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):
 
 def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file, monkeypatch):
     """And so is a budget that was too small for a proof."""
-    search = plan.search
-    monkeypatch.setattr(plan, "search", lambda *given, **options: replace(search(*given, **options), gap=0.25))
+    search = plans.search
+    monkeypatch.setattr(plans, "search", lambda *given, **options: replace(search(*given, **options), gap=0.25))
     out, picture = tmp_path / "plans" / "one.py", tmp_path / "one.png"
     words = ["rollout_batch=8", "mini_batch=8"]
     command = ["plan", "--layout", "1x2", "--calibration", cpu_file, "--out", str(out), "--timeline", str(picture)]

@@ -5,9 +5,9 @@ import pytest
 
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
+from rlhf_spmd.config.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
 from rlhf_spmd.runtime.run.metrics import metrics_of
 
 
