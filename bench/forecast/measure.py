@@ -53,6 +53,7 @@ def measure(preset: str) -> int:
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
+    world.use_device("auto")
     rows = []
     try:
         device = "cpu" if world.computes.index is None else config.device_type

@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.guard.supervise import supervised
 
     world, rows = World.discover(flight=supervised()), []
+    world.use_device("cpu")
     try:
         config = presets.load("tiny", ["num_samples=0"])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))

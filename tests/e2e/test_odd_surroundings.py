@@ -16,6 +16,7 @@ PROGRAM = """
 from rlhf_spmd.runtime.world.world import World
 world = World.discover()
 try:
+    world.use_device("cpu")
     world.start_torch({})
 except BaseException as error:
     world.fail(error)

@@ -20,6 +20,7 @@ launchers = listening()  # mpiexec's own, which its children inherit
 
 from rlhf_spmd.runtime.world.world import World
 world = World.discover()
+world.use_device("cpu")
 before = listening()
 world.start_torch({"all": range(3), "two": range(2)}, threads=1)
 import torch

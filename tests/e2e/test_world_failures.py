@@ -112,6 +112,7 @@ def test_a_mistake_in_the_middle_ends_ranks_that_are_blocked_in_torch():
     status, out, err = run(
         3,
         """
+world.use_device("cpu")
 world.start_torch({"all": range(3)}, deadline_s=300, threads=1)
 import torch
 torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
@@ -130,6 +131,7 @@ def test_a_good_run_ends_quietly():
     status, out, err = run(
         2,
         """
+world.use_device("cpu")
 world.start_torch({"all": range(2)}, threads=1)
 """,
     )

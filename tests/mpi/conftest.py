@@ -70,6 +70,7 @@ def world():
     """The ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
     global _world
     _world = World.discover(deadline_s=DEADLINE_S)
+    _world.use_device("auto")
     if BACKEND in os.environ:
         from tests.backends import install
 

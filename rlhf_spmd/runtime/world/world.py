@@ -146,9 +146,8 @@ class World:
 
     @property
     def computes(self) -> devices.RankDevice:
-        """The device of this rank."""
-        if not self.chosen:
-            self.use_device("auto")
+        """The device of this rank, after `use_device`."""
+        assert self.chosen, "call use_device first: all ranks choose their devices together"
         return self.chosen[self.rank]
 
     def set_deadline(self, deadline_s: float) -> None:

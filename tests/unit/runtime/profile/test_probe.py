@@ -98,6 +98,7 @@ def test_as_many_rows_as_there_is_time_for():
 def world() -> Iterator[World]:
     """One rank, with torch started."""
     found = World.discover()
+    found.use_device("auto")
     program = demo()
     found.start_torch(program.groups, program.pairs, threads=1)
     yield found

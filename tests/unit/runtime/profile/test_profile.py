@@ -32,6 +32,7 @@ TOY = Grid(max_prompt=4, max_response=4, shares=(1.0,), most_rows=2, most_places
 def world() -> Iterator[World]:
     """The world of a program that was started without mpirun."""
     world = World.discover()
+    world.use_device("auto")
     yield world
     world.shutdown()
 
