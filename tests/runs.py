@@ -17,8 +17,8 @@ from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.run import report
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
+from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.run.train import update
 from rlhf_spmd.runtime.world.devices import RankDevice
 from rlhf_spmd.strategies import flattening
@@ -110,7 +110,7 @@ class RunOf:
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data, self.state)
         self.responses.append(self._responses())
-        metrics = report.summarize(self.job, answers, self.state.of_algorithm)
+        metrics = summarize(self.job, answers, self.state.of_algorithm)
         update(self.state, self.config, answers)
         self.number += 1
         return metrics

@@ -71,7 +71,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators([program, *filter(None, [evaluation])]))
 
-    from rlhf_spmd.runtime.run.report import Command  # torch, which start_torch has prepared for
+    from rlhf_spmd.runtime.run.run_text import Command  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import Origin, train
 
     result = train(

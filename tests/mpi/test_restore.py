@@ -22,7 +22,7 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
 from rlhf_spmd.runtime.checkpoint.resume import _state
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
-from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run import recorded
 from rlhf_spmd.runtime.run.train import state_after
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.strategies import flattening, interleaving1, reallocation, separation
@@ -96,7 +96,7 @@ class Runs:
         self.world.barrier("a clean folder")
         texts = {"config.json": "{}", "strategy.py": ""}
         saver = Saver(run.job.world, run.job.models, self.folder, every=0, keep=1, texts=texts)
-        saver.save(run.number, {"inputs": report.inputs(run.job)} | report.run_state(run.state))
+        saver.save(run.number, {"inputs": recorded.inputs(run.job)} | recorded.run_state(run.state))
         saver.finish()
 
     def resumed(self, placement: str) -> RunOf:

@@ -24,7 +24,7 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.job import Job, given_rows
-from rlhf_spmd.runtime.run.report import check_finite
+from rlhf_spmd.runtime.run.metrics import check_finite
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])

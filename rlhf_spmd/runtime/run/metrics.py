@@ -1,11 +1,20 @@
 """The metrics of a run: those of its algorithm's page, those that every run has, and warnings about unusual values."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.config.options import function_labels
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
+from rlhf_spmd.runtime.observe.metric_sums import combine
+from rlhf_spmd.runtime.records.run_folder import Sample
+from rlhf_spmd.runtime.run.job import Job
 
 EXPLODED = 10.0  # times the largest value so far
 NUM_BEFORE = 3  # iterations before the first warning
@@ -52,6 +61,55 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice, zero=zero)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
     return found | ({} if workflow.generate_calls else BUDGET) | SPEED
+
+
+def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
+    """Global metrics of one iteration, the same on every rank. state: of the algorithm when the iteration began; its
+    numbers are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std."""
+    metrics, weights = combine(answers)
+    known = metrics_of(job.config.algorithm, job.program.workload.workflow, function_labels(job.config))
+    for name in [name for name in metrics if f"{name}_sq" in metrics and f"{name}_sq" not in known]:
+        square = metrics.pop(f"{name}_sq")
+        if f"{name}_std" in known:
+            metrics[f"{name}_std"] = math.sqrt(max(square - metrics[name] ** 2, 0.0))
+        else:  # only `after_iteration` uses it
+            metrics.pop(name)
+    values = asdict(state) if state else {}
+    metrics |= {name: value for name, value in values.items() if isinstance(value, float) and name in known}
+    if "response_length" in metrics:
+        metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
+        metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
+    if TIMEOUTS in metrics:
+        metrics[TIMEOUTS] = float(round(metrics[TIMEOUTS] * weights[TIMEOUTS]))
+    for what in ("bytes", "messages"):
+        metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
+    if job.program.workload.workflow.generate_calls:
+        metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
+    return metrics
+
+
+def num_timeouts(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> int:
+    """Responses for which a reward function ran out of time. rows: metrics of iterations and evaluations."""
+    return int(sum(row.get(TIMEOUTS, 0.0) for row in rows)) + sum(sample.num_late for sample in samples)
+
+
+def timeouts_note(num: int) -> str:
+    """What the responses that ran out of time mean for a run; empty if there were none."""
+    if not num:
+        return ""
+    return (
+        f"a reward function ran out of reward_timeout_s for {num} responses, so this run cannot be repeated "
+        "exactly: which responses those are depends on the speed of the machine"
+    )
+
+
+def check_finite(metrics: Mapping, number: int) -> None:
+    """Raises UserError if a metric is not finite, before the next iteration spoils the weights further."""
+    wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    if wrong:
+        raise UserError(
+            f"iteration {number}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
+        )
 
 
 class Alarm:

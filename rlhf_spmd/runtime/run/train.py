@@ -38,12 +38,13 @@ from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Sample, Shown, writing
-from rlhf_spmd.runtime.run import forecast_report, report
+from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
-from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
+from rlhf_spmd.runtime.run.metrics import Alarm, check_finite, metrics_of, num_timeouts, summarize, timeouts_note
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
+from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 
@@ -73,7 +74,7 @@ def train(
     *,
     origin: Origin,
     summary: str,
-    command: report.Command | None,
+    command: run_text.Command | None,
     evaluation: Program | None = None,
     calibration: Calibration | None = None,
     asked: Asked | None = None,
@@ -98,22 +99,22 @@ def train(
     aliases = aliases_of(*named)
     console = Console(known, enabled=world.rank == 0)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
-    facts = report.facts(job, folder)
+    facts = run_text.facts(job, folder)
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
     for note in job.notes:
         console.note(f"warning: {note}")
     console.note(origin.note)
-    for note in report.notes(job, resumed):
+    for note in run_text.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
-    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
+    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": recorded.inputs(job)}
     if resumed and (names := not_compared(about["inputs"], resumed)):
         what = ", of the ".join(names)
         console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
-    about |= {"surroundings": report.surroundings(job), "support": job.known.count}
-    if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
+    about |= {"surroundings": recorded.surroundings(job), "support": job.known.count}
+    if resumed and (text := recorded.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
     running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
     world.keep_records(folder.path)
@@ -132,18 +133,18 @@ def train(
     running.saver.finish()  # now, so that the run can be resumed whatever fails below
     samples: list[Sample] = []
     if before:
-        samples = report.join_samples(job, before, report.sample_responses(job))
+        samples = join_samples(job, before, sample_responses(job))
         folder.write_samples(samples)
         console.samples(samples)
     save_models(job, folder)
     compared = _write_timeline(job, folder, console, running, title, calibration)
     folder.close()
-    num_late = report.num_timeouts([*history, *running.evaluator.rows], samples)
-    if text := report.timeouts_note(num_late):
+    num_late = num_timeouts([*history, *running.evaluator.rows], samples)
+    if text := timeouts_note(num_late):
         folder.notes.append(text)
-    result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared, num_late)
+    result = run_text.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared, num_late)
     result = replace(result, evaluation=running.evaluator.ends())
-    console.closing(result, folder, report.next_commands(command, world.size, folder, config))
+    console.closing(result, folder, run_text.next_commands(command, world.size, folder, config))
     return result
 
 
@@ -178,7 +179,7 @@ class Iterations:
         self.alarm = Alarm(known, history)
         self.answers: list[dict] = []  # of the last iteration
         self.signals: set[str] = set()  # that arrived in the last iteration
-        self.has_warned = report.num_timeouts([*history, *self.evaluator.rows]) > 0
+        self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
@@ -187,9 +188,9 @@ class Iterations:
 
     def _warn(self) -> None:
         """Says once that responses ran out of time."""
-        num = report.num_timeouts([*self.history, *self.evaluator.rows])
+        num = num_timeouts([*self.history, *self.evaluator.rows])
         if num and not self.has_warned:
-            self.console.note(f"warning: {report.timeouts_note(num)}")
+            self.console.note(f"warning: {timeouts_note(num)}")
         self.has_warned = num > 0
 
     def find_best(self) -> None:
@@ -212,9 +213,9 @@ class Iterations:
         number, job, config = len(self.history), self.job, self.job.config
         began, data = time.perf_counter(), make_iteration(job, number)
         self.answers = self.executor.iteration(data, self.state)
-        metrics = report.summarize(job, self.answers, self.state.of_algorithm)
+        metrics = summarize(job, self.answers, self.state.of_algorithm)
         metrics["iteration_s"] = time.perf_counter() - began
-        report.check_finite(metrics, number)
+        check_finite(metrics, number)
         self.rollouts.write(data)
         update(self.state, config, self.answers)
         self.history.append(metrics)
@@ -231,7 +232,7 @@ class Iterations:
         is_last = number + 1 == config.iterations or self.evaluator.why_over
         if self.signals or self.saver.is_due(number + 1) or is_best or is_last:
             with self.recorder.span("checkpoint", "control"):
-                self.saver.save(number + 1, self.about | report.run_state(self.state), self.evaluator.best_iteration)
+                self.saver.save(number + 1, self.about | recorded.run_state(self.state), self.evaluator.best_iteration)
         if is_best:
             save_models(job, self.folder, "best")
         self.saver.check()
@@ -272,12 +273,12 @@ def start_or_resume(
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
         describe(job, folder, origin, summary, history)
-        before = report.sample_responses(job)
-        folder.write_samples(report.join_samples(job, before))
+        before = sample_responses(job)
+        folder.write_samples(join_samples(job, before))
         return state, history, before
     with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(report.inputs(job), resumed, started=job.started if job.written_at else "")
-        report.refuse_other_support(job, resumed.folder, resumed.state["support"])
+        refuse_other_inputs(recorded.inputs(job), resumed, started=job.started if job.written_at else "")
+        recorded.refuse_other_support(job, resumed.folder, resumed.state["support"])
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
@@ -319,7 +320,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
-    """The state before the next iteration. values: from report.run_state."""
+    """The state before the next iteration. values: from recorded.run_state."""
     workload = job.program.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)

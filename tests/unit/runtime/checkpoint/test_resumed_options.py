@@ -29,7 +29,7 @@ from rlhf_spmd.runtime.checkpoint.resume import (
 )
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.failures import explain
-from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run import recorded, run_text
 from tests.runs import OneRank
 
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
@@ -213,7 +213,7 @@ def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
     state = run.config.algorithm.read_state(run.state["state"])
     assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
     assert {name: run.state[name] for name in ABOUT} == ABOUT
-    assert report.run_state(RunState(state)) == {"state": OF_PPO}
+    assert recorded.run_state(RunState(state)) == {"state": OF_PPO}
 
 
 def test_inputs_are_those_of_the_checkpoint(tmp_path):
@@ -240,7 +240,7 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
     job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
-    before = report.inputs(job)
+    before = recorded.inputs(job)
     changes = {
         "chat_template.jinja": "tokenizer files",
         "generation_config.json": "model",
@@ -249,7 +249,7 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     for file, name in changes.items():
         with (folder / file).open("a", encoding="utf-8") as opened:
             opened.write(" \n")
-        now = report.inputs(job)
+        now = recorded.inputs(job)
         (changed,) = [one for one in now if now[one] != before[one]]
         assert changed.startswith(name) and now.keys() == before.keys()
         before = now
@@ -323,18 +323,18 @@ class TwoHosts(OneRank):
 
 def test_surroundings_of_all_ranks_count():
     job = SimpleNamespace(program=SimpleNamespace(fingerprint="abc"), world=OneRank())
-    alone = report.surroundings(job)
+    alone = recorded.surroundings(job)
     job.world = TwoHosts()
-    both = report.surroundings(job)
+    both = recorded.surroundings(job)
     assert both == alone | {"processor": f"{alone['processor']} (ranks 0), none (ranks 1)"}
-    assert "processor" in report.changed(both, alone) and report.changed(both, both) == ""
+    assert "processor" in recorded.changed(both, alone) and recorded.changed(both, both) == ""
 
 
 def test_other_surroundings_are_told():
     now = {"stable program": "b", "torch": "2.13", "threads": "1"}
-    assert report.changed(now, dict(now)) == ""
-    assert report.changed(now, {}) == ""  # of a version that did not write them
-    text = report.changed(now, {"stable program": "a", "torch": "2.11", "threads": "1"})
+    assert recorded.changed(now, dict(now)) == ""
+    assert recorded.changed(now, {}) == ""  # of a version that did not write them
+    text = recorded.changed(now, {"stable program": "a", "torch": "2.11", "threads": "1"})
     assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"
 
 
@@ -364,7 +364,7 @@ def test_the_time_of_the_first_start(tmp_path):
 def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
     run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
     job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
-    assert "writes 2026-02-03 00:00, also when the run is resumed again" in report.notes(job, run)[-1]
+    assert "writes 2026-02-03 00:00, also when the run is resumed again" in run_text.notes(job, run)[-1]
     resumed = replace(run, state={"inputs": {}})
     with pytest.raises(
         UserError, match=r"template writes the time, .*: add it to .*program.json, such as .started.: .now"
@@ -373,5 +373,5 @@ def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
     with pytest.raises(UserError, match=r"the model in x changed since .* was started; restore"):
         refuse_other_inputs({"model in x": "a"}, resumed, started="now")
     job.written_at = ""
-    assert report.notes(job, run) == [*run.notes]
-    assert report.notes(job, None) == []
+    assert run_text.notes(job, run) == [*run.notes]
+    assert run_text.notes(job, None) == []

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run import run_text
 from rlhf_spmd.runtime.run.job import _agree_on_functions
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
@@ -138,5 +138,5 @@ def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, sa
     prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
     about = {"world": OneRank(), "written_at": "", "products": None}
     job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts, **about)
-    said = report.facts(job, RunFolder(tmp_path)).get("streaming")
+    said = run_text.facts(job, RunFolder(tmp_path)).get("streaming")
     assert said is None if says is None else says in said

@@ -12,7 +12,7 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run import recorded
 from rlhf_spmd.runtime.run.train import save_models
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
@@ -118,11 +118,11 @@ def test_a_run_draws_no_token_that_the_tokenizer_lacks(folder, tmp_path):
 
 def test_a_run_of_another_support_is_not_resumed(folder):
     job = RunOf(config_of(folder)).job
-    report.refuse_other_support(job, Path("runs/a"), 61)
+    recorded.refuse_other_support(job, Path("runs/a"), 61)
     with pytest.raises(UserError, match="runs/a was started by a version .* all 128 rows of the actor's embeddings"):
-        report.refuse_other_support(job, Path("runs/a"), None)
+        recorded.refuse_other_support(job, Path("runs/a"), None)
     with pytest.raises(UserError, match="runs/a drew from 60 tokens, and the tokenizer of .* now has 61"):
-        report.refuse_other_support(job, Path("runs/a"), 60)
+        recorded.refuse_other_support(job, Path("runs/a"), 60)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from rlhf_spmd.kernels.philox import STREAM_BITS, random_bits
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.run.report import sample_responses
+from rlhf_spmd.runtime.run.samples import sample_responses
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -65,7 +65,7 @@ def test_a_run_draws_from_its_streams(tmp_path, monkeypatch):
         return random_bits(seed, stream, iteration, *rows)
 
     monkeypatch.setattr("rlhf_spmd.runtime.execute.iteration.random_bits", noted)
-    monkeypatch.setattr("rlhf_spmd.runtime.run.report.random_bits", noted)
+    monkeypatch.setattr("rlhf_spmd.runtime.run.run_text.random_bits", noted)
     run = RunOf(load(write_all(tmp_path), "iterations=2", "seed=9"))
     before = sample_responses(run.job)
     run.iterations()

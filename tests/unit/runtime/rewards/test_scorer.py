@@ -8,7 +8,7 @@ import torch
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
 from rlhf_spmd.runtime.rewards.response_scores import Scorer, how_read, reads_text
-from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run import run_text
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -96,7 +96,7 @@ def test_the_heading_says_which_names_are_the_programs():
     jobs = [SimpleNamespace(calls=SimpleNamespace(context=SimpleNamespace(scorer=scorer))) for scorer in scorers]
     world = SimpleNamespace(allgather=lambda mine, what: [notes[0], mine, notes[2]])
     job = SimpleNamespace(**vars(jobs[0]), evaluation=jobs[1], world=world, config=load([], "reward_function=a.py:f"))
-    assert report._names_of_functions(job) == "prompts of a.py:f: the program's; more"
+    assert run_text._names_of_functions(job) == "prompts of a.py:f: the program's; more"
 
 
 def test_a_function_gets_the_text_and_is_added_on_request(score):

@@ -1,0 +1,177 @@
+"""What a run says of itself at its beginning and at its end."""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.config.options import Config
+from rlhf_spmd.model.texts.template_time import format_time
+from rlhf_spmd.plan.proof.memory_check import vain_streaming
+from rlhf_spmd.runtime.checkpoint.resume import Resumed
+from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
+from rlhf_spmd.runtime.records.console import Result
+from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.rewards.response_scores import how_read
+from rlhf_spmd.runtime.run.forecast_report import Compared
+from rlhf_spmd.runtime.run.job import Job
+from rlhf_spmd.runtime.world.devices import describe_device
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How the user started the run: the strategy's name, --preset and --model, and the overrides."""
+
+    strategy: str
+    model: Sequence[str]
+    overrides: Sequence[str]
+
+
+def facts(job: Job, folder: RunFolder) -> dict[str, str]:
+    """The heading of a run. Collective."""
+    config, shapes = job.config, job.program.workload.models
+    sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
+    by_function = config.reward_function
+    both = by_function and config.reward_function_mode == "add"
+    judged = {
+        role: (f"{role} model + {by_function}" if both else by_function or f"{role} model")
+        + (how_read(config, role, job.prompts) if job.world.rank == 0 else "")
+        for role in shapes
+        if config.algorithm.roles[role].judge
+    }
+    return {
+        "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
+        **judged,
+        **({"names": notes} if (notes := _names_of_functions(job)) else {}),
+        "device": describe_device(job.world.computes, job.world.size),
+        **({"products": f"by {job.products.library}, in {config.dtype}"} if job.products else {}),
+        "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
+        + _lost(job.prompts),
+        **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
+        "iteration": _iteration(job),
+        **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
+        "run folder": str(folder.shown),
+    }
+
+
+def _names_of_functions(job: Job) -> str:
+    """Which parameters of reward functions are not the columns of their names; empty if there are none. Collective."""
+    if not (job.config.reward_function or job.config.eval.reward_function):
+        return ""
+    scorers = [one.calls.context.scorer for one in (job, job.evaluation) if one is not None]
+    mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
+    every = job.world.allgather(mine, "the names of reward functions")
+    return "; ".join(dict.fromkeys(note for notes in every for note in notes))
+
+
+def _iteration(job: Job) -> str:
+    """What an iteration trains on, for the heading."""
+    config = job.config
+    epochs = config.options.epochs
+    steps = f"mini-batches of {config.mini_batch}, {epochs} epoch{'s' * (epochs > 1)}"
+    length = length_of(config, len(job.prompts))
+    if job.program.workload.workflow.generate_calls:
+        sizes = f"{config.rollout_batch} x {config.samples_per_prompt} prompts"
+        longest = f"at most {config.generation.max_new_tokens} new tokens"
+        return "; ".join(filter(None, [f"{sizes}, {steps}, {longest}", length]))
+    if config.mini_batch_tokens:
+        num = config.rollout_batch // config.mini_batch
+        sizes = f"{num} step{'s' * (num > 1)} of at most {config.mini_batch} rows and {config.mini_batch_tokens} tokens"
+        return f"{sizes}; {f'{length}: ' * bool(length)}{config.iterations} iterations"
+    if length:
+        return f"{config.rollout_batch} rows, {steps}; {length}"
+    passes = config.iterations * config.rollout_batch / len(job.prompts)
+    return f"{config.rollout_batch} rows, {steps}; all {config.iterations} iterations read the set {passes:.3g} times"
+
+
+def _lost(prompts: PromptSet) -> str:
+    """How many rows of the file were cut or dropped, and why."""
+    done = {
+        "cut at data.max_prompt": prompts.num_truncated,
+        "with responses cut at generation.max_new_tokens": prompts.num_cut,
+        "too long and dropped": prompts.num_dropped,
+        "without an answer of the assistant and dropped": prompts.num_silent,
+    }
+    said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
+    return "".join(f", {one}" for one in said)
+
+
+def _minute(time: str) -> str:
+    return format_time(time, "%Y-%m-%d %H:%M")
+
+
+def notes(job: Job, resumed: Resumed | None) -> list[str]:
+    """What is to be said once at the start, below the heading."""
+    found = list(resumed.notes) if resumed else []
+    if resumed and not resumed.started and job.written_at:
+        found.append(
+            f"{resumed.folder} is of an earlier version, which did not keep the time of the first start; the chat "
+            f"template writes {_minute(job.written_at)}, also when the run is resumed again"
+        )
+    if job.evaluation is not None:
+        found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
+    return found
+
+
+def format_count(num: int) -> str:
+    """1234567 -> "1.2 M"."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if num >= size:
+            return f"{num / size:.1f} {letter}"
+    return str(num)
+
+
+def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
+    """Purpose -> command to try after a run. command: the one that started it; None if it was resumed."""
+    go_on = {}
+    if config.optimizer.schedule == "constant":  # otherwise the learning rate has reached its end
+        twice = (
+            f"data.epochs={2 * config.data.epochs:g}" if config.data.epochs else f"iterations={2 * config.iterations}"
+        )
+        go_on["train on"] = f"{resume_command(folder.shown, ranks)} {twice}"
+    if command is None:
+        return go_on
+    if command.strategy == "auto":  # the planned strategy can be checked and run again
+        command = replace(command, strategy=str(folder.shown / "strategy.py"))
+    check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
+    others = [word for word in command.overrides if not word.startswith(("iterations=", "data.epochs="))]
+    train = ["train", "--strategy", command.strategy, *command.model, *others, "iterations=3"]
+    return go_on | {
+        "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
+        "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
+        "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check mine.py --layout 1x{ranks}",
+    }
+
+
+def result(
+    job: Job,
+    strategy: str,
+    history: Sequence[Mapping],
+    wall_s: float,
+    folder: RunFolder,
+    compared: Compared | None,
+    num_late: int,
+) -> Result:
+    """The result of a run. compared: its comparison with the forecast, if there was one. num_late: responses for which
+    a reward function ran out of time."""
+    first, last, algorithm = history[0], history[-1], job.config.algorithm
+    headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
+    generates = "gen_tokens" in last
+    seconds = sum(metrics["generate_s"] for metrics in history) if generates else math.nan
+    return Result(
+        strategy=strategy,
+        ranks=job.world.size,
+        iterations=len(history),
+        headlines={name: (first.get(name, math.nan), last[name]) for name in headlines},
+        gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds if generates else math.nan,
+        parity_max_abs=max((metrics.get("parity_max_abs", math.nan) for metrics in history), default=math.nan),
+        iteration_s=compared.whole.measured_s if compared else math.nan,
+        forecast_s=compared.whole.forecast_s if compared else math.nan,
+        scaled_by=compared.scaled_by if compared else math.nan,
+        wall_s=wall_s,
+        run_dir=str(folder.shown),
+        reward_timeouts=num_late,
+        saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
+    )
