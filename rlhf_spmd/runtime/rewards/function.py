@@ -1,6 +1,6 @@
 """Reward functions: Python callables such as `reward(prompts, responses) -> list of numbers`, named in the config.
 
-reward_styles.py binds them, by the names of their parameters. A bad score would corrupt training silently, so every
+styles.py binds them, by the names of their parameters. A bad score would corrupt training silently, so every
 result is checked. An error in the user's code is reported in one message with the function, the prompt, the
 exception and its line.
 """

@@ -80,7 +80,7 @@ class Scorer:
         else they return. index_B: of the prompts in the data set.
 
         A function that ran out of time does not apply to the row. Raises UserError if a function fails (see
-        reward_function.py), or if none applies to a row for another reason than time."""
+        function.py), or if none applies to a row for another reason than time."""
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.whole_records(index_B) if self.data is not None else []

@@ -1,4 +1,4 @@
-"""A process that calls reward functions for a rank, one row at a time (reward_workers.py): without MPI, torch or a GPU.
+"""A process that calls reward functions for a rank, one row at a time (workers.py): without MPI, torch or a GPU.
 
 It reads lines of JSON from a socket and answers each with one:
 
@@ -9,7 +9,7 @@ An error in the user's code is answered with {"error": message}. Each answer als
 changed in the worker. The functions run in the main thread, so they may use SIGALRM. The process ends with its rank:
 by PR_SET_PDEATHSIG, and when the socket closes.
 
-Cost: the start of Python and the import of the user's file. Command: reward_workers.py starts it.
+Cost: the start of Python and the import of the user's file. Command: workers.py starts it.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The worker processes of one rank for slow reward functions (`reward_workers`), with a deadline for each response.
 
-Each worker (reward_worker.py) is a new program and no fork, since a process that has started MPI must not fork; it
+Each worker (worker.py) is a new program and no fork, since a process that has started MPI must not fork; it
 loads the functions by their names, so nothing is pickled. A worker gets one row at a time: a worker that exceeds the
 deadline is killed and replaced, and only that row has no score. All of this happens in the thread that asks for
 scores, because a worker ends with the thread that started it (PR_SET_PDEATHSIG).
