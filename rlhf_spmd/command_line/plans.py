@@ -34,9 +34,7 @@ from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
-
 KEEP = 20  # plans that are simulated
-
 NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
 
 
