@@ -27,6 +27,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.workflow import Compute, Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 LOGITS_BYTES = 8  # of a token and an entry of the vocabulary: logits, log-softmax, and both gradients, in 16 bits
@@ -83,8 +84,8 @@ def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = Fals
             continue
         sized = {
             call.name: layouts[call.name]
-            if call.kind == "generate"
-            else replace(layouts[call.name], micro_batch=trained if call.kind == "train" else generated)
+            if isinstance(call, Generate)
+            else replace(layouts[call.name], micro_batch=trained if isinstance(call, Train) else generated)
             for call in workload.workflow.placed_calls
         }
         yield Setup(
@@ -151,7 +152,7 @@ def training_bytes(program: Program, rows: int) -> int:
     """Bytes of the activations of rows, the inputs of layers and all logits, and of reduced gradients."""
     workload, most = program.workload, 0
     for call in workload.workflow.placed_calls:
-        if call.kind != "train":
+        if not isinstance(call, Train):
             continue
         layout = replace(program.placement.layouts[call.name], micro_batch=rows)
         shape, rank = workload.models[call.model], layout.ranks[0]
@@ -186,17 +187,17 @@ def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) 
     """
     workload = setup.workload
     call, size = workload.workflow.call(step.call), program.cluster.num_devices
-    if call.kind == "compute":
+    if isinstance(call, Compute):
         return 0.0
     home = _home(program, call.model)
     one_s = cost.gather_s(call, home, rank)
     rows, at_once = workload.num_sequences, setup.generated
-    if call.kind == "train":
+    if isinstance(call, Train):
         rows, at_once = workload.mini_batch, setup.trained
     passes = -(-rows // (size * at_once))
-    if call.kind == "generate" and setup.per_token:
+    if isinstance(call, Generate) and setup.per_token:
         return passes * workload.max_response * one_s
-    if call.kind != "train" or home.zero < 3:
+    if not isinstance(call, Train) or home.zero < 3:
         return (passes - 1) * one_s
     params = num_params(workload.models[call.model], home.shard(rank))
     reduce_s = all_gather_s(cost.link(home.data_ranks(rank)), home.dp, workload.param_bytes * params)
@@ -208,7 +209,7 @@ def saved_by_lora_s(program: Program, cost: Cost, rank: int, step: Run) -> float
     reducing the gradients."""
     workload = program.workload
     call = workload.workflow.call(step.call)
-    if call.kind != "train" or call.model != "actor":
+    if not isinstance(call, Train) or call.model != "actor":
         return 0.0
     layout, length = program.layout_of(step), workload.max_prompt + workload.max_response
     tokens = len(program.columns_of(step, rank)) * length

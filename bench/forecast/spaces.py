@@ -16,7 +16,7 @@ from rlhf_spmd.plan.search.candidates import Allowed
 from rlhf_spmd.plan.search.exact import Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import EIGHTHS
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 NODE, LEAST_MESH, MOST_STAGES = 8, 4, 8  # devices; stages of a model on fewer than eight nodes
@@ -34,7 +34,7 @@ def reals_space(workload: Workload) -> Allowed:
             return False
         if width > NODE and width % NODE:
             return False
-        if call.kind != "train":
+        if not isinstance(call, Train):
             return layout.zero == 0 and workload.num_sequences >= layout.dp * layout.pp
         rows = workload.mini_batch // layout.dp
         number = 2 * layout.pp if layout.pp > 1 else 1  # of micro-batches
@@ -100,12 +100,12 @@ def apps_parts(cluster: Cluster) -> Iterator[Part]:
 
 def data_parallel(call: Call, layout: Layout, cluster: Cluster) -> bool:
     """Flattening and interleaving: any ZeRO stage; only generation may be in slices (Hybrid Engine)."""
-    return layout.pp == 1 and (layout.tp == 1 or call.kind == "generate") and not layout.offload
+    return layout.pp == 1 and (layout.tp == 1 or isinstance(call, Generate)) and not layout.offload
 
 
 def megatron(call: Call, layout: Layout, cluster: Cluster) -> bool:
     """Separation: training in slices and stages, all else in slices."""
-    if call.kind == "train":
+    if isinstance(call, Train):
         return layout.zero <= 1
     return layout.pp == 1 and layout.zero == 0 and not layout.offload
 
@@ -125,6 +125,6 @@ def separated(share: int) -> Callable[[Call, int, int], bool]:
     its own there."""
 
     def place(call: Call, first: int, stop: int) -> bool:
-        return stop <= share if call.kind == "train" else first >= share
+        return stop <= share if isinstance(call, Train) else first >= share
 
     return place

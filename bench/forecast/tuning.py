@@ -22,6 +22,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.validate import validate
+from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 MOST_FORECASTS = 30  # of one grid; bounds are so near that a dozen usually settle it
@@ -89,15 +90,15 @@ class _Known:
         layout, workflow = placement.layouts[call.name], self.workload.workflow
         train = workflow.train_call(call.model)
         home = placement.layouts[train.name] if train else None
-        if call.kind == "generate":
+        if isinstance(call, Generate):
             layout = replace(layout, micro_batch=None)  # which does not matter to it
         key = (call.name, layout, home if home and home.zero == 3 else None)  # weights are gathered from there
         if key not in self.seconds_of:
             program = self.without_instructions(placement)
-            trains = call.kind == "train"
+            trains = isinstance(call, Train)
             step = Run(call.name, mini_batch=0 if trains else None)
             seconds = times_of(program, self.calibration).run_s(layout.ranks[0], step)
-            if layout.pp > 1 and call.kind != "generate":  # which has all stages already
+            if layout.pp > 1 and not isinstance(call, Generate):  # which has all stages already
                 number = usual_number(program, step)
                 seconds *= (number + layout.pp - 1) / number
             steps = self.workload.num_mini_batches * self.workload.epochs if trains else 1

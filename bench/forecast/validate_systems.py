@@ -22,6 +22,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 # Of a device's memory; the rest is for CUDA, NCCL, DeepSpeed's buckets, fragments. From 0.70 to 0.85 nothing changes.
@@ -65,7 +66,7 @@ def real_heuristic(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
     infer = replace(grid, micro_batch=min(workload.num_sequences // pp, workload.mini_batch))
     layouts = {}
     for call in workload.workflow.placed_calls:
-        layouts[call.name] = train if call.kind == "train" else infer
+        layouts[call.name] = train if isinstance(call, Train) else infer
         if call.model in ("reference", "reward"):
             layouts[call.name] = replace(infer, offload=True)
     yield Plan(f"pp {pp}, tp 8", Placement(layouts))
@@ -84,9 +85,9 @@ def deepspeed_chat(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
         for call in workload.workflow.placed_calls:
             frozen = workload.workflow.train_call(call.model) is None
             layouts[call.name] = replace(infer, zero=0 if frozen and zero == 2 else zero)
-            if call.kind == "train":
+            if isinstance(call, Train):
                 layouts[call.name] = replace(train, zero=zero)
-            elif call.kind == "generate" and tp > 1:
+            elif isinstance(call, Generate) and tp > 1:
                 layouts[call.name] = Layout.grid_of(cluster.ranks, tp=tp)
         yield Plan(f"ZeRO {zero}, generation tp {tp}", Placement(layouts), num_gathers=3, decode_layer_s=EAGER_LAYER_S)
 
@@ -106,9 +107,9 @@ def openrlhf(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
         train, infer = _data_parallel(where[call.model], workload)
         frozen = workload.workflow.train_call(call.model) is None
         layouts[call.name] = replace(infer, zero=0 if frozen and zero == 2 else zero)
-        if call.kind == "train":
+        if isinstance(call, Train):
             layouts[call.name] = replace(train, zero=zero)
-        elif call.kind == "generate" and engines:
+        elif isinstance(call, Generate) and engines:
             layouts[call.name] = Layout.grid_of(engines, tp=tp)
     for host in (False, True):
         name = f"ZeRO {zero}{', Adam in host memory' if host else ''}{f', vLLM tp {tp}' if engines else ''}"
@@ -216,7 +217,7 @@ def _deepspeed_s(program: Program, plan: Plan, cost: Cost, rank: int, step: Run)
     gathers the weights. The optimizer's step may be on the host.
     """
     call, layout = program.workload.workflow.call(step.call), program.layout_of(step)
-    if call.kind != "train":
+    if not isinstance(call, Train):
         return 0.0
     params = num_params(program.workload.models[call.model], layout.shard(rank))
     whole_s = all_gather_s(cost.link(layout.data_ranks(rank)), layout.dp, program.workload.param_bytes * params)

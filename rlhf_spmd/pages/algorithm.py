@@ -17,7 +17,7 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
-from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
+from rlhf_spmd.plan.workflow import Call, Compute, Role, Train, Workflow, trace
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
@@ -261,7 +261,7 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
     algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
-        if call.kind in ("compute", "train"):
+        if isinstance(call, Compute | Train):
             try:
                 _check_call(algorithm, workflow, call, numbers)
             except UserError as error:
@@ -272,7 +272,7 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
 def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: Mapping[str, Any]) -> None:
     """check_functions() for one call."""
     given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
-    own = readout_words(workflow, call) if call.kind == "train" else {}
+    own = readout_words(workflow, call) if isinstance(call, Train) else {}
     function = algorithm.function(call.function)
     bound(function, numbers | given | own)
     taken = {word_of(name) for name in inspect.signature(function).parameters}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.shard import Shard
@@ -65,13 +65,13 @@ class Layout:
             raise UserError(f"a layout is made of whole numbers ({error}): {self}, ranks {self.ranks!r}") from error
 
     @classmethod
-    def data_parallel(cls, ranks, **options) -> "Layout":
+    def data_parallel(cls, ranks: Iterable[int], **options: Any) -> "Layout":
         """Every rank holds a replica (or its ZeRO shard) of the whole model. options: any other field."""
         ranks = tuple(ranks)
         return cls(ranks, dp=len(ranks), **options)
 
     @classmethod
-    def grid_of(cls, ranks, *, pp: int = 1, tp: int = 1, **options) -> "Layout":
+    def grid_of(cls, ranks: Iterable[int], *, pp: int = 1, tp: int = 1, **options: Any) -> "Layout":
         """As many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp does not divide the
         number of ranks, `problems` says so."""
         ranks = tuple(ranks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.workflow import Call, Workflow
+from rlhf_spmd.plan.workflow import Call, Compute, ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import Workload
 
 DECODE_MINI_BATCHES = 2  # the default of Placement.decode_mini_batches
@@ -100,7 +100,7 @@ class Placement:
         has ranks of its own where there are enough of them, generation the most. training, generation, limits: fields
         of the layouts, `limits` those of both. in_flight, decode_mini_batches, stream: fields of the placement. Raises
         UserError if the workflow only trains."""
-        before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
+        before = [call for call in workload.workflow.placed_calls if not isinstance(call, Train)]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
         models = tuple(dict.fromkeys(call.model for call in before))
@@ -114,7 +114,7 @@ class Placement:
             share = {model: sum(replicas[edges[i] : edges[i + 1]], ()) for i, model in enumerate(models)}
         layouts = {}
         for call in workload.workflow.placed_calls:
-            if call.kind == "train":
+            if isinstance(call, Train):
                 layouts[call.name] = Layout.grid_of(training_ranks, **training, **limits)
             elif workload.models[call.model] is None:  # a reward function has no weights to split
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
@@ -124,7 +124,7 @@ class Placement:
 
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration streams: the placement asks for it, and no call needs the whole batch."""
-        return self.stream and not any(map(workload.needs_batch, workload.workflow.calls))
+        return self.stream and not any(map(workload.needs_batch, workload.workflow.computes))
 
     def unit(self, call: str) -> tuple[str, ...]:
         """The calls that exchange together with a call, itself included."""
@@ -133,7 +133,7 @@ class Placement:
     def sites(self, call: Call, workflow: Workflow) -> tuple[str, ...]:
         """The placed calls in whose layouts a call runs: itself, or for a `compute` its consumers, the first one for
         each distinct list of ranks."""
-        if call.kind != "compute":
+        if not isinstance(call, Compute):
             return (call.name,)
         by_ranks: dict[tuple[int, ...], str] = {}
         for consumer in workflow.consumers(call.outputs):
@@ -217,10 +217,10 @@ def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
 
 def ranks_of(call: Call, layout: Layout) -> tuple[int, ...]:
     """The ranks that run a call in a layout: all, or for a `compute` the last stage, which alone has its inputs."""
-    return layout.last_stage if call.kind == "compute" else layout.ranks
+    return layout.last_stage if isinstance(call, Compute) else layout.ranks
 
 
-def uses_trained_weights(call: Call, rank: int, workload: Workload, placement: Placement) -> bool:
+def uses_trained_weights(call: ModelCall, rank: int, workload: Workload, placement: Placement) -> bool:
     """Whether a call runs with the weights that its model trains on this rank, rather than with a copy.
 
     It does if it needs the same shard, split among the same ranks; under ZeRO 3, where all ranks gather together, only
@@ -236,17 +236,18 @@ def uses_trained_weights(call: Call, rank: int, workload: Workload, placement: P
     return same_ranks and layout.shard(rank) == training.shard(rank)
 
 
-def weights_layout(call: Call, rank: int, workload: Workload, placement: Placement) -> Layout:
+def weights_layout(call: ModelCall, rank: int, workload: Workload, placement: Placement) -> Layout:
     """The layout by whose ZeRO stage a rank keeps the weights that a call runs with: that of training or its own."""
-    shared = uses_trained_weights(call, rank, workload, placement)
-    return placement.layouts[workload.workflow.train_call(call.model).name if shared else call.name]
+    train = workload.workflow.train_call(call.model)
+    shared = train is not None and uses_trained_weights(call, rank, workload, placement)
+    return placement.layouts[train.name if train and shared else call.name]
 
 
 def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement, rank: int) -> tuple[int, ...] | None:
     """The ranks whose collectives a call enters where it runs in `layout` on `rank`; None if it computes alone."""
-    if call.kind == "train":
+    if isinstance(call, Train):
         ranks = layout.ranks
-    elif call.kind == "compute":
+    elif isinstance(call, Compute):
         ranks = layout.last_stage if call.sums else (rank,)
     elif workload.models[call.model] is None:
         ranks = (rank,)

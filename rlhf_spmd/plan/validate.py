@@ -6,7 +6,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, uses_trained_weights
-from rlhf_spmd.plan.workflow import Call, Workflow
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -40,7 +41,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
 
 def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
     """What is wrong with own_first, joint, in_flight and decode_mini_batches."""
-    known = {call.name for call in workflow.placed_calls if call.kind != "train"}
+    known = {call.name for call in workflow.placed_calls if not isinstance(call, Train)}
     for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
         yield from (f"{field} names {name}, which is no call before training" for name in names if name not in known)
         if len(set(names)) != len(names):
@@ -65,7 +66,7 @@ def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
     """While streaming, a model that trains changes before the last mini-batch is generated and scored."""
     for call in workload.workflow.placed_calls if placement.streams(workload) else ():
         train = workload.workflow.train_call(call.model)
-        if train is None or call.kind == "train":
+        if train is None or isinstance(call, Train):
             continue
         shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
         if shared:
@@ -75,10 +76,11 @@ def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
 
 def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]:
     """Two calls may use one copy of a model's shard only if they split the model with the same ranks."""
-    users: dict[tuple, tuple[str, tuple[int, ...]]] = {}  # model, rank, shard -> call and the ranks of its copy
+    # model, rank, shard -> call and the ranks of its copy
+    users: dict[tuple[str, int, Shard], tuple[str, tuple[int, ...]]] = {}
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
-        for rank in layout.ranks if layout.pp * layout.tp > 1 and call.kind != "train" else ():
+        for rank in layout.ranks if layout.pp * layout.tp > 1 and not isinstance(call, Train) else ():
             if uses_trained_weights(call, rank, workload, placement):
                 continue
             ranks = layout.model_ranks(rank)
@@ -101,9 +103,9 @@ def _layout_problems(layout: Layout, size: int) -> list[str]:
     return problems
 
 
-def _shape_problems(layout: Layout, workload: Workload, call: Call) -> Iterator[str]:
+def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iterator[str]:
     """What a model is too small for, and options that its call cannot have."""
-    shape, model = workload.models.get(call.model), call.model
+    model, shape = call.model, workload.models.get(call.model)
     if shape is None:
         if (layout.pp, layout.tp) != (1, 1):
             yield f"{model} is a function, which has no weights to split; use pp = tp = 1"
@@ -115,7 +117,7 @@ def _shape_problems(layout: Layout, workload: Workload, call: Call) -> Iterator[
         yield f"{text}, which are not replicated; lower tp to {shape.num_kv_heads} or less"
     if layout.tp > min(shape.intermediate_size, shape.vocab_size):
         yield f"tp {layout.tp} is more than the rows of a weight of {model}; lower tp"
-    if layout.recompute and call.kind != "train":
+    if layout.recompute and not isinstance(call, Train):
         yield "recompute saves activations for a backward pass, which only training has; drop it here"
     if layout.offload and workload.workflow.train_call(model):
         yield f"offload is for frozen models, and {model} trains; drop it here"
@@ -140,7 +142,8 @@ def _zero_problems(placement: Placement, workload: Workload) -> Iterator[tuple[s
                 yield call.name, "both ZeRO 3 and offload keep weights away between calls; use one of them"
             continue
         training = placement.layouts[train.name]
-        if layout.zero and call.kind != "train" and not (layout.same_shards(training) and layout.zero == training.zero):
-            there = f"ranks {format_ranks(training.ranks)} with {training}"
-            text = f"ZeRO {layout.zero} would be ignored, because {call.model} trains on {there}"
+        kept = layout.same_shards(training) and layout.zero == training.zero
+        if layout.zero and not isinstance(call, Train) and not kept:
+            text = f"ZeRO {layout.zero} would be ignored, because {call.model} trains on ranks"
+            text = f"{text} {format_ranks(training.ranks)} with {training}"
             yield call.name, f"{text}; use zero=0 here, and set the stage of {train.name}"

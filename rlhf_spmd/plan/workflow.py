@@ -1,7 +1,7 @@
 """The workflow: calling an algorithm with symbolic values records its calls; edges come from the data keys alone.
 
-A *call*, a node of this graph, is one use of a model (`generate`, `infer`, `train`) or a pure computation on data
-(`compute`, which has no model and runs wherever its results are consumed).
+A *call*, a node of this graph, is one use of a model (Generate, Infer, Train) or a pure computation on data (Compute,
+which has no model and runs wherever its results are consumed).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,51 +53,101 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One node of the workflow. `function` names what is computed (e.g. "logprobs", or a loss).
-
-    inputs, outputs: all keys that it reads and makes. tokens: the inputs that a model's sequences consist of: prompts,
-    then one or two keys of responses. arguments: parameter of the function -> key. scope: the rows that a compute must
-    see at once to make one of them. sums: whether a compute ends with sums over the whole batch. drawn: the key of the
-    generator's logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of
-    numbers that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response
-    tokens, responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's
-    remaining steps of the iteration are skipped. entropy: whether the loss reads it. temperature: of generation, if not
-    that of the options.
-    """
+class _ModelCall:
+    """A use of a model. name: of the call, in a workflow. function: what is computed, e.g. "logprobs", or a loss.
+    inputs, outputs: all keys that it reads and makes. tokens: the inputs that the model's sequences consist of:
+    prompts, then one or two keys of responses."""
 
     name: str
-    model: str | None
-    kind: str  # generate | infer | train | compute
+    model: str
+    kind: Literal["generate", "infer", "train"] = field(init=False)
     function: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...]
+
+    @property
+    def prompts(self) -> str:
+        """The key of the prompts."""
+        return self.tokens[0]
+
+    @property
+    def responses(self) -> tuple[str, ...]:
+        """The keys of the responses that are read."""
+        return self.tokens[1:]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the model reads for each row."""
+        return max(1, len(self.responses))
+
+
+@dataclass(frozen=True, slots=True)
+class _LossCall(_ModelCall):
+    """A model call that computes a loss. arguments: parameter of the loss -> key. drawn: the key of the generator's
+    logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of numbers
+    that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response tokens,
+    responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's remaining
+    steps of the iteration are skipped. entropy: whether the loss reads it."""
+
     arguments: tuple[tuple[str, str], ...] = ()
-    scope: Scope = "row"
-    sums: bool = False
     drawn: str = ""
     kept: str = ""
     only: str = ""
     divisor: str = "tokens"
     stop: tuple[str, float] | None = None
     entropy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Generate(_ModelCall):
+    """Samples responses. temperature: if not that of the options."""
+
+    kind: Literal["generate"] = field(default="generate", init=False)
     temperature: float | None = None
 
-    @property
-    def prompts(self) -> str:
-        """The key of the prompts that a model reads."""
-        return self.tokens[0]
 
-    @property
-    def responses(self) -> tuple[str, ...]:
-        """The keys of the responses that a model reads."""
-        return self.tokens[1:]
+@dataclass(frozen=True, slots=True)
+class Infer(_ModelCall):
+    """A forward pass without gradients that makes one key. kept: the key of the sampling supports."""
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that a model reads for each row."""
-        return max(1, len(self.responses))
+    kind: Literal["infer"] = field(default="infer", init=False)
+    kept: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Train(_LossCall):
+    """Optimizer steps on a loss."""
+
+    kind: Literal["train"] = field(default="train", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure(_LossCall):
+    """A forward pass without gradients that logs a loss, in the program of an evaluation."""
+
+    kind: Literal["infer"] = field(default="infer", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A pure computation on data. arguments: parameter of the function -> key. scope: the rows that it must see at once
+    to make one of them. sums: whether it ends with sums over the whole batch."""
+
+    name: str
+    model: None = field(default=None, init=False)
+    kind: Literal["compute"] = field(default="compute", init=False)
+    function: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    arguments: tuple[tuple[str, str], ...] = ()
+    scope: Scope = "row"
+    sums: bool = False
+
+
+LossCall = Train | Measure
+ModelCall = Generate | Infer | Train | Measure
+Call = ModelCall | Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +165,24 @@ class Workflow:
         return tuple(dict.fromkeys(call.model for call in self.calls if call.model))
 
     @property
-    def placed_calls(self) -> tuple[Call, ...]:
-        """Calls that a strategy must place: all but `compute`."""
-        return tuple(call for call in self.calls if call.kind != "compute")
+    def placed_calls(self) -> tuple[ModelCall, ...]:
+        """Calls that a strategy must place: those of models."""
+        return tuple(call for call in self.calls if not isinstance(call, Compute))
 
     @property
-    def generate_calls(self) -> tuple[Call, ...]:
+    def computes(self) -> tuple[Compute, ...]:
+        """Calls without a model."""
+        return tuple(call for call in self.calls if isinstance(call, Compute))
+
+    @property
+    def generate_calls(self) -> tuple[Generate, ...]:
         """Calls that sample responses."""
-        return tuple(call for call in self.calls if call.kind == "generate")
+        return tuple(call for call in self.calls if isinstance(call, Generate))
+
+    @property
+    def train_calls(self) -> tuple[Train, ...]:
+        """Calls that train."""
+        return tuple(call for call in self.calls if isinstance(call, Train))
 
     @property
     def trained_models(self) -> tuple[str, ...]:
@@ -135,14 +195,14 @@ class Workflow:
         return tuple(model for model in self.models if not self.train_call(model))
 
     @property
-    def frozen_calls(self) -> tuple[Call, ...]:
+    def frozen_calls(self) -> tuple[ModelCall, ...]:
         """Calls of models that nothing trains."""
         return tuple(call for call in self.placed_calls if not self.train_call(call.model))
 
     @property
-    def repeated_calls(self) -> tuple[Call, ...]:
+    def repeated_calls(self) -> tuple[Infer, ...]:
         """Calls that give a row the same logprobs in every iteration: those of frozen models that read given rows."""
-        found = (call for call in self.frozen_calls if call.function == LOGPROBS and call.kind == "infer")
+        found = (call for call in self.frozen_calls if isinstance(call, Infer) and call.function == LOGPROBS)
         return tuple(call for call in found if set(call.inputs) <= set(self.given))
 
     def without(self, calls: Sequence[Call]) -> "Workflow":
@@ -163,11 +223,16 @@ class Workflow:
         return True
 
     def call(self, name: str) -> Call:
+        """The call of a name. Raises StopIteration if there is none."""
         return next(call for call in self.calls if call.name == name)
 
-    def train_call(self, model: str) -> Call | None:
+    def placed_call(self, name: str) -> ModelCall:
+        """The call of a model that has a name. Raises StopIteration if there is none."""
+        return next(call for call in self.placed_calls if call.name == name)
+
+    def train_call(self, model: str) -> Train | None:
         """The call that trains a model, or None."""
-        return next((call for call in self.calls if call.model == model and call.kind == "train"), None)
+        return next((call for call in self.train_calls if call.model == model), None)
 
     def producer(self, key: str) -> Call | None:
         """The call that makes a key; None for given keys."""
@@ -230,7 +295,7 @@ class Recorder:
         for key, shape in makes.items():
             _one_of(f"{function}(makes={{{key!r}: {shape!r}}})", shape, ("token", "token+1", "row"))
         inputs = tuple(dict.fromkeys(key for _, key in keys))
-        call = Call(function, None, "compute", function, inputs, tuple(makes), arguments=keys, scope=scope, sums=sums)
+        call = Compute(function, function, inputs, tuple(makes), keys, scope, sums)
         self.record(call, makes)
         made = tuple(Data(key) for key in makes)
         return made[0] if len(made) == 1 else made
@@ -253,7 +318,7 @@ class Model:
         check_temperature(f"{self.name}.generate(): temperature", temperature or 0)
         made, tokens = generated_keys(name, replay=self.recorder.replay), (prompts.key,)
         outputs, wish = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
-        call = Call(wish, self.name, "generate", "sample", tokens, outputs, tokens, temperature=temperature)
+        call = Generate(wish, self.name, "sample", tokens, outputs, tokens, temperature)
         self.recorder.record(call, made)
         responses, logprobs, *kept = outputs
         return Data(responses, kept[0] if kept else "", logprobs, self.name), Data(logprobs)
@@ -272,7 +337,7 @@ class Model:
         kept = responses[0].kept if function == "logprobs" else ""
         tokens, key = (prompts.key, responses[0].key), output or function
         inputs = (*tokens, kept) if kept else tokens
-        call = Call(f"{self.name}_infer", self.name, "infer", function, inputs, (key,), tokens, kept=kept)
+        call = Infer(f"{self.name}_infer", self.name, function, inputs, (key,), tokens, kept)
         self.recorder.record(call, {key: shape})
         return Data(key)
 
@@ -287,7 +352,7 @@ class Model:
         only: Data | None = None,
         **arguments: Data,
     ) -> None:
-        """Optimizer steps on the loss named `function`, over all epochs and mini-batches; see Call for the options.
+        """Optimizer steps on the loss named `function`, over all epochs and mini-batches; see Train for the options.
         only: a number of each row; rows where it is 0 are neither read by the model nor counted in the divisor, and
         their places in the mini-batches stay empty. arguments: parameter of the loss -> data."""
         if not 1 <= len(responses) <= MAX_RESPONSES:
@@ -314,10 +379,9 @@ class Model:
             raise UserError(f"{self.name}.train({function!r}, only={chosen}): it must be one number for each row")
         others = filter(None, (drawn, kept, chosen, counted))
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
-        options = {"drawn": drawn, "kept": kept, "stop": stop, "entropy": entropy, "only": chosen}
-        options["divisor"] = counted or divisor
-        call = Call(f"{self.name}_train", self.name, "train", function, inputs, (), tokens, keys, **options)
-        self.recorder.record(call, {})
+        named = divisor.key if isinstance(divisor, Data) else divisor
+        options = keys, drawn, kept, chosen, named, stop, entropy
+        self.recorder.record(Train(f"{self.name}_train", self.name, function, inputs, (), tokens, *options), {})
 
 
 def _one_of(where: str, word: object, known: Sequence[str]) -> None:
@@ -364,7 +428,7 @@ def check_temperature(name: str, temperature: float, *, or_zero: bool = True) ->
 
 def _refuse(workflow: Workflow) -> None:
     """Raises UserError for calls in an order that no program has."""
-    trains: Sequence[Call] = [call for call in workflow.calls if call.kind == "train"]
+    trains = workflow.train_calls
     if not trains:
         raise UserError("the workflow trains no model")
     twice = {call.model for call in trains if workflow.train_call(call.model) != call}
@@ -372,9 +436,10 @@ def _refuse(workflow: Workflow) -> None:
         raise UserError(
             f"the workflow trains {', '.join(sorted(twice))} in two calls; put both losses into one function"
         )
-    unread = [call.name for call in workflow.calls if call.kind == "compute" and not workflow.consumers(call.outputs)]
+    computes = [call for call in workflow.calls if isinstance(call, Compute)]
+    unread = [call.name for call in computes if not workflow.consumers(call.outputs)]
     if unread:
         raise UserError(f"nothing reads the results of {', '.join(unread)}; use them in a later call, or drop the call")
-    late = [call.name for call in workflow.calls[workflow.calls.index(trains[0]) :] if call.kind != "train"]
+    late = [call.name for call in workflow.calls[workflow.calls.index(trains[0]) :] if not isinstance(call, Train)]
     if late:
         raise UserError(f"{', '.join(late)} stands behind training; everything else comes before it")

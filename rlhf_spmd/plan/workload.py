@@ -8,7 +8,7 @@ from random import Random
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.plan.workflow import Call, Workflow
+from rlhf_spmd.plan.workflow import Call, Compute, Workflow
 
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
 
@@ -101,7 +101,7 @@ class Workload:
     @property
     def group_size(self) -> int:
         """Rows that are neighbours in the matrix: the samples of a prompt if a compute has scope "group", else 1."""
-        return self.samples_per_prompt if any(call.scope == "group" for call in self.workflow.calls) else 1
+        return self.samples_per_prompt if any(call.scope == "group" for call in self.workflow.computes) else 1
 
     @property
     def num_mini_batches(self) -> int:
@@ -131,18 +131,18 @@ class Workload:
         """Bytes of one row of a data key on the wire: int32 or float32."""
         return 4 * prod(self.row_shape(key))
 
-    def needs_batch(self, call: Call) -> bool:
+    def needs_batch(self, call: Compute) -> bool:
         """Whether a compute needs all rows of the iteration, because no mini-batch holds its scope."""
         return call.sums or call.scope == "batch" or self._splits_groups(call)
 
-    def _splits_groups(self, call: Call) -> bool:
+    def _splits_groups(self, call: Compute) -> bool:
         """Whether a call reads groups that begin in one mini-batch and end in the next."""
         return call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
 
     def columns_seen(self, call: Call, columns: range) -> range:
         """The columns that a call must see to make some columns: more than these if its scope is larger than a row. The
         samples of a prompt are neighbours."""
-        if call.scope == "row" or not columns:
+        if not isinstance(call, Compute) or call.scope == "row" or not columns:
             return columns
         if call.scope != "group" or self._splits_groups(call):
             return range(self.mini_batch)
@@ -156,6 +156,12 @@ class Workload:
         devices = min(node.num_devices for node in cluster.nodes)
         sizes = [tp for tp in range(1, min(heads, devices) + 1) if num_ranks % (tp * pp) == 0 and devices % tp == 0]
         return max(sizes, default=1)
+
+    def shape(self, model: str) -> ModelShape:
+        """The shape of a model that has weights."""
+        shape = self.models[model]
+        assert shape is not None, f"{model} has no weights"
+        return shape
 
     def weight_bytes(self, model: str) -> int:
         """Bytes of one full copy of a model's weights in the compute precision."""

@@ -25,15 +25,16 @@ def limits(program: Program, calibration: Calibration) -> dict[str, str]:
     calibration = _of_devices(calibration, lambda one: replace(one, measured=()))
     usual = _seconds_of(program, calibration)
     busiest: dict[str, int] = {}
-    for call, ranks in steps.items():
-        busiest[call] = max(ranks, key=lambda rank, ranks=ranks: usual(rank, ranks[rank]))
-    least = {name: _seconds_of(program, changed) for name, changed in _endless(calibration).items()}
+    for name, ranks in steps.items():
+        whole = {rank: usual(rank, mine) for rank, mine in ranks.items()}
+        busiest[name] = max(whole, key=whole.__getitem__)
+    least = {what: _seconds_of(program, changed) for what, changed in _endless(calibration).items()}
     bottlenecks = {}
     for call in program.workload.workflow.calls:
         rank = busiest[call.name]
         mine = steps[call.name][rank]
         whole_s = usual(rank, mine)
-        saved_s = {name: whole_s - seconds(rank, mine) for name, seconds in least.items()}
+        saved_s = {what: whole_s - seconds(rank, mine) for what, seconds in least.items()}
         best = max(saved_s, key=saved_s.__getitem__)
         bottlenecks[call.name] = best if saved_s[best] > 0 else NOTHING
     return bottlenecks
@@ -57,7 +58,7 @@ def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, li
     times = times_of(program, calibration)
 
     def seconds(rank: int, steps: list[Run | Load]) -> float:
-        return sum((times.run_s if isinstance(step, Run) else times.load_s)(rank, step) for step in steps)
+        return sum(times.run_s(rank, step) if isinstance(step, Run) else times.load_s(rank, step) for step in steps)
 
     return seconds
 

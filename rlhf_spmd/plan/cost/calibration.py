@@ -44,6 +44,10 @@ class Curve:
         (x, y), (next_x, next_y) = ((self.amounts[i], self.seconds[i]) for i in (end - 1, end))
         return max(0.0, y + (amount - x) / (next_x - x) * (next_y - y))
 
+    def times(self, factor: float) -> "Curve":
+        """All seconds multiplied by a factor."""
+        return replace(self, seconds=tuple(factor * second for second in self.seconds))
+
 
 @dataclass(frozen=True, slots=True)
 class Layered:
@@ -55,6 +59,10 @@ class Layered:
     def at(self, num_layers: int, amount: float, *, rest: bool = True) -> float:
         """Seconds of so many layers, with the rest or, for a stage before the last one, without."""
         return num_layers * self.layer.at(amount) + (self.rest.at(amount) if rest else 0.0)
+
+    def times(self, factor: float) -> "Layered":
+        """All seconds multiplied by a factor."""
+        return Layered(self.layer.times(factor), self.rest.times(factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,10 @@ class ByLength:
         share = (length - self.lengths[after - 1]) / (self.lengths[after] - self.lengths[after - 1])
         before_s, after_s = (self.tables[i].at(num_layers, tokens, rest=rest) for i in (after - 1, after))
         return (1 - share) * before_s + share * after_s
+
+    def times(self, factor: float) -> "ByLength":
+        """All seconds multiplied by a factor."""
+        return replace(self, tables=tuple(table.times(factor) for table in self.tables))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ wait for their turn in them, which `num_workers` covers.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Measured
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Measured
 from rlhf_spmd.plan.cost.seconds import Lengths
 
 NUM_LAYERS = 3  # of the model that is measured again
@@ -36,6 +36,7 @@ class Pieces:
 
 def expected(table: Measured, rows: Lengths) -> Pieces:
     """Seconds of the pieces by a table with prefill and decode; rows: tokens of prompt and response."""
+    assert table.prefill and table.decode
     tokens, prompts = sum(map(sum, rows)), sum(prompt for prompt, _ in rows)
     update_s = table.update.at(replace(table.shape, num_layers=NUM_LAYERS).num_params)
     return Pieces(
@@ -91,19 +92,10 @@ def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
 def _table(one: Measured, scale: Scale) -> Measured:
     return replace(
         one,
-        forward=_times(one.forward, scale.inference),
-        train=_times(one.train, scale.training),
-        update=_times(one.update, scale.training),
-        prefill=one.prefill and _times(one.prefill, scale.generation),
-        decode=one.decode and _times(one.decode, scale.generation),
-        ends=one.ends and _times(one.ends, scale.generation),
+        forward=one.forward.times(scale.inference),
+        train=one.train.times(scale.training),
+        update=one.update.times(scale.training),
+        prefill=one.prefill and one.prefill.times(scale.generation),
+        decode=one.decode and one.decode.times(scale.generation),
+        ends=one.ends and one.ends.times(scale.generation),
     )
-
-
-def _times(seconds: Curve | Layered | ByLength, factor: float) -> Curve | Layered | ByLength:
-    """The same with all seconds multiplied by a factor."""
-    if isinstance(seconds, Curve):
-        return replace(seconds, seconds=tuple(factor * second for second in seconds.seconds))
-    if isinstance(seconds, Layered):
-        return Layered(_times(seconds.layer, factor), _times(seconds.rest, factor))
-    return replace(seconds, tables=tuple(_times(table, factor) for table in seconds.tables))

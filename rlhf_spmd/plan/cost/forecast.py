@@ -9,7 +9,9 @@ from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.placement import weights_layout
 from rlhf_spmd.plan.program.instructions import Load, Message, Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
+
+Key = tuple[object, ...]
 
 
 def forecast(program: Program, calibration: Calibration) -> Forecast:
@@ -32,9 +34,9 @@ class _Costs:
 
     program: Program
     cost: Cost
-    known: dict[tuple, float] = field(default_factory=dict)
-    places: dict[tuple[str, int], tuple] = field(default_factory=dict)  # (call, rank) -> stage, device and links
-    done_s: dict[tuple, list[float]] = field(default_factory=dict)  # when the rows that a rank generates end
+    known: dict[Key, float] = field(default_factory=dict)
+    places: dict[tuple[str, int], Key] = field(default_factory=dict)  # (call, rank) -> stage, device and links
+    done_s: dict[Key, list[float]] = field(default_factory=dict)  # when the rows that a rank generates end
 
     def num_workers(self, node: int) -> float | None:
         return self.cost.calibration.devices[self.program.cluster.nodes[node].device].num_workers
@@ -51,14 +53,14 @@ class _Costs:
         """Seconds of a Run on a rank, its collectives included."""
         workload = self.program.workload
         call, layout = workload.workflow.call(step.call), self.program.layout_of(step)
-        if call.kind == "compute" or workload.models[call.model] is None or step.phase == "begin":
+        if isinstance(call, Compute) or workload.models[call.model] is None or step.phase == "begin":
             return 0.0
         key = self.alike(rank, step)
         if key not in self.known:
             self.known[key] = self._run_s(call, layout, rank, step)
         return self.known[key]
 
-    def alike(self, rank: int, step: Run) -> tuple:
+    def alike(self, rank: int, step: Run) -> Key:
         """A key, equal for Runs that take equally long."""
         layout = self.program.layout_of(step)
         site = (step.consumer or step.call, rank)
@@ -73,9 +75,9 @@ class _Costs:
         number = step.mini_batch if alone else step.mini_batch is None
         return step.call, step.phase, number, rows, self.places[site]
 
-    def _run_s(self, call: Call, layout: Layout, rank: int, step: Run) -> float:
+    def _run_s(self, call: ModelCall, layout: Layout, rank: int, step: Run) -> float:
         cost = self.cost
-        if call.kind == "generate":
+        if isinstance(call, Generate):
             return self._gather_s(call, rank) + self._generate_s(call, rank, step)
         if step.phase == "update":
             return cost.update_s(call.model, layout, rank)
@@ -87,13 +89,13 @@ class _Costs:
             return cost.pass_s(call, layout, rank, tokens, length, backward=step.phase == "backward")
         gather_s = self._gather_s(call, rank)
         forward_s = sum(cost.pass_s(call, layout, rank, *one) for one in passes)
-        if call.kind != "train":
+        if not isinstance(call, Train):
             return gather_s + forward_s
         backward_s = sum(cost.pass_s(call, layout, rank, *one, backward=True) for one in passes)
         gathers_s = 2 * len(passes) * gather_s  # before each forward and each backward
         return gathers_s + forward_s + backward_s + cost.update_s(call.model, layout, rank)
 
-    def _gather_s(self, call: Call, rank: int) -> float:
+    def _gather_s(self, call: ModelCall, rank: int) -> float:
         """Seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
         layout = weights_layout(call, rank, self.program.workload, self.program.placement)
         return self.cost.gather_s(call, layout, rank)
@@ -108,8 +110,8 @@ class _Costs:
 
     def _passes(self, rank: int, step: Run, layout: Layout) -> list[tuple[float, float]]:
         """Tokens and mean length of the sequences of every micro-batch."""
-        passes = []
-        num = self.program.workload.workflow.call(step.call).num_sequences
+        passes: list[tuple[float, float]] = []
+        num = self.program.workload.workflow.placed_call(step.call).num_sequences
         for rows in self._rows(rank, step):
             lengths = [num * (prompt + response) for prompt, response in rows]
             for part in cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
@@ -117,11 +119,11 @@ class _Costs:
                 passes.append((tokens, tokens / (part.stop - part.start) / num))
         return passes
 
-    def _generate_s(self, call: Call, rank: int, step: Run) -> float:
+    def _generate_s(self, call: ModelCall, rank: int, step: Run) -> float:
         """While streaming, the rows of all mini-batches are one queue, and each Run waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(step)
         columns = self.program.columns_of(step, rank)
-        rows = sum(self._rows(rank, replace(step, mini_batch=None)), [])
+        rows = [one for some in self._rows(rank, replace(step, mini_batch=None)) for one in some]
         if not rows:
             return 0.0
         places = workload.max_sequences

@@ -17,7 +17,7 @@ from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
 from rlhf_spmd.plan.shard import Shard, split
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
@@ -66,7 +66,7 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
     for model in program.trained(rank):
-        training = layouts[workload.workflow.train_call(model).name]
+        (training,) = (layouts[call.name] for call in workload.workflow.train_calls if call.model == model)
         stays = _zero_bytes(workload, model, training, training.shard(rank), trains=True)
         for kind in ("weights", "gradients", "optimizer"):
             total[kind] += stays[kind]
@@ -78,32 +78,32 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     return total
 
 
-def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
+def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
     """Bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers, gradients that ZeRO 2
     reduces, activations of training, keys and values of generation. Empty if the call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
-    if call.kind == "train":
+    if isinstance(call, Train):
         of_zero = _zero_bytes(workload, call.model, layout, layout.shard(rank), trains=True)
         taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}
         return taken | {"activations": activation_bytes(workload, call, layout, rank)}
     kept = weights_layout(call, rank, workload, program.placement)
     spread = kept.zero == 3 and kept.dp > 1
     taken = {"gathered": gathered_bytes(workload, call, layout, rank) if spread else 0}
-    if call.kind == "generate":
+    if isinstance(call, Generate):
         taken["KV cache"] = cache_bytes(workload, call, layout, rank)
     return taken
 
 
-def gathered_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """The most bytes that a rank gathers at a time for a call that does not train, with weights that ZeRO 3 shards:
     for generation all of its shard. Inference runs each layer on all rows before the next one
     (model/sequences.forward_by_layer), so it holds one layer, what is no layer (embedding, final norm, head), and the
     hidden states of all rows between two layers."""
-    shape, shard, c = workload.models[call.model], layout.shard(rank), workload.param_bytes
+    shape, shard, c = workload.shape(call.model), layout.shard(rank), workload.param_bytes
     params = num_params(shape, shard)
-    if call.kind == "generate":
+    if isinstance(call, Generate):
         return c * params
     besides = num_params(replace(shape, num_layers=0), shard)
     rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
@@ -112,7 +112,7 @@ def gathered_bytes(workload: Workload, call: Call, layout: Layout, rank: int) ->
     return c * (besides + (params - besides) // shape.num_layers + states)
 
 
-def loaded_bytes(program: Program, call: Call, rank: int) -> int:
+def loaded_bytes(program: Program, call: ModelCall, rank: int) -> int:
     """Bytes of the weights that a call loads from host memory."""
     layout, shape = program.placement.layouts[call.name], program.workload.models[call.model]
     if not layout.offload or rank not in layout.ranks or shape is None:
@@ -135,7 +135,7 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *, trains: bool) -> dict[str, int]:
-    shape = workload.models[model]
+    shape = workload.shape(model)
     numel = reduce_numel(shape, shard) if trains else 0
     return zero_bytes(layout, num_params(shape, shard), numel, workload.param_bytes, trains=trains)
 
@@ -146,14 +146,14 @@ def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
     return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
 
 
-def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """The most bytes of activations that training keeps for its backward passes on a rank.
 
     Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
     no scores): sequence parallelism splits everything by tp except the gathered inputs of a block. Recomputation keeps
     only the input of each layer and works on one layer at a time. The last stage also needs `logits_bytes`.
     """
-    shape, c = workload.models[call.model], workload.param_bytes
+    shape, c = workload.shape(call.model), workload.param_bytes
     shard = layout.shard(rank)
     num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
@@ -196,7 +196,7 @@ def packed_bytes(program: Program, rank: int) -> int:
     workload, layouts = program.workload, program.placement.layouts
     most = 0
     for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
-        numbers, shape, shard = 0, workload.models[call.model], layouts[call.name].shard(rank)
+        numbers, shape, shard = 0, workload.shape(call.model), layouts[call.name].shard(rank)
         for weight in weights_of(shape):
             is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
             is_packed = is_head or weight.name.endswith("_proj.weight")
@@ -206,15 +206,15 @@ def packed_bytes(program: Program, rank: int) -> int:
     return most
 
 
-def cache_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+def cache_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """Bytes of keys and values of the rows that a rank decodes at the same time, each of full length."""
     rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
     return min(rows, workload.max_sequences) * sequence_bytes(workload, call, layout, rank)
 
 
-def sequence_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+def sequence_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """Bytes of keys and values of one sequence of full length, the least that generation needs."""
-    shape, shard = workload.models[call.model], layout.shard(rank)
+    shape, shard = workload.shape(call.model), layout.shard(rank)
     heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
     layers = len(split(shape.num_layers, shard.pp, shard.stage))
     tokens = workload.max_prompt + workload.max_response

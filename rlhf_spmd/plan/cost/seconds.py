@@ -23,7 +23,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
 from rlhf_spmd.plan.cost.memory import num_params, sequence_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 MOMENTS_BYTES = 24  # summed over the ranks of a train call per optimizer step (runtime/execute/optimizer_step.py)
@@ -68,7 +68,7 @@ class Cost:
         """The constants of a rank's device."""
         return self.calibration.devices[self.cluster.nodes[self.cluster.node_of(rank)].device]
 
-    def link(self, ranks: Sequence[int]) -> Link:
+    def link(self, ranks: tuple[int, ...]) -> Link:
         """The link of a collective: inside a node the node's; between nodes those of all its ranks on one node at once,
         since as many rings share the work."""
         first, last = (self.cluster.node_of(edge(ranks)) for edge in (min, max))
@@ -85,7 +85,7 @@ class Cost:
         """The table of a model's shape; None if it is not measured or its slices are on several nodes."""
         if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside:
             return None
-        return self.device(rank).table(self.workload.models[model], layout.tp, self.workload.param_bytes)
+        return self.device(rank).table(self.workload.shape(model), layout.tp, self.workload.param_bytes)
 
     def message_s(self, source: int, destination: int, num_bytes: int, num_parts: int = 1) -> float:
         """Seconds of a message from rank to rank, in so many parts."""
@@ -95,14 +95,14 @@ class Cost:
 
     def load_s(self, model: str, layout: Layout, rank: int) -> float:
         """Seconds of loading the weights of a frozen model from host memory."""
-        params = num_params(self.workload.models[model], layout.shard(rank))
+        params = num_params(self.workload.shape(model), layout.shard(rank))
         return self.workload.param_bytes * params / self.device(rank).host_bytes_per_s
 
     def pass_s(
-        self, call: Call, layout: Layout, rank: int, tokens: float, length: float, *, backward: bool = False
+        self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float, *, backward: bool = False
     ) -> float:
         """Seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
-        shape, shard, device = self.workload.models[call.model], layout.shard(rank), self.device(rank)
+        shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
         num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
         if (table := self.table(call.model, layout, rank)) is not None:
             forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
@@ -119,24 +119,24 @@ class Cost:
             return (2 + layout.recompute) * num_layers * layer_s + 2 * head_s
         return num_layers * layer_s + head_s
 
-    def gather_s(self, call: Call, layout: Layout, rank: int) -> float:
+    def gather_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
         """Seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
         return self.spread_s(call, layout, rank) if layout.zero == 3 else 0.0
 
-    def spread_s(self, call: Call, layout: Layout, rank: int) -> float:
+    def spread_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
         """Seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for inference
         each layer by itself, and what is no layer."""
         if layout.dp == 1:
             return 0.0
-        shape, link = self.workload.models[call.model], self.link(layout.data_ranks(rank))
+        shape, link = self.workload.shape(call.model), self.link(layout.data_ranks(rank))
         whole_s = all_gather_s(link, layout.dp, self.workload.param_bytes * num_params(shape, layout.shard(rank)))
-        parts = shape.num_layers + 1 if call.kind == "infer" else 1
+        parts = shape.num_layers + 1 if isinstance(call, Infer | Measure) else 1
         return whole_s + (parts - 1) * (layout.dp - 1) * link.latency_s
 
     def update_s(self, model: str, layout: Layout, rank: int) -> float:
         """Seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer step,
         and under ZeRO 1 and 2 of gathering the new weights."""
-        params = num_params(self.workload.models[model], layout.shard(rank))
+        params = num_params(self.workload.shape(model), layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
         link = self.link(layout.data_ranks(rank))
         reduce_s = (2 if layout.zero < 2 else 1) * all_gather_s(link, layout.dp, 4 * params)
@@ -147,7 +147,7 @@ class Cost:
             return moments_s + reduce_s + table.update.at(mine)
         return reduce_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
 
-    def generate_s(self, call: Call, layout: Layout, rank: int, rows: Lengths, places: int) -> list[float]:
+    def generate_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int) -> list[float]:
         """When each row ends: first the prompts, then decode steps of at most `places` rows through all stages. When a
         row ends, the next one takes its place, beginning with its prompt."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
@@ -164,7 +164,7 @@ class Cost:
             begun += len(ended)
         return done_s
 
-    def prompts_s(self, call: Call, layout: Layout, rank: int, rows: Lengths) -> float:
+    def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
         """Seconds of the prompts of some rows through all stages."""
         if not rows:
             return 0.0
@@ -176,19 +176,19 @@ class Cost:
         ]
         return sum(passes_s) + (number - 1) * max(passes_s)
 
-    def prefill_s(self, call: Call, layout: Layout, rank: int, tokens: float, length: float) -> float:
+    def prefill_s(self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float) -> float:
         """Seconds of the prompts through one stage."""
         table = self.table(call.model, layout, rank)
         if table is None or table.prefill is None:
             return self.pass_s(call, layout, rank, tokens, length)
         shard = layout.shard(rank)
-        num_layers = len(split(self.workload.models[call.model].num_layers, shard.pp, shard.stage))
+        num_layers = len(split(self.workload.shape(call.model).num_layers, shard.pp, shard.stage))
         return table.prefill.at(num_layers, tokens, length, rest=shard.stage == shard.pp - 1)
 
-    def decode_s(self, call: Call, layout: Layout, rank: int, places: int) -> float:
+    def decode_s(self, call: ModelCall, layout: Layout, rank: int, places: int) -> float:
         """Seconds of a token for each of so many rows through one stage, halfway through their responses."""
         workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
-        shape = workload.models[call.model]
+        shape = workload.shape(call.model)
         num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
         table = self.table(call.model, layout, rank)
         if table is not None and table.decode is not None:

@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from rlhf_spmd.plan.program.instructions import Instruction, Load, Message, Post, Program, Run, Wait
@@ -72,7 +73,7 @@ class _Simulation:
         self.ready = deque(self.ranks)
         self.began = [0.0 for _ in program.instructions]  # when a rank reached its current instruction
         self.arrived: dict[Instruction, int] = {}  # instruction at which ranks meet -> how many have reached it
-        self.known: dict[tuple, list[list[tuple[float, float]]]] = {}  # cache of _passes
+        self.known: dict[tuple[object, ...], list[list[tuple[float, float]]]] = {}  # cache of _passes
         self.working: dict[tuple[Instruction, int], int] = {}  # a Run, its first rank -> how many still compute
         workers = [times.num_workers(node) for node in range(len(program.cluster.nodes))]
         self.nodes = [None if num is None else _Shared(self, num) for num in workers]
@@ -151,7 +152,7 @@ class _Simulation:
                 self.spans[rank].append((self.began[rank], self.now))
                 self.spans[rank] += [(self.now + begin_s, self.now + end_s) for begin_s, end_s in spans]
         for rank in members:
-            self.at(self.spans[rank][-1][1], lambda rank=rank: self.ready.append(rank))
+            self.at(self.spans[rank][-1][1], partial(self.ready.append, rank))
 
     def _passes(self, shard: Sequence[int], step: Run) -> list[list[tuple[float, float]]]:
         """Begin and end of each instruction between the "begin" and "update" phases of a training step, by rank."""
@@ -205,7 +206,7 @@ class _Simulation:
             self.latest[rank, transfer] = max(self.latest[rank, transfer], end_s)
             if (rank, transfer) in self.waiting and not self.left[rank, transfer]:
                 self.waiting.remove((rank, transfer))
-                self.at(self.latest[rank, transfer], lambda rank=rank: self._end((rank,)))
+                self.at(self.latest[rank, transfer], partial(self._end, (rank,)))
 
     def _wait(self, rank: int, transfer: int) -> None:
         self._part(transfer, rank)
@@ -255,7 +256,7 @@ class _Shared:
         self.version += 1
         if self.jobs:
             left_s = max(self.jobs[0][0] - self.clock, 0.0) / self._rate()
-            self.simulation.at(self.simulation.now + left_s, lambda version=self.version: self._finish(version))
+            self.simulation.at(self.simulation.now + left_s, partial(self._finish, self.version))
 
     def _finish(self, version: int) -> None:
         if version != self.version:

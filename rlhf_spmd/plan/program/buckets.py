@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rlhf_spmd.plan.program.tensors import Piece, Range
+from rlhf_spmd.plan.program.tensors import Box, Piece, Range, box_of
 
 DIRECT_BYTES = 256 * 2**10  # a block of this size is worth a message of its own: copying it costs more
 
@@ -44,8 +44,10 @@ def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: i
     """
     buckets: list[list[list[Block]]] = []
     room, open_packet = 0, False
-    for block in _blocks(pieces, numbers):
-        while block is not None:
+    for whole in _blocks(pieces, numbers):
+        rest: Block | None = whole
+        while rest is not None:
+            block = rest
             if buckets and room < min(block.num_numbers, max(direct_numbers, _width(block))):
                 room = 0  # what would fit is not worth a packet
             if room == 0:
@@ -57,19 +59,19 @@ def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: i
                 buckets[-1][-1].append(block)
             else:
                 buckets[-1].append([block])
-            open_packet, room, block = not large, room - block.num_numbers, rest
+            open_packet, room = not large, room - block.num_numbers
     return tuple(tuple(map(tuple, bucket)) for bucket in buckets)
 
 
 def num_packets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> int:
     """How many packets these pieces make; it follows from their sizes, which many routes have in common."""
-    sizes = tuple(tuple(last - first for first, last in piece.box) for piece in pieces)
-    return _num_packets(sizes, numbers, direct_numbers)
+    at_zero = tuple(box_of((0, last - first) for first, last in piece.box) for piece in pieces)
+    return _num_packets(at_zero, numbers, direct_numbers)
 
 
 @lru_cache(maxsize=4096)
-def _num_packets(sizes: tuple[tuple[int, ...], ...], numbers: int, direct_numbers: int) -> int:
-    pieces = [Piece("", tuple((0, size) for size in box)) for box in sizes]
+def _num_packets(boxes: tuple[Box, ...], numbers: int, direct_numbers: int) -> int:
+    pieces = [Piece("", box) for box in boxes]
     return sum(map(len, cut_into_buckets(pieces, numbers=numbers, direct_numbers=direct_numbers)))
 
 

@@ -26,7 +26,7 @@ from rlhf_spmd.plan.program.instructions import (
 )
 from rlhf_spmd.plan.program.transfers import Move, data_moves, of_mini_batch, weight_moves
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Compute, Train
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -63,16 +63,18 @@ class _Compiler:
         self.moves = data_moves(self.workload, self.placement, self.cluster)
         num = self.workload.num_mini_batches
         streams = self.placement.streams(self.workload)
-        pieces = range(num) if streams else (None,)
+        pieces: Sequence[int | None] = range(num) if streams else (None,)
         for piece in pieces:
-            parts = (of_mini_batch(move.transfer, piece, num) if streams else move.transfer for move in self.moves)
+            parts = (
+                move.transfer if piece is None else of_mini_batch(move.transfer, piece, num) for move in self.moves
+            )
             self.transfers += parts
         first_weights = len(self.transfers)
         weights = weight_moves(self.workload, self.placement, self.cluster)
         self.transfers += [move.transfer for move in weights]
         after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
 
-        trains = [call for call in self.workload.workflow.calls if call.kind == "train"]
+        trains = [call for call in self.workload.workflow.calls if isinstance(call, Train)]
         for ahead in range(min(self.placement.in_flight, num) if streams else 0):
             self._receive_early(ahead)
         for piece in pieces:
@@ -97,7 +99,7 @@ class _Compiler:
     def _units(self) -> list[tuple[Call, ...]]:
         """The calls before training; those that exchange together form one unit."""
         workflow = self.workload.workflow
-        names = [self.placement.unit(call.name) for call in workflow.calls if call.kind != "train"]
+        names = [self.placement.unit(call.name) for call in workflow.calls if not isinstance(call, Train)]
         return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
 
     def _once(self, rank: int, step: Post | Wait) -> None:
@@ -132,7 +134,7 @@ class _Compiler:
 
     def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
         layout = self.placement.layouts[site]
-        consumer = site if call.kind == "compute" else None
+        consumer = site if isinstance(call, Compute) else None
         for rank in ranks_of(call, layout):
             group = self._group(group_of(call, layout, self.workload, self.placement, rank))
             late = arriving.get(rank, [])
@@ -207,7 +209,7 @@ class _Compiler:
             for rank in layout.ranks if self.workload.models[call.model] is not None else ():
                 self._group(layout.tensor_ranks(rank))
                 self._group(layout.model_ranks(rank))
-                if call.kind == "train" or layout.zero == 3:
+                if isinstance(call, Train) or layout.zero == 3:
                     self._group(layout.data_ranks(rank))
                     self._group(layout.tied_ranks(rank))
                 self._group(layout.stage_ranks(rank), STAGES)

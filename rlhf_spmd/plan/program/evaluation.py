@@ -7,7 +7,7 @@ moves no weights; optimizer state and the other models stay where they are.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -16,7 +16,7 @@ from rlhf_spmd.plan.placement import Placement, weights_layout
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES
-from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Call, Workflow
+from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Call, Compute, Generate, Measure, ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 
@@ -36,16 +36,20 @@ def evaluation_program(
     Python function scores in the place of the model. Raises UserError for a workflow that cannot be evaluated.
     """
     workload, placement = training.workload, training.placement
+    calls: tuple[Call, ...]
+    judged: ModelCall | None = None  # whose model a function replaces
     if workload.workflow.generate_calls:
         generating, scoring = _calls(workload.workflow)
         calls = replace(generating, outputs=generating.outputs[:2], temperature=temperature), scoring
+        judged = scoring if by_function else None
     else:
-        calls, by_function = _measuring(workload.workflow), False
-    layouts = {call.name: _frozen(call, workload, placement) for call in calls if call.model}
-    models = {call.model: workload.models[call.model] for call in calls if call.model}
-    if by_function:
-        models[scoring.model] = None
-        layouts[scoring.name] = Layout.data_parallel(layouts[scoring.name].ranks)
+        calls = _measuring(workload.workflow)
+    placed = [call for call in calls if not isinstance(call, Compute)]
+    layouts = {call.name: _frozen(call, workload, placement) for call in placed}
+    models = {call.model: workload.models[call.model] for call in placed}
+    if judged is not None:
+        models[judged.model] = None
+        layouts[judged.name] = Layout.data_parallel(layouts[judged.name].ranks)
     sizes = {"rollout_batch": num_prompts, "samples_per_prompt": samples_per_prompt, "max_response": max_response}
     return _program(training, calls, layouts, models, **sizes, prompt_lengths=(), response_lengths=())
 
@@ -86,15 +90,20 @@ def _program(
 def _measuring(workflow: Workflow) -> tuple[Call, ...]:
     """All calls of a workflow without generation, of which those that train measure the loss."""
     for call in workflow.calls:
-        if call.kind == "compute" and (call.scope != "row" or call.sums):
+        if isinstance(call, Compute) and (call.scope != "row" or call.sums):
             raise UserError(
                 f"eval.prompts: {call.function} needs more than a row at once, so rows cannot be evaluated; drop "
                 "eval.prompts"
             )
-    return tuple(replace(call, kind="infer") if call.kind == "train" else call for call in workflow.calls)
+    return tuple(_measure(call) if isinstance(call, Train) else call for call in workflow.calls)
 
 
-def _calls(workflow: Workflow) -> tuple[Call, Call]:
+def _measure(call: Train) -> Measure:
+    """The call that only logs the loss of one that trains."""
+    return Measure(**{part.name: getattr(call, part.name) for part in fields(call) if part.init})
+
+
+def _calls(workflow: Workflow) -> tuple[Generate, ModelCall]:
     """The calls that generate and score."""
     for generating in workflow.generate_calls[:1]:
         for call in workflow.placed_calls:
@@ -106,13 +115,13 @@ def _calls(workflow: Workflow) -> tuple[Call, Call]:
     )
 
 
-def _frozen(call: Call, workload: Workload, placement: Placement) -> Layout:
+def _frozen(call: ModelCall, workload: Workload, placement: Placement) -> Layout:
     """The layout of a call in a workflow without training. The weights are kept as in training: ZeRO 3 gathers them, a
     lower stage concerns gradients and optimizer state only."""
     layout = placement.layouts[call.name]
     if workload.models[call.model] is None:
         return layout
-    if workload.workflow.call(call.name).kind == "train":
+    if isinstance(call, Measure):
         return replace(layout, zero=3 if layout.zero == 3 else 0, recompute=False)
     kept = weights_layout(call, layout.ranks[0], workload, placement)
     return replace(layout, zero=3 if kept.zero == 3 else 0)

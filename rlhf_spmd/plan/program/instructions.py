@@ -29,7 +29,7 @@ from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.stable_text import stable_text
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Compute, Measure, Train
 from rlhf_spmd.plan.workload import Workload
 
 BUCKET_BYTES = 64 * 2**20  # of weights in transit: large enough for bandwidth, small enough to overlap
@@ -228,7 +228,9 @@ class Program:
             return self.groups[step.group]
         if isinstance(step, Agree):
             return tuple(range(len(self.instructions)))
-        return self.transfers[step.transfer].ranks if self.moves_weights(step) else (rank,)
+        if isinstance(step, Wait) and self.moves_weights(step):
+            return self.transfers[step.transfer].ranks
+        return (rank,)
 
     def meets(self, rank: int, step: Instruction) -> tuple[Instruction, tuple[int, ...]]:
         """The instruction that other ranks must begin before this rank can end its own, and those ranks. A transfer of
@@ -241,8 +243,9 @@ class Program:
         """The columns of each data key that a rank reads, makes or receives in an iteration, as `merged` ranges."""
         held: dict[str, set[range]] = {}
         for step in self.instructions[rank]:
-            for key in self.reads(step, rank) if isinstance(step, Run) else ():
-                held.setdefault(key, set()).add(self.columns_seen(step, rank))
+            if isinstance(step, Run):
+                for key in self.reads(step, rank):
+                    held.setdefault(key, set()).add(self.columns_seen(step, rank))
             for key, _, columns in self.gains(step, rank):
                 held.setdefault(key, set()).add(columns)
         return {key: merged(ranges) for key, ranges in held.items()}
@@ -250,7 +253,7 @@ class Program:
     def trained(self, rank: int) -> tuple[str, ...]:
         """Models that train on a rank."""
         calls = self.workload.workflow.placed_calls
-        return tuple(c.model for c in calls if c.kind == "train" and rank in self.placement.layouts[c.name].ranks)
+        return tuple(c.model for c in calls if isinstance(c, Train) and rank in self.placement.layouts[c.name].ranks)
 
     def copies(self, rank: int) -> dict[tuple[str, Shard], tuple[str, ...]]:
         """The copies of weights on a rank, besides those that it trains: model and shard -> the calls that use it."""
@@ -295,8 +298,10 @@ def communicators(
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
     """The data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
     are trained on."""
-    last = call.kind == "compute" or layout.place(rank)[1] == layout.pp - 1
-    return call.inputs if last else tuple(key for key in call.inputs if key in (*call.tokens, call.only))
+    if isinstance(call, Compute) or layout.place(rank)[1] == layout.pp - 1:
+        return call.inputs
+    needed = (*call.tokens, call.only) if isinstance(call, Train | Measure) else call.tokens
+    return tuple(key for key in call.inputs if key in needed)
 
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ the same, as a check of this code. The number of tokens is known only afterwards
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from rlhf_spmd.plan.layout import STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import Instruction, Message, Post, Program, Run, Transfer, Wait
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
 from rlhf_spmd.plan.workload import Workload
 
 Pass = tuple[str, int]  # "forward" or "backward", micro-batch
@@ -36,12 +36,12 @@ class Body:
     passes: tuple[tuple[Pass, int], ...] = ()  # of each transfer: the pass and stage that make its data; not of tokens
 
 
-def is_pipelined(call: Call, layout: Layout) -> bool:
+def is_pipelined(call: ModelCall, layout: Layout) -> bool:
     """Whether the runtime executes a body for each Run of a call."""
-    return layout.pp > 1 and call.kind in ("infer", "train")
+    return layout.pp > 1 and not isinstance(call, Generate)
 
 
-def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
+def largest_number(layout: Layout, workload: Workload, call: ModelCall) -> int:
     """The most micro-batches that a Run can have on one shard: with a budget of tokens each may have one row."""
     size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
     return _number(layout, workload, call, size)
@@ -50,12 +50,13 @@ def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
 def usual_number(program: Program, step: Run) -> int:
     """Micro-batches of a Run, also with a budget of tokens counted as if each had the usual number of rows."""
     workload, layout = program.workload, program.layout_of(step)
-    return _number(layout, workload, workload.workflow.call(step.call), layout.micro_batch or workload.micro_batch)
+    call = workload.workflow.placed_call(step.call)
+    return _number(layout, workload, call, layout.micro_batch or workload.micro_batch)
 
 
-def _number(layout: Layout, workload: Workload, call: Call, size: int) -> int:
+def _number(layout: Layout, workload: Workload, call: ModelCall, size: int) -> int:
     rows = -(-workload.mini_batch // layout.dp)
-    return max(1, -(-rows // size)) * (1 if call.kind == "train" else workload.num_mini_batches)
+    return max(1, -(-rows // size)) * (1 if isinstance(call, Train) else workload.num_mini_batches)
 
 
 def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, train: bool) -> list[Pass]:
@@ -91,9 +92,11 @@ def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> lis
 
 
 @cache
-def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
+def body(
+    layout: Layout, call: ModelCall, step: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0
+) -> Body:
     """The instructions of one shard's ranks. pass_bytes: of the message of one micro-batch, on each slice."""
-    train, last = call.kind == "train", layout.pp - 1
+    train, last = isinstance(call, Train), layout.pp - 1
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     waited: set[tuple[int, int]] = set()  # rank, transfer
@@ -106,7 +109,8 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         # a gradient proves that the next stage is done with the activations that this one sent
         sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
         due = [n for n in (sent, number) if n is not None]
-        steps = [*map(Wait, due), replace(step, group=group, phase=kind, micro_batch=index)]  # the same on all slices
+        part = replace(step, group=group, phase=kind, micro_batch=index)  # the same on all slices
+        steps: list[Instruction] = [*map(Wait, due), part]
         for rank in ranks[stage]:
             waited.update((rank, n) for n in due)
             lists[rank] += steps
@@ -135,7 +139,7 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
 
 
 @cache
-def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens: int) -> Body:
+def token_body(layout: Layout, call: ModelCall, step: Run, dp_index: int, num_tokens: int) -> Body:
     """The instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache; each
     token of a batch is a forward of every stage, then the last stage sends the drawn tokens to the others; at the end
     it sends the results. As in `body`, all slices do the same."""
@@ -175,24 +179,31 @@ def expand(
     workload, transfers = program.workload, list(program.transfers)
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
+
+    def body_of(step: Run, call: ModelCall, layout: Layout, dp_index: int) -> Body | None:
+        if is_pipelined(call, layout):
+            return body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
+        if num_tokens is not None and isinstance(call, Generate) and layout.pp > 1:
+            return token_body(layout, call, step, dp_index, num_tokens(step))
+        return None
+
     for rank, steps in enumerate(program.instructions):
         lists.append([])
         for step in steps:
             call = workload.workflow.call(step.call) if isinstance(step, Run) and not step.phase else None
-            layout = program.layout_of(step) if call is not None else None
-            generates = num_tokens is not None and call is not None and call.kind == "generate" and layout.pp > 1
-            if call is None or not (generates or is_pipelined(call, layout)):
+            if not isinstance(step, Run) or call is None or isinstance(call, Compute):
                 lists[rank].append(step)
                 continue
+            layout = program.layout_of(step)
             dp_index = layout.dp_index(rank)
-            if generates:
-                inner = token_body(layout, call, step, dp_index, num_tokens(step))
-            else:
-                inner = body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
+            inner = body_of(step, call, layout, dp_index)
+            if inner is None:
+                lists[rank].append(step)
+                continue
             if (step, dp_index) not in offsets:
                 offsets[step, dp_index] = len(transfers)
                 transfers += inner.transfers
-            if call.kind == "train":
+            if isinstance(call, Train):
                 lists[rank].append(replace(step, phase="begin"))
             for part in inner.instructions[rank]:
                 if isinstance(part, Post | Wait):
@@ -201,19 +212,19 @@ def expand(
     return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
 
 
-def numbers(layout: Layout, workload: Workload, call: Call) -> list[int]:
+def numbers(layout: Layout, workload: Workload, call: ModelCall) -> list[int]:
     """The numbers of micro-batches (in generation, of tokens) that `check` tries in place of all possible ones.
 
     From pp + 1 on, every stage has a cycle of one forward and one backward, which more micro-batches only repeat; of
     these, 2 pp + 1 and the largest number are tried. Each token repeats the one before it.
     """
-    if call.kind == "generate":
+    if isinstance(call, Generate):
         return [1, 2, 3]
     largest = largest_number(layout, workload, call)
     return sorted({min(number, largest) for number in (1, 2, layout.pp, layout.pp + 1, 2 * layout.pp + 1, largest)})
 
 
-def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
+def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
     """For every call with stages and each of its `numbers`: a program of one such Run, on one data-parallel shard,
     since the others differ only in their ranks."""
     for call in program.workload.workflow.placed_calls:
@@ -225,17 +236,23 @@ def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
         step = next(runs, None)
         if step is None:  # `check` says so elsewhere
             continue
-        alone = replace(step, group=group_name(ranks))
+        group = group_name(ranks)
+        alone = replace(step, group=group)
         lists = [(alone,) if rank in ranks else () for rank in program.cluster.ranks]
-        groups = dict(program.groups) | {alone.group: tuple(sorted(ranks))}
+        groups = dict(program.groups) | {group: tuple(sorted(ranks))}
         one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
         for number in numbers(layout, program.workload, call):
-            yield call, number, expand(one, lambda step, number=number: number, lambda step, number=number: number)
+            same = partial(_same, number)
+            yield call, number, expand(one, same, same)
 
 
-def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:
+def _same(number: int, step: Run) -> int:
+    return number
+
+
+def pass_bytes(layout: Layout, workload: Workload, call: ModelCall) -> int:
     """The most bytes that a stage sends for one micro-batch, on each slice."""
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
     tokens = max(tokens, longest)  # a row is never cut
-    return -(-tokens // layout.tp) * workload.models[call.model].hidden_size * workload.param_bytes
+    return -(-tokens // layout.tp) * workload.shape(call.model).hidden_size * workload.param_bytes

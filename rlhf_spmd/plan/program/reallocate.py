@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Bucket, cut_into_buckets, num_packets
-from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Weight, overlap, weights_of
+from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Range, Weight, box_of, overlap, weights_of
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
@@ -183,7 +183,9 @@ def plan_reallocation(
 # ---- who holds what, who lacks what ----------------------------------------------------------------------------------
 
 
-def _lacking(held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets: Sequence[tuple[int, Shard]]) -> dict:
+def _lacking(
+    held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets: Sequence[tuple[int, Shard]]
+) -> dict[tuple[int, int], list[Box]]:
     """Boxes of one weight by (mask of the ranks that hold them, mask of the targets whose ranks lack them).
 
     The weight is cut wherever a box begins or ends, first along the layers, then rows, then columns.
@@ -199,16 +201,16 @@ def _lacking(held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets
     for box, index in wanted:
         masks.setdefault(box, [0, 0, 0])[2] |= 1 << index
     found: dict[tuple[int, int], list[Box]] = {}
-    for box, inside in _cells(list(masks.items()), 0):
+    for ranges, inside in _cells(list(masks.items()), 0):
         holders = satisfied = wanting = 0
         for ranks, of_ranks, wants in inside:
             holders, satisfied, wanting = holders | ranks, satisfied | of_ranks, wanting | wants
         if wanting & ~satisfied:
-            found.setdefault((holders, wanting & ~satisfied), []).append(box)
+            found.setdefault((holders, wanting & ~satisfied), []).append(box_of(ranges))
     return {key: _joined(boxes) for key, boxes in found.items()}
 
 
-def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple, list[list[int]]]]:
+def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple[Range, ...], list[list[int]]]]:
     """The cells between the edges of boxes, each with the masks of the boxes around it; only cells that some target
     wants."""
     if dim == 3:
@@ -224,14 +226,14 @@ def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple
 def _joined(boxes: list[Box]) -> list[Box]:
     """Joins boxes that touch along one dim and are equal in the others."""
     for dim in (2, 1, 0):
-        runs: dict[tuple, list[tuple[int, int]]] = {}
+        runs: dict[tuple[Range, ...], list[Range]] = {}
         for box in boxes:
             mine = runs.setdefault(box[:dim] + box[dim + 1 :], [])
             if mine and mine[-1][1] == box[dim][0]:
                 mine[-1] = mine[-1][0], box[dim][1]
             else:
                 mine.append(box[dim])
-        boxes = [(*rest[:dim], run, *rest[dim:]) for rest, mine in runs.items() for run in mine]
+        boxes = [box_of((*rest[:dim], run, *rest[dim:])) for rest, mine in runs.items() for run in mine]
     return boxes
 
 
@@ -264,8 +266,8 @@ class _Chains:
         for rank in sorted(receivers, key=self.place.__getitem__):
             near = on_node.get(self.nodes[rank], holders)
             eligible.setdefault(tuple(near), []).append(rank)
-        for senders, takers in eligible.items():
-            senders = sorted(senders, key=self.place.__getitem__)
+        for near_ones, takers in eligible.items():
+            senders = sorted(near_ones, key=self.place.__getitem__)
             if num_bytes >= len(senders) * whole_bytes:
                 for index, sender in enumerate(senders):
                     yield (sender, *self._order(sender, takers)), (index, len(senders))
@@ -305,4 +307,4 @@ def _part(piece: Piece, index: int, parts: int) -> Piece | None:
     if not mine:
         return None
     run = first + mine.start, first + mine.stop
-    return Piece(piece.weight, (*piece.box[:dim], run, *piece.box[dim + 1 :]))
+    return Piece(piece.weight, box_of((*piece.box[:dim], run, *piece.box[dim + 1 :])))

@@ -9,7 +9,7 @@ from typing import Any
 def stable_text(value: Any, shown: frozenset[type] = frozenset()) -> str:
     """Data and frozen dataclasses as text: those of their fields that are compared, shown and not at their default, by
     name. shown: classes whose values are written by `str`. Raises TypeError for what has no such text."""
-    return _writer(type(value), shown)(value)
+    return _writer(value.__class__, shown)(value)
 
 
 @lru_cache
@@ -40,5 +40,7 @@ def _with_names(value: Any, defaults: list[tuple[str, Any]], shown: frozenset[ty
     return "(" + ", ".join(parts) + ")"
 
 
-def _default(part: Field) -> Any:
+def _default(part: Field[Any]) -> Any:
+    if not part.init:
+        return MISSING
     return part.default_factory() if part.default_factory is not MISSING else part.default

@@ -4,8 +4,8 @@ The weights of one kind in all layers are one tensor [layers, rows, columns], of
 plan for 80 layers is no longer than one for two.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -16,6 +16,12 @@ Range = tuple[int, int]  # first, last + 1
 Box = tuple[Range, Range, Range]  # of layers, rows and columns, counted in the whole model
 
 
+def box_of(ranges: Iterable[Range]) -> Box:
+    """The box of three ranges."""
+    layers, rows, columns = ranges
+    return layers, rows, columns
+
+
 def numbers_in(box: Box) -> int:
     """How many numbers a box holds."""
     (l0, l1), (r0, r1), (c0, c1) = box
@@ -24,7 +30,7 @@ def numbers_in(box: Box) -> int:
 
 def overlap(a: Box, b: Box) -> Box | None:
     """The intersection of two boxes of one tensor; None if it is empty."""
-    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    common = box_of((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(first < last for first, last in common) else None
 
 
@@ -130,7 +136,7 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * d, shape.num_kv_heads * d
     group = shape.num_heads // shape.num_kv_heads * d  # the query heads that read one key-value head stay together
-    embedding_stages = "ends" if shape.tied and not shape.scalar_head else "first"
+    embedding_stages: Literal["ends", "first"] = "ends" if shape.tied and not shape.scalar_head else "first"
     table = [Weight("embed_tokens.weight", 1, shape.vocab_size, hidden, cut="rows", stages=embedding_stages)]
 
     def norm(name: str, size: int) -> None:
@@ -139,8 +145,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     def linear(name: str, rows: int, columns: int, cut: Literal["rows", "columns"], unit: int, bias: bool) -> None:
         table.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
         if bias:
-            split_too = {"cut": "rows", "unit": unit} if cut == "rows" else {}  # else it is added once, to the sum
-            table.append(Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1, **split_too))
+            whole = Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1)  # which is added once, to the sum
+            table.append(replace(whole, cut="rows", unit=unit) if cut == "rows" else whole)
 
     norm("input_layernorm", hidden)
     linear("self_attn.q_proj", queries, hidden, "rows", group, shape.qkv_bias)

@@ -15,7 +15,7 @@ from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Transfer,
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Train
 from rlhf_spmd.plan.workload import Workload
 
 ColumnSpan = tuple[int, int, int, int]  # source, destination, first column, last column + 1
@@ -68,7 +68,14 @@ def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[in
     return owners
 
 
-def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[ColumnSpan]:
+def _lacking(
+    key: str,
+    rank: int,
+    columns: range,
+    owners: dict[int, tuple[int, ...]],
+    held: dict[tuple[str, int], set[int]],
+    cluster: Cluster,
+) -> Iterator[ColumnSpan]:
     """Runs of the columns of a key that a rank lacks; from now on they count as held."""
     here = held.setdefault((key, rank), set())
     lacking = [c for c in columns if c not in here]
@@ -108,7 +115,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
     """New weights go from the ranks that train a model to every copy of another shard or on another rank."""
     moves = []
     for call in workload.workflow.placed_calls:
-        if call.kind != "train":
+        if not isinstance(call, Train):
             continue
         training = placement.layouts[call.name]
         copies: set[tuple[int, Shard]] = set()
@@ -121,7 +128,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
             continue
         targets = sorted(copies, key=lambda target: (target[0], str(target[1])))
         plan = plan_reallocation(
-            workload.models[call.model],
+            workload.shape(call.model),
             {rank: holding(training, rank) for rank in training.ranks},
             targets,
             bytes_per_number=workload.param_bytes,

@@ -1,7 +1,7 @@
 """Proves that a program cannot deadlock (deadlock.py), reads nothing that is not there, and fits the devices."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 from rlhf_spmd.plan.layout import format_ranks, group_name
@@ -11,8 +11,10 @@ from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offloa
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import Hang, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
+from rlhf_spmd.plan.workflow import Compute, Generate, Train
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
+Cell = tuple[object, ...]  # what one Run computes, or a row of it
 
 
 def check(program: Program, beside: Program | None = None) -> list[Finding]:
@@ -67,6 +69,7 @@ def _structure(program: Program) -> Iterator[Problem]:
         posted: set[int] = set()
         waited: set[int] = set()
         for position, step in enumerate(instructions):
+            texts: Iterable[str]
             if isinstance(step, Run):
                 texts = _run_problems(program, step, rank)
             elif isinstance(step, Post | Wait):
@@ -95,7 +98,7 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
     if call is None:
         return [f"{step}: the workflow has no call {step.call}"]
     site = step.consumer or step.call
-    if site not in layouts or (call.kind == "compute") != (step.consumer is not None):
+    if site not in layouts or (isinstance(call, Compute)) != (step.consumer is not None):
         return [f"{step}: {site} has no place to run at"]
     place = ranks_of(call, layouts[site])
     if rank not in place:
@@ -107,7 +110,7 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
         return [f"{step} enters a group that this rank is not in"]
     if step.group != group:
         return [f"{step} enters {step.group or 'no group'}, but {meant}"]
-    if group is not None and program.groups[group] != tuple(sorted(meets)):
+    if meets and group is not None and program.groups[group] != tuple(sorted(meets)):
         return [f"{step} enters a group of ranks {format_ranks(program.groups[group])}, but {meant}"]
     return []
 
@@ -134,7 +137,7 @@ def _runs(program: Program) -> Iterator[Problem]:
     """Every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
-        done: set[tuple] = set()
+        done: set[Cell] = set()
         last: dict[str, tuple[int, int]] = {}
         trained: set[str] = set()
         for position, step in enumerate(instructions):
@@ -146,8 +149,8 @@ def _runs(program: Program) -> Iterator[Problem]:
                 yield rank, position, f"{step} is there a second time"
             elif not cells <= due.keys():
                 yield rank, position, f"{step} belongs to no iteration of this workload"
-            elif call.kind == "train":
-                turn = (step.epoch, step.mini_batch)
+            elif isinstance(call, Train):
+                turn = (step.epoch, step.mini_batch or 0)
                 if turn < last.get(step.call, turn):
                     epoch, mini_batch = last[step.call]
                     yield rank, position, f"{step} comes after epoch {epoch} mini-batch {mini_batch}"
@@ -172,28 +175,28 @@ def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Pro
     yield from ((rank, at, f"{instructions[at]} {text}") for at in agrees if at != last)
 
 
-def _cells(program: Program, step: Run, rank: int) -> set[tuple]:
+def _cells(program: Program, step: Run, rank: int) -> set[Cell]:
     """What a Run computes: a train step as a whole, any other call row by row (a row is a mini-batch and a column)."""
-    if program.workload.workflow.call(step.call).kind == "train":
+    if isinstance(program.workload.workflow.call(step.call), Train):
         return {(step.call, step.epoch, step.mini_batch, step.columns)}
     rows = program.mini_batches_of(step)
     columns = program.columns_of(step, rank) or (None,)  # a rank without rows still runs the call, for its collectives
     return {(step.call, step.consumer, row, column) for row in rows for column in columns}
 
 
-def _due(program: Program, rank: int) -> dict[tuple, str]:
+def _due(program: Program, rank: int) -> dict[Cell, str]:
     """The cells that an iteration needs on a rank, each with its Run in words."""
     workload, placement = program.workload, program.placement
-    due = {}
+    due: dict[Cell, str] = {}
     for call in workload.workflow.calls:
         for site in placement.sites(call, workload.workflow):
             if rank not in ranks_of(call, placement.layouts[site]):
                 continue
-            if call.kind == "train":
+            if isinstance(call, Train):
                 turns = product(range(workload.epochs), range(workload.num_mini_batches))
                 steps = [Run(call.name, None, mini_batch, epoch) for epoch, mini_batch in turns]
             else:
-                steps = [Run(call.name, consumer=site if call.kind == "compute" else None)]
+                steps = [Run(call.name, consumer=site if isinstance(call, Compute) else None)]
             due |= {cell: str(step) for step in steps for cell in _cells(program, step, rank)}
     return due
 
@@ -205,7 +208,7 @@ def _data(program: Program) -> Iterator[Problem]:
     for rank, instructions in enumerate(program.instructions):
         held = {(key, row): set(every) for key in workload.workflow.given for row in range(workload.num_mini_batches)}
 
-        def lacking(key: str, row: int, columns: range, held=held) -> set[int]:
+        def lacking(key: str, row: int, columns: range, held: Mapping[tuple[str, int], set[int]] = held) -> set[int]:
             return set(columns) - held.get((key, row), set())
 
         for position, step in enumerate(instructions):
@@ -242,7 +245,7 @@ def _unread(program: Program, rank: int, position: int, key: str, row: int, lack
 def _weights(program: Program) -> Iterator[Problem]:
     """Every copy of a trained model gets the new weights once, when no call uses the old ones."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
-    for train in (call for call in workflow.calls if call.kind == "train"):
+    for train in (call for call in workflow.calls if isinstance(call, Train)):
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
         arrivals = Counter(target for _, move in moves if move.reallocation for target in move.reallocation.targets)
         for rank in program.cluster.ranks:
@@ -298,6 +301,6 @@ def _pipelines(program: Program) -> list[Problem]:
     problems: dict[tuple[str, int], Problem] = {}
     for call, number, small in bodies(program):
         for rank, _, text in hangs(small):
-            words = f"{call.name} with {number} {'tokens' if call.kind == 'generate' else 'micro-batches'}: {text}"
+            words = f"{call.name} with {number} {'tokens' if isinstance(call, Generate) else 'micro-batches'}: {text}"
             problems.setdefault((call.name, rank), (rank, None, words))
     return list(problems.values())

@@ -168,13 +168,15 @@ class _Transfers:
     def _first_links(self, number: int) -> dict[int, set[int]]:
         if number not in self._links:
             links = self._links[number] = {}
-            for route in self.transfers[number].reallocation.routes:
+            moved = self.transfers[number].reallocation
+            for route in moved.routes if moved else ():
                 first, second = route.ranks[:2]
                 links.setdefault(first, set()).add(second)
                 links.setdefault(second, set()).add(first)
         return self._links[number]
 
 
+Current = Callable[[int], Instruction | None]  # the instruction at which a rank stands
 Operation = tuple[int, bool]  # a transfer, and whether this is the part of its chains at the Wait
 
 
@@ -202,7 +204,7 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
             here.add(rank)
             if len(here) < len(together):
                 continue
-        if in_order and program.moves_weights(step):
+        if in_order and isinstance(step, Wait) and program.moves_weights(step):
             changed = transfers.chain(step.transfer)
             runnable |= set().union(*(waiters.pop(one, ()) for one in changed))
         late = _late(program, rank, step, current, transfers)
@@ -217,22 +219,24 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         if isinstance(step, Post):
             changed = transfers.post(rank, step.transfer)
             runnable |= changed.union(*(waiters.pop(one, ()) for one in changed | {rank}))
-    stuck = [rank for rank in range(len(lists)) if current(rank) is not None]
-    return [_deadlock(program, rank, current, position, transfers) for rank in stuck]
+    stuck = [(rank, step) for rank in range(len(lists)) if (step := current(rank)) is not None]
+    return [_deadlock(program, rank, step, current, position, transfers) for rank, step in stuck]
 
 
-def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
+def _late(program: Program, rank: int, step: Instruction, current: Current, transfers: _Transfers) -> set[int]:
     """The ranks for which `step` still waits."""
-    weights = program.moves_weights(step)
-    if isinstance(step, Wait) and not weights:
+    if isinstance(step, Wait) and not program.moves_weights(step):
         return transfers.missing(rank, step.transfer)
     late = {member for member in program.together(rank, step) if current(member) != step}
-    return late or (transfers.before_chain(step.transfer) if weights and transfers.in_order else set())
+    if not late and isinstance(step, Wait) and transfers.in_order:
+        return transfers.before_chain(step.transfer)
+    return late
 
 
-def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:
+def _deadlock(
+    program: Program, rank: int, step: Instruction, current: Current, position: list[int], transfers: _Transfers
+) -> Hang:
     """Says where a rank waits for ever, for which ranks, and where one of these stands."""
-    step = current(rank)
     late = _late(program, rank, step, current, transfers)
     peer = min(late, key=lambda r: (current(r) is not None, r))
     there = current(peer)

@@ -31,7 +31,7 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         limit, whole = program.cluster.usable_bytes(rank), program.cluster.device_bytes(rank)
         static, working = static_bytes(resident or program, rank), working_bytes(program, rank)
         need = peak_bytes(static, working)
-        if limit is None or need <= limit:
+        if limit is None or whole is None or need <= limit:
             continue
         stays = sum(static.values()) - static["offloaded"]
         text = (
@@ -62,7 +62,7 @@ def vain_streaming(program: Program) -> list[str]:
     """Why the streaming that a placement asks for has no effect, as predicates; empty if it has one."""
     reasons, workload = [], program.workload
     if program.placement.stream and not program.placement.streams(workload):
-        whole = [call for call in workload.workflow.calls if workload.needs_batch(call)]
+        whole = [call for call in workload.workflow.computes if workload.needs_batch(call)]
         names = ", ".join(call.name for call in whole)
         fix = "choose options by which a mini-batch is enough"
         if any(call.scope == "group" for call in whole):

@@ -19,16 +19,19 @@ from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
 
 # Whether the search may give a call a layout. It is asked once for all meshes of a kind, so it must not depend on which
 # ranks these are.
-Allowed = Callable[[Call, Layout, Cluster], bool]
+Allowed = Callable[[ModelCall, Layout, Cluster], bool]
 
 
-def anything(call: Call, layout: Layout, cluster: Cluster) -> bool:
+def anything(call: ModelCall, layout: Layout, cluster: Cluster) -> bool:
     """The whole search space."""
     return True
+
+
+Destination = tuple[int, int, int, int]  # of weights: first and last + 1 place of the mesh, stages, slices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +58,7 @@ class Candidate:
     reduced_bytes: int = 0
     activation_bytes: int = 0
     cache_bytes: int = 0
-    where: tuple[int, int, int, int] = field(init=False)  # mesh, stages, slices: the destination of weights
+    where: Destination = field(init=False)
     copy: tuple[int, int, int] = field(init=False)  # equal for copies with the same shards on the ranks of both
 
     def __post_init__(self) -> None:
@@ -104,12 +107,14 @@ class CallCosts:
         self.evaluation = replace(cost.workload, max_response=evaluated_tokens) if evaluated_tokens else None
         num_rows = self.workload.num_sequences if self.workload.lengths_differ else 1
         self.row_tokens = sum(sum(self.workload.lengths(row)) for row in range(num_rows)) / num_rows
-        self.known: dict[tuple, float] = {}
+        self.known_s: dict[tuple[object, ...], float] = {}
+        self.known_bytes: dict[tuple[object, ...], int] = {}
+        self.updates_s: dict[tuple[object, ...], tuple[float, float]] = {}  # gathering weights, an update
 
-    def candidates(self, call: Call) -> tuple[Candidate, ...]:
+    def candidates(self, call: ModelCall) -> tuple[Candidate, ...]:
         """The candidates of a call that no other one beats in all costs, quick ones first."""
         candidates: list[Candidate] = []
-        of_kind: dict[tuple, list[Candidate]] = {}
+        of_kind: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
         for mesh in meshes(self.cost.cluster):
             if mesh.kind not in of_kind:
                 every = layouts(call, mesh, self.workload, self.cost.cluster)
@@ -118,11 +123,11 @@ class CallCosts:
             candidates += [one.on(mesh) for one in of_kind[mesh.kind]]
         return tuple(sorted(candidates, key=lambda one: one.seconds))
 
-    def _unbeaten(self, call: Call, found: list[Candidate]) -> Iterator[Candidate]:
+    def _unbeaten(self, call: ModelCall, found: list[Candidate]) -> Iterator[Candidate]:
         """The unbeaten among candidates on one mesh; if other calls use the model, only candidates with the same grid,
         ZeRO 3 and offloading compete."""
         alone = sum(other.model == call.model for other in self.workload.workflow.placed_calls) == 1
-        groups: dict[tuple, list[Candidate]] = {}
+        groups: dict[tuple[int | bool, ...], list[Candidate]] = {}
         for one in found:
             layout = one.layout
             key = () if alone else (layout.pp, layout.tp, layout.zero == 3, layout.offload)
@@ -135,17 +140,17 @@ class CallCosts:
                     front.append(costs)
                     yield one
 
-    def candidate(self, call: Call, mesh: Mesh, layout: Layout) -> Candidate:
+    def candidate(self, call: ModelCall, mesh: Mesh, layout: Layout) -> Candidate:
         """A call in a layout on a mesh."""
         seconds = {"generate": self._generate_s, "infer": self._infer_s, "train": self._train_s}[call.kind]
         whole_s, piece_s = seconds(call, layout, mesh)
         cost, workload = self.cost, self.workload
-        shape, c = workload.models[call.model], workload.param_bytes
+        shape, c = workload.shape(call.model), workload.param_bytes
         shards = [Shard(stage, layout.pp, layout.tp - 1, layout.tp) for stage in _ends(layout)]  # the largest slices
         params = max(num_params(shape, shard) for shard in shards)
         gather_s = cost.spread_s(call, layout, layout.rank_at(0, 0, layout.tp - 1))
-        options = {"gather_s": gather_s, "whole_bytes": c * params}
-        trains = call.kind == "train"
+        options = {"whole_bytes": c * params}
+        trains = isinstance(call, Train)
         numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
         taken = zero_bytes(layout, params, numel, c, trains=trains)
         if trains:
@@ -160,31 +165,33 @@ class CallCosts:
             options["spread_bytes"] = gathered_bytes(workload, call, layout, layout.rank_at(0, 0, layout.tp - 1))
         if not trains and (layout.offload or (layout.zero == 3 and layout.dp > 1)):
             options["gathered_bytes"] = c * params if layout.offload else options["spread_bytes"]
-        if call.kind == "generate":
+        if isinstance(call, Generate):
             last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
             options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
             if self.evaluation and call == workload.workflow.generate_calls[0]:  # the one that evaluates
                 least = max(sequence_bytes(self.evaluation, call, layout, rank) for rank in last)
                 options["cache_bytes"] = max(options["cache_bytes"], least)
-        return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, **options)
+        return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
 
-    def _activation_bytes(self, call: Call, layout: Layout) -> int:
-        key = "bytes", call.name, layout.pp, layout.tp, layout.micro_batch, layout.recompute
-        if key not in self.known:
+    def _activation_bytes(self, call: ModelCall, layout: Layout) -> int:
+        key = call.name, layout.pp, layout.tp, layout.micro_batch, layout.recompute
+        if key not in self.known_bytes:
             ranks = layout.stage_ranks(layout.ranks[layout.tp - 1])
-            self.known[key] = max(activation_bytes(self.workload, call, layout, rank) for rank in ranks)
-        return self.known[key]
+            self.known_bytes[key] = max(activation_bytes(self.workload, call, layout, rank) for rank in ranks)
+        return self.known_bytes[key]
 
     # ---- seconds: of all mini-batches, of one while streaming --------------------------------------------------------
 
-    def _pass_s(self, call: Call, layout: Layout, mesh: Mesh, stage: int, rows: float, backward: bool = False) -> float:
+    def _pass_s(
+        self, call: ModelCall, layout: Layout, mesh: Mesh, stage: int, rows: float, backward: bool = False
+    ) -> float:
         recompute = layout.recompute and backward
         key = call.name, mesh.kind[0], layout.pp, layout.tp, stage, rows, backward, recompute
-        if key not in self.known:
+        if key not in self.known_s:
             rank = layout.rank_at(0, stage, 0)
             tokens = rows * self.row_tokens * call.num_sequences
-            self.known[key] = self.cost.pass_s(call, layout, rank, tokens, self.row_tokens, backward=backward)
-        return self.known[key]
+            self.known_s[key] = self.cost.pass_s(call, layout, rank, tokens, self.row_tokens, backward=backward)
+        return self.known_s[key]
 
     def _slowdown(self, mesh: Mesh) -> float:
         """The factor by which ranks that share the cores of a node slow each other down."""
@@ -192,12 +199,12 @@ class CallCosts:
         workers = self.cost.calibration.devices[device].num_workers
         return max(1.0, max(counts) / workers) if workers else 1.0
 
-    def _passes_s(self, call: Call, layout: Layout, mesh: Mesh, num_mini_batches: int) -> tuple[float, int]:
+    def _passes_s(self, call: ModelCall, layout: Layout, mesh: Mesh, num_mini_batches: int) -> tuple[float, int]:
         """Seconds of the passes over some mini-batches, and the number of micro-batches."""
         rows = -(-self.workload.mini_batch // layout.dp)
         size = min(rows, layout.micro_batch or self.workload.micro_batch)
         number = -(-rows // size)
-        kinds = (False, True) if call.kind == "train" else (False,)
+        kinds = (False, True) if isinstance(call, Train) else (False,)
         if layout.pp == 1:
             parts = [size] * (rows // size) + [rows % size] * (rows % size > 0)
             once_s = sum(self._pass_s(call, layout, mesh, 0, part, backward) for part in parts for backward in kinds)
@@ -209,30 +216,30 @@ class CallCosts:
         first = layout.stage_ranks(layout.ranks[0])
         num_bytes = pass_bytes(layout, self.workload, call)
         hops_s = sum(self.cost.message_s(a, b, num_bytes) for a, b in zip(first, first[1:], strict=False))
-        once = number if call.kind == "train" else number * num_mini_batches  # inference fills the pipeline once
-        times = num_mini_batches if call.kind == "train" else 1
+        once = number if isinstance(call, Train) else number * num_mini_batches  # inference fills the pipeline once
+        times = num_mini_batches if isinstance(call, Train) else 1
         filled_s = sum(stages_s) + (once - 1) * max(stages_s)
         return times * (filled_s * self._slowdown(mesh) + len(kinds) * hops_s), num_mini_batches * number
 
-    def _infer_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
+    def _infer_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         num, first = self.workload.num_mini_batches, layout.ranks[0]
         gather_s = self.cost.gather_s(call, layout, first)
         load_s = self.cost.load_s(call.model, layout, first) if layout.offload else 0.0
         whole_s, piece_s = (gather_s + self._passes_s(call, layout, mesh, number)[0] for number in (num, 1))
         return load_s + whole_s, load_s / num + piece_s
 
-    def _train_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
+    def _train_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         passes_s, number = self._passes_s(call, layout, mesh, 1)
-        key = "update", call.name, mesh.kind, layout.pp, layout.tp, layout.zero
-        if key not in self.known:
+        key = call.name, mesh.kind, layout.pp, layout.tp, layout.zero
+        if key not in self.updates_s:
             ranks = [layout.rank_at(0, stage, layout.tp - 1) for stage in _ends(layout)]
             gather_s = self.cost.gather_s(call, layout, ranks[0])
-            self.known[key] = gather_s, max(self.cost.update_s(call.model, layout, rank) for rank in ranks)
-        gather_s, update_s = self.known[key]
+            self.updates_s[key] = gather_s, max(self.cost.update_s(call.model, layout, rank) for rank in ranks)
+        gather_s, update_s = self.updates_s[key]
         step_s = passes_s + 2 * number * gather_s + update_s * self._slowdown(mesh)
         return self.workload.epochs * self.workload.num_mini_batches * step_s, step_s
 
-    def _generate_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
+    def _generate_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         workload, num = self.workload, self.workload.num_mini_batches
         last = layout.rank_at(layout.dp - 1, 0, 0)
         columns = layout.columns(last, workload.mini_batch)

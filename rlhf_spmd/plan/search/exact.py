@@ -18,9 +18,10 @@ from itertools import accumulate
 from math import inf
 
 from rlhf_spmd.plan.search.budget import Budget
-from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.candidates import Candidate, Destination
 from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
 from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.workflow import Infer
 
 Choice = tuple[Candidate, ...]
 FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: the first limit, which doubles up to the last
@@ -57,7 +58,7 @@ class Best:
 
     keep: int
     most_s: float = inf
-    found: dict[tuple, tuple[float, Choice]] = field(default_factory=dict)
+    found: dict[tuple[Destination, ...], tuple[float, Choice]] = field(default_factory=dict)
     seconds: float = inf
     num_scored: int = 0
 
@@ -143,7 +144,9 @@ class _Branches:
         self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
         self.open_s = inf
 
-    def _by_mesh(self, index: int, candidates: Sequence[Candidate]) -> list[tuple[int, int, list]]:
+    def _by_mesh(
+        self, index: int, candidates: Sequence[Candidate]
+    ) -> list[tuple[int, int, list[tuple[float, Candidate]]]]:
         """(first, stop, [(seconds, candidate)]) of each mesh, quick meshes and candidates first."""
         found: dict[tuple[int, int], list[tuple[float, Candidate]]] = {}
         for one in candidates:
@@ -171,8 +174,8 @@ class _Branches:
         self._visit(0)
         for bounds, chosen in sorted(self.begun, key=lambda one: sum(one[0])):
             self.bounds, self.chosen = bounds, chosen
-            if self._bound_s() < self.best.goal_s:
-                self._finish()
+            if self.last is not None and self._bound_s() < self.best.goal_s:
+                self._finish(self.last)
         return self.open_s
 
     def _last_phase(self) -> list[int]:
@@ -181,38 +184,39 @@ class _Branches:
 
         def is_last(phase: Sequence[int]) -> bool:
             calls = [self.model.calls[index] for index in phase]
-            return all(call.kind == "infer" for call in calls) and len({call.model for call in calls}) == len(phase) > 1
+            models = {call.model for call in calls}
+            return all(isinstance(call, Infer) for call in calls) and len(models) == len(phase) > 1
 
         return [] if self.streaming else max(filter(is_last, self.phases), key=len, default=[])
 
-    def _finish(self) -> None:
+    def _finish(self, last: LastPhase) -> None:
         """Chooses for the last phase, unless that has failed before with as much memory and time."""
         if self.budget.is_spent:
             self.open_s = min(self.open_s, self._bound_s())
             return
-        phase_s = self.bounds[self.phase_of[self.last.calls[0]]]
+        phase_s = self.bounds[self.phase_of[last.calls[0]]]
         others_s = self._bound_s() - phase_s
-        left = Left.by(self.model, self.chosen, self.last.calls)
+        left = Left.by(self.model, self.chosen, last.calls)
         if any(one.covers(left, self.best.goal_s - others_s) for one in self.failed):
             return
         left.least_s, seen_s = inf, 0.0
-        while seen_s < min(self.best.goal_s - others_s, self.last.slowest_s):
+        while seen_s < min(self.best.goal_s - others_s, last.slowest_s):
             phase_s *= MORE_LAST  # few are that quick, so they are looked at first
-            self._choose_last(left, seen_s, phase_s, others_s)
+            self._choose_last(last, left, seen_s, phase_s, others_s)
             seen_s = phase_s
         left.least_s = min(left.least_s, self.best.goal_s - others_s)
         self.failed.append(left)
-        for index in self.last.calls:
+        for index in last.calls:
             self.chosen[index] = None
 
-    def _choose_last(self, left: Left, least_s: float, most_s: float, others_s: float) -> None:
+    def _choose_last(self, last: LastPhase, left: Left, least_s: float, most_s: float, others_s: float) -> None:
         """All choices for the last phase that take from least_s to most_s."""
         most_s = min(most_s, self.best.goal_s - others_s)
-        for phase_s, picked in self.last.combinations(self.chosen, left, most_s, self.budget):
+        for phase_s, picked in last.combinations(self.chosen, left, most_s, self.budget):
             if others_s + phase_s >= self.best.goal_s:
                 break
             if phase_s >= least_s:
-                for index, one in zip(self.last.calls, picked, strict=True):
+                for index, one in zip(last.calls, picked, strict=True):
                     self.chosen[index] = one
                 self.budget.taken += 1
                 if self.model.excess_bytes(self.chosen) <= 0:
@@ -228,7 +232,8 @@ class _Branches:
             return
         index = self.order[depth]
         phase, saved, room = self.phase_of[index], list(self.bounds), self.room
-        least_s: dict[tuple, float] = {}  # bound with the quickest candidate, for meshes that meet the same others
+        # bound with the quickest candidate, for meshes that meet the same others
+        least_s: dict[tuple[object, ...], float] = {}
         for first, stop, group in self.groups[index]:
             self.chosen[index], self.room = None, room
             self.bounds[phase] = max(saved[phase], group[0][0])
@@ -272,13 +277,14 @@ class _Branches:
             self._visit(depth + 1)
 
     def _leaf(self) -> None:
-        model, full = self.model, None not in self.chosen
+        model = self.model
         seconds = model.streamed_s(self.chosen) if self.streaming else model.schedule_s(self.chosen, self.calls)
-        if not full:
+        full = [one for one in self.chosen if one is not None]
+        if len(full) < len(self.chosen):
             self.best.seconds = min(self.best.seconds, seconds)
             return
         self.best.num_scored += 1
-        self.best.offer(seconds, self.chosen)
+        self.best.offer(seconds, full)
 
     def _bound_s(self) -> float:
         """A lower bound of all completions of the choice."""

@@ -14,11 +14,13 @@ from operator import ge
 import numpy as np
 
 from rlhf_spmd.plan.search.budget import PRODUCTS, Budget
-from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.candidates import Candidate, Destination
 from rlhf_spmd.plan.search.iteration_model import Assignment, CallModel
 
 MOST_PRODUCTS = 1 << 20  # combinations in one array
 Segment = tuple[int, int, float, float]  # first place, last + 1, free bytes, free bytes with the room for gathering
+
+Shared = tuple[tuple[tuple[Destination, int, bool], ...], ...]  # of each model, of each call: where, ZeRO, offloaded
 
 
 @dataclass(slots=True)
@@ -29,7 +31,7 @@ class Left:
     there for gathered weights. least_s: a lower bound of the seconds of these calls, once known.
     """
 
-    shared: tuple
+    shared: Shared
     free_bytes: list[float]
     gathered_bytes: list[float]
     segments: list[Segment]
@@ -95,7 +97,7 @@ class LastPhase:
     def __init__(self, model: CallModel, candidates: Sequence[Sequence[Candidate]], last: Sequence[int]):
         self.model, self.calls = model, tuple(last)
         self.candidates = [candidates[index] for index in last]
-        self.known: dict[tuple, list[_Options]] = {}
+        self.known: dict[Shared, list[_Options]] = {}
         self.slowest_s = 1 + sum(max(one.seconds + one.gather_s for one in of) for of in self.candidates)
 
     def combinations(
@@ -126,7 +128,7 @@ class LastPhase:
         rows = []
         for one in self.candidates[place]:
             shares = training is not None and model.pair(one, training)[0]
-            spread = shares and training.layout.zero == 3
+            spread = shares and training is not None and training.layout.zero == 3
             static = 0 if shares or one.copy in copies else one.static_bytes
             gathered = (one.spread_bytes if spread else 0) if shares else one.gathered_bytes
             rows.append((one.seconds + one.gather_s * spread, one.first, one.stop, static, gathered))
@@ -143,13 +145,13 @@ def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) ->
 def _unbeaten(options: _Options) -> _Options:
     """The candidates that no other one with the same mesh, stages and slices, and so the same transfers of weights,
     beats in seconds and bytes."""
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[Destination, list[int]] = {}
     for at, one in enumerate(options.candidates):
         groups.setdefault(one.where, []).append(at)
     kept = []
     for group in groups.values():
         costs = [(options.seconds_C[at], *options.needs_4C[2:, at], at) for at in group]
-        front: list[tuple] = []
+        front: list[tuple[float, ...]] = []
         for cost in sorted(costs):
             if not any(a[1] <= cost[1] and a[2] <= cost[2] for a in front):
                 front.append(cost)

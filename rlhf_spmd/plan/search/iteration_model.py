@@ -14,7 +14,8 @@ from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
-from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, anything
+from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, Destination, anything
+from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
@@ -41,16 +42,16 @@ class CallModel:
             train = workflow.train_call(model)
             users = [i for i, call in enumerate(self.calls) if call.model == model and call is not train]
             self.models.append((names.index(train.name) if train else None, users))
-        self.trains = [index for index, call in enumerate(self.calls) if call.kind == "train"]
-        self.others = [index for index, call in enumerate(self.calls) if call.kind != "train"]
+        self.trains = [index for index, call in enumerate(self.calls) if isinstance(call, Train)]
+        self.others = [index for index, call in enumerate(self.calls) if not isinstance(call, Train)]
         self.can_stream = (
-            not any(map(self.workload.needs_batch, workflow.calls))
+            not any(map(self.workload.needs_batch, workflow.computes))
             and self.workload.num_mini_batches > 1
             and bool(self.trains)
         )
         self.limits = self._limits()
         self.weight_bytes = [self.workload.weight_bytes(call.model) for call in self.calls]
-        self._pairs: dict[tuple, tuple[bool, float]] = {}
+        self._pairs: dict[tuple[Destination, Destination, bool, int], tuple[bool, float]] = {}
         self._nodes_of: dict[tuple[int, int, int], frozenset[int]] = {}
 
     def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
@@ -71,7 +72,7 @@ class CallModel:
 
     def _phases(self) -> list[list[int]]:
         """Cuts the list of calls wherever all later calls depend on all earlier ones."""
-        num, needs = len(self.calls), []
+        num, needs = len(self.calls), list[frozenset[int]]()
         for direct in self.needs:
             needs.append(direct.union(*(needs[i] for i in direct)))
         edges = [at for at in range(num) if all(set(range(at)) <= needs[i] for i in range(at, num))]
@@ -166,18 +167,18 @@ class CallModel:
         """The extra seconds of a call that gathers the weights that its model trains (ZeRO 3)."""
         one = chosen[index]
         for train, users in self.models:
-            if train is not None and index in users and chosen[train] is not None:
-                training = chosen[train]
-                if training.layout.zero == 3 and self.pair(one, training)[0]:
-                    return one.gather_s
+            training = chosen[train] if train is not None and index in users else None
+            if one is not None and training is not None and training.layout.zero == 3 and self.pair(one, training)[0]:
+                return one.gather_s
         return 0.0
 
     def _reallocate(self, chosen: Assignment, ends: dict[int, float], busy: list[tuple[int, int, float]]) -> None:
         """New weights are sent once the ranks of both layouts are free."""
         for train, users in self.models:
-            if train not in ends:
+            training = chosen[train] if train is not None and train in ends else None
+            if train is None or training is None:
                 continue
-            training, seen = chosen[train], set()
+            seen: set[Destination] = set()
             for user in users:
                 one = chosen[user]
                 if one is None or one.where in seen:
@@ -259,7 +260,7 @@ class CallModel:
         for train, users in self.models:
             training = chosen[train] if train is not None else None
             trains_here = training is not None and training.first <= place < training.stop
-            if trains_here:
+            if training is not None and trains_here:
                 static += training.static_bytes
                 gathered, reduced = max(gathered, training.gathered_bytes), max(reduced, training.reduced_bytes)
                 activations = max(activations, training.activation_bytes)
@@ -275,7 +276,7 @@ class CallModel:
                 if not here:
                     continue
                 cache = max(cache, one.cache_bytes)
-                if shares and trains_here:
+                if training is not None and shares and trains_here:
                     gathered = max(gathered, one.spread_bytes if training.layout.zero == 3 else 0)
                     continue
                 gathered = max(gathered, one.gathered_bytes)
@@ -298,15 +299,15 @@ class CallModel:
 
     # ---- placements --------------------------------------------------------------------------------------------------
 
-    def placement(self, chosen: Assignment, **overlap) -> Placement:
-        """The placement of a full choice; reward functions run where responses are made. overlap: further fields."""
+    def placement(self, chosen: Sequence[Candidate]) -> Placement:
+        """The placement of a full choice; reward functions run where responses are made."""
         layouts = {call.name: one.placed for call, one in zip(self.calls, chosen, strict=True)}
-        first = next((c for c in self.calls if c.kind == "generate"), self.calls[0])
+        first = next((c for c in self.calls if isinstance(c, Generate)), self.calls[0])
         ranks = layouts[first.name].ranks[: self.workload.mini_batch]
         for call in self.workload.workflow.placed_calls:
             layouts.setdefault(call.name, Layout.data_parallel(ranks))
         order = [call.name for call in self.workload.workflow.placed_calls]
-        return Placement({name: layouts[name] for name in order}, **overlap)
+        return Placement({name: layouts[name] for name in order})
 
 
 def _common(index: int, parts: int, other: int, others: int) -> float:

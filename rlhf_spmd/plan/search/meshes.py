@@ -4,13 +4,13 @@ A mesh is a power-of-two slice of a node aligned to its size, an aligned power o
 2406.14088), or a prefix or suffix of all devices of a type in eighths, which allows separations such as 1/4 and 3/4.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Infer, ModelCall, Train
 from rlhf_spmd.plan.workload import Workload
 
 EIGHTHS = 8  # prefixes and suffixes are multiples of an eighth
@@ -27,7 +27,7 @@ class Mesh:
 
     ranks: tuple[int, ...]
     first: int
-    kind: tuple
+    kind: tuple[str, tuple[int, ...]]
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]
             yield len(ranks) - len(ranks) * eighth // EIGHTHS, len(ranks)
 
 
-def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
+def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     """The layouts of a call with weights on a mesh, valid for compile_program.
 
     Slices stay inside a node, and each has a key-value head; stages divide the layers or are a power of two; every
@@ -80,14 +80,14 @@ def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Ite
         dp = mesh.size // (pp * tp)
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
         rows = -(-workload.mini_batch // dp)
-        if call.kind == "train":
+        if isinstance(call, Train):
             for zero in (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
-                for micro_batch in _micro_batches(rows, 2 * workload.micro_batch):
+                for most in _micro_batches(rows, 2 * workload.micro_batch):
                     for recompute in (False, True):
-                        yield replace(grid, zero=zero, micro_batch=micro_batch, recompute=recompute)
+                        yield replace(grid, zero=zero, micro_batch=most, recompute=recompute)
             continue
-        sizes = (None,)
-        if call.kind == "infer":
+        sizes: Sequence[int | None] = (None,)
+        if isinstance(call, Infer):
             least = min(rows, workload.micro_batch)
             sizes = _micro_batches(rows, workload.micro_batch) if pp > 1 else (least,)
         for micro_batch in sizes:
@@ -98,9 +98,9 @@ def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Ite
                     yield replace(grid, micro_batch=micro_batch, zero=3)
 
 
-def _grids(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[tuple[int, int]]:
+def _grids(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[tuple[int, int]]:
     """(pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
-    shape = workload.models[call.model]
+    shape = workload.shape(call.model)
     nodes = [cluster.node_of(rank) for rank in mesh.ranks]
     num_nodes = len(set(nodes))
     tp = 1

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from typing import Any
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.search.budget import CANDIDATE, Budget
-from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.candidates import Candidate, Destination
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import meshes
@@ -83,7 +84,8 @@ def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidat
     for train, users in model.models:
         if train is None:
             continue
-        small: list[dict[tuple, Candidate]] = [{} for _ in users]  # of each user: the smallest candidate of each split
+        small: list[dict[Destination, Candidate]]  # of each user: the smallest candidate of each split
+        small = [{} for _ in users]
         for smallest, user in zip(small, users, strict=True):
             for one in sorted(near[user], key=least_memory):
                 smallest.setdefault(one.where, one)
@@ -112,10 +114,8 @@ def smaller(workload: Workload, evaluated_tokens: int) -> Iterator[list[tuple[st
         "data.max_prompt": ("max_prompt", LEAST_TOKENS),
     }
     for option, (name, least) in sizes.items():
-        size = getattr(workload, name)
-        yield [
-            (f"{option}={half}", replace(workload, **{name: half}), evaluated_tokens) for half in halves(size, least)
-        ]
+        changes: list[dict[str, Any]] = [{name: half} for half in halves(getattr(workload, name), least)]
+        yield [(f"{option}={change[name]}", replace(workload, **change), evaluated_tokens) for change in changes]
     yield [(f"eval.max_new_tokens={half}", workload, half) for half in halves(evaluated_tokens, LEAST_TOKENS)]
     if workload.param_bytes > 2:
         yield [("dtype=bfloat16", replace(workload, param_bytes=2), evaluated_tokens)]
@@ -183,7 +183,7 @@ def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) 
         return f"{text}. Its devices cannot be divided among the calls; use more devices"
     place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])
     rank = next(rank for one in best.chosen for rank in _at(one, place))
-    whole, usable = cluster.device_bytes(rank), cluster.usable_bytes(rank)
+    whole, usable = cluster.device_bytes(rank) or 0, cluster.usable_bytes(rank) or 0
     parts = zip(PARTS, model.parts_at(best.chosen, place), strict=True)
     sizes = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     layouts = ", ".join(f"{call.name} {one.layout}" for call, one in zip(model.calls, best.chosen, strict=True))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
@@ -19,11 +20,12 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.search.budget import Budget
-from rlhf_spmd.plan.search.candidates import Allowed, Candidate, anything
+from rlhf_spmd.plan.search.candidates import Allowed, Candidate, Destination, anything
 from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
 from rlhf_spmd.plan.search.priors import Meshes, around, grid_on, least_full, least_memory, priors
+from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
@@ -132,16 +134,16 @@ def simulated(space: Space, best: Best, method: str, calibration: Calibration) -
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
     """The quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
     interleaving strategies."""
-    name = name_of(model.placement(chosen), model.workload, model.cluster)
+    placed = model.placement(chosen)
+    name = name_of(placed, model.workload, model.cluster)
     frozen = tuple(call.name for i, call in enumerate(model.calls) if model.trained_by(i) is None)
-    variants: list[dict] = [{}]
+    variants = [placed]
     if model.streams(chosen):
-        variants.append({"stream": True})
+        variants.append(replace(placed, stream=True))
     if method == "two_phase" and name == "interleaving":
-        variants += [{"own_first": frozen}, {"joint": (frozen,)}]
+        variants += [replace(placed, own_first=frozen), replace(placed, joint=(frozen,))]
     plans = []
-    for overlap in variants:
-        placement = model.placement(chosen, **overlap)
+    for placement in variants:
         program = compile_program(model.workload, placement, model.cluster)
         plans.append(Plan(name, placement, program, forecast(program, calibration), call_level_s))
     return min(plans, key=lambda plan: plan.forecast.makespan_s)
@@ -153,7 +155,8 @@ def _tuned(plan: Plan, calibration: Calibration) -> Plan:
     for field, values in STREAMS.items():
         others = {min(value, num) for value in (*values, num)} - {getattr(plan.placement, field)}
         for value in sorted(others):
-            placement = replace(plan.placement, **{field: value})
+            change: dict[str, Any] = {field: value}
+            placement = replace(plan.placement, **change)
             program = compile_program(plan.program.workload, placement, plan.program.cluster)
             found = forecast(program, calibration)
             if found.makespan_s < plan.forecast.makespan_s:
@@ -170,8 +173,8 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
-    trains = [set(layouts[call.name].ranks) for call in calls if call.kind == "train"]
-    others = [set(layouts[call.name].ranks) for call in calls if call.kind != "train"]
+    trains = [set(layouts[call.name].ranks) for call in calls if isinstance(call, Train)]
+    others = [set(layouts[call.name].ranks) for call in calls if not isinstance(call, Train)]
     if trains and others and all(a.isdisjoint(b) for a in trains for b in others):
         return "separation"
     everyone = set(cluster.ranks)
@@ -206,7 +209,9 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
         near = [around(space, chosen, of) for of in space.candidates]
         chosen = coordinate_descent(space, chosen, near, best)
         for train, users in space.model.models:
-            for user in users if train is not None else ():
+            if train is None:
+                continue
+            for user in users:
                 pairs = _alike(near[user], near[train])
                 chosen = improve(space, chosen, (user, train), pairs, best)
         grid = grid_on(space, tuple((one.first, one.stop) for one in chosen))
@@ -216,7 +221,7 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
 
 def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
     """Pairs of candidates with which a call uses the weights that its model trains."""
-    at: dict[tuple, list[Candidate]] = {}
+    at: dict[Destination, list[Candidate]] = {}
     for one in users:
         at.setdefault(one.where, []).append(one)
     return ((one, training) for training in trainings for one in at.get(training.where, ()))
@@ -260,7 +265,7 @@ def improve(
         other = _rank(model, current)
         best.num_scored += 1
         if other < rank and model.excess_bytes(current) <= 0:
-            rank, kept = other, picked
+            rank, kept = other, list(picked)
             best.offer(model.score_s(current), current)
     for index, one in zip(calls, kept, strict=True):
         current[index] = one

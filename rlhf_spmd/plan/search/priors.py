@@ -7,6 +7,7 @@ from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.workflow import Train
 
 Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
@@ -23,21 +24,21 @@ def priors(space: Space) -> Iterator[Meshes]:
         halves = _halves(whole)
         yield (whole,) * len(model.calls)
         frozen = [model.trained_by(i) is None for i in range(len(model.calls))]
-        trained = [call.kind == "train" for call in model.calls]
+        trained = [isinstance(call, Train) for call in model.calls]
         both = [a or b for a, b in zip(frozen, trained, strict=True)]
         for apart in (frozen, trained, both):
             turns = cycle(halves)
             yield tuple(next(turns) if split else whole for split in apart)
         trainings = [model.trained_by(i) for i in range(len(model.calls))]
         half_of = dict(zip(dict.fromkeys(t for t in trainings if t is not None), cycle(halves), strict=False))
-        for rest in ((whole,), halves):
-            turns = cycle(rest)
+        for spans in ([whole], halves):
+            turns = cycle(spans)
             yield tuple(next(turns) if training is None else half_of[training] for training in trainings)
     edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
     for edge in edges:
         front, behind = (0, edge), (edge, num)
         for training, rest in ((front, behind), (behind, front)):
-            yield tuple(training if call.kind == "train" else rest for call in model.calls)
+            yield tuple(training if isinstance(call, Train) else rest for call in model.calls)
 
 
 def around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -14,9 +14,10 @@ from rlhf_spmd.plan.cost.memory import (
 )
 from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of
-from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.instructions import Program, Run, Transfer
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.workflow import Train
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
 
@@ -48,7 +49,7 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     parts += ["", "Bytes per rank: all the time, and the most that a call needs in addition", memory_table(program)]
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
-        if call.kind == "train" and is_pipelined(call, layout):
+        if isinstance(call, Train) and is_pipelined(call, layout):
             num = largest_number(replace(layout, tokens=None), workload, call)
             parts += [
                 "",
@@ -70,7 +71,7 @@ def show_evaluation(program: Program) -> str:
 def _calls(program: Program) -> list[tuple[str, ...]]:
     """Where each call runs, and how many rows each rank has."""
     workload, placement = program.workload, program.placement
-    rows = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
+    rows: list[tuple[str, ...]] = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
     for call in workload.workflow.calls:
         for layout in (placement.layouts[site] for site in placement.sites(call, workload.workflow)):
             counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
@@ -97,12 +98,12 @@ def _transfers(program: Program) -> str:
     """The transfers, with one line for the same move of all mini-batches."""
     if not program.transfers:
         return "  nothing moves between layouts: 0 bytes"
-    same: dict[tuple, list] = {}
+    same: dict[tuple[str, tuple[tuple[int, int, range], ...]], list[Transfer]] = {}
     for transfer in program.transfers:
         ends = tuple((message.source, message.destination, message.columns) for message in transfer.messages)
         same.setdefault((transfer.what, ends), []).append(transfer)
-    rows = [("what", "times", "messages", "bytes")]
-    for (what, _), found in [*same.items(), (("all", ()), program.transfers)]:
+    rows: list[tuple[str, ...]] = [("what", "times", "messages", "bytes")]
+    for what, found in [*((what, found) for (what, _), found in same.items()), ("all", program.transfers)]:
         messages, num_bytes = sum(t.num_messages for t in found), sum(t.num_bytes for t in found)
         rows.append((what, str(len(found)), str(messages), f"{num_bytes:,}"))
     return table(rows)
@@ -111,11 +112,11 @@ def _transfers(program: Program) -> str:
 def _gradients(program: Program) -> list[tuple[str, ...]]:
     """Bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
     workload = program.workload
-    rows = [("model", "replicas", "steps", "bytes sent per rank")]
+    rows: list[tuple[str, ...]] = [("model", "replicas", "steps", "bytes sent per rank")]
     steps = workload.epochs * workload.num_mini_batches
-    for call in workload.workflow.calls:
-        shape = workload.models.get(call.model) if call.model else None
-        if call.kind == "train" and shape:
+    for call in workload.workflow.train_calls:
+        shape = workload.models.get(call.model)
+        if shape:
             layout = program.placement.layouts[call.name]
             largest = max(num_params(shape, layout.shard(rank)) for rank in layout.model_ranks(layout.ranks[0]))
             num_bytes = 2 * (layout.dp - 1) * 4 * largest * steps // layout.dp
@@ -125,7 +126,7 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
 
 def call_table(program: Program, seconds: Mapping[str, float], limits: Mapping[str, str]) -> str:
     """Of each placed call: its forecast seconds, what limits it, and where it runs."""
-    cells = [("call", "seconds", "limited by", "ranks", "layout")]
+    cells: list[tuple[str, ...]] = [("call", "seconds", "limited by", "ranks", "layout")]
     for name, layout in program.placement.layouts.items():
         ranks = format_ranks(layout.ranks)
         ranks = ranks if len(ranks) < 30 else f"{len(layout.ranks)} of them"
@@ -135,14 +136,14 @@ def call_table(program: Program, seconds: Mapping[str, float], limits: Mapping[s
 
 def memory_table(program: Program) -> str:
     """Bytes of ranks by kind, with the reserve and the memory of their devices: a row for each set of equal ranks."""
-    ranks_of: dict[tuple, list[int]] = {}
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
         whole = program.cluster.device_bytes(rank) or 0
         ends = peak_bytes(static, working), whole - (program.cluster.usable_bytes(rank) or 0), whole
         ranks_of.setdefault((*static.values(), *working.values(), *ends), []).append(rank)
     used = [any(column) for column in zip(*ranks_of, strict=True)]
-    rows = [("ranks", *STATIC, *WORKING, "peak", "reserve", "device")]
+    rows: list[tuple[str, ...]] = [("ranks", *STATIC, *WORKING, "peak", "reserve", "device")]
     for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
     return table([(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows])

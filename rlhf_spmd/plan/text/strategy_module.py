@@ -74,7 +74,7 @@ def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
         users.setdefault(layout, []).append(name)
     names: dict[Layout, str] = {}
     for layout, calls in users.items():
-        own = [workload.workflow.call(name) for name in calls]
+        own = [workload.workflow.placed_call(name) for name in calls]
         kinds, models = {call.kind for call in own}, {call.model for call in own}
         wishes = ["everywhere"] if len(users) == 1 else []
         wishes += [KIND_NAMES[own[0].kind]] if len(kinds) == 1 else []
@@ -109,7 +109,7 @@ def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
     parts = _parts(ranks)
     if len(parts) <= MAX_PARTS and interleave(*parts) == ranks and max(map(len, parts)) > 1:
         return f"interleave({', '.join(_slice(part, cluster) for part in parts)})"
-    words = []
+    words: list[str] = []
     for run in runs:
         words += [f"*range({run[0]}, {run[-1] + 1})"] if len(run) > 2 else map(str, run)
     return f"({', '.join(words)})"
@@ -129,8 +129,7 @@ def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def _slice(ranks: tuple[int, ...], cluster: Cluster) -> str:
     """Consecutive ranks as a slice of all."""
-    start, stop = ranks[0] or "", ranks[-1] + 1
-    stop = stop if stop < cluster.num_devices else ""
+    start, stop = str(ranks[0] or ""), str(ranks[-1] + 1) if ranks[-1] + 1 < cluster.num_devices else ""
     return f"cluster.ranks[{start}:{stop}]" if start or stop else "cluster.ranks"
 
 

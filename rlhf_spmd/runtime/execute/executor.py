@@ -23,7 +23,7 @@ from rlhf_spmd.plan.program.instructions import (
     Wait,
 )
 from rlhf_spmd.plan.program.pipeline import body, is_pipelined
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Infer, Measure
 from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
@@ -139,7 +139,7 @@ class Executor:
             else:
                 with self.recorder.span(str(inner), "wait" if isinstance(inner, Wait) else "transfer"):
                     passage.execute(inner)
-        if call.kind == "infer":
+        if isinstance(call, Infer | Measure):
             passes.close()
 
     def _message(self, data: Iteration) -> dict:

@@ -22,7 +22,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Train
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy, ShardedCopy
@@ -124,7 +124,7 @@ class RankModels:
             if rank not in layout.ranks:
                 continue
             key = call.model, layout.shard(rank)
-            if call.kind == "train":
+            if isinstance(call, Train):
                 model = self._to_train.pop(call.model).train().requires_grad_(True)
                 model.recompute = layout.recompute
                 tied = model.head == "lm" and model.config.tie_embeddings

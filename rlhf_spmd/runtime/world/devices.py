@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import device_type_of
+from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def check_program(device: RankDevice, program: "Program") -> None:
     """Raises UserError for programs that cannot run with shared devices."""
     for call in program.workload.workflow.placed_calls if device.kind == "shared" else ():
         zero = program.placement.layouts[call.name].zero
-        if call.kind == "train" and zero > 1:
+        if isinstance(call, Train) and zero > 1:
             raise UserError(
                 f"{call.name} has ZeRO {zero}, which uses DeepSpeed and needs NCCL or the CPU; with device=shared use "
                 "ZeRO 0 or 1"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import READOUTS
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Call, Compute, Generate, Train
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration
@@ -26,11 +26,11 @@ class Calls:
         """Executes one Run without stages."""
         context = self.context
         call = context.workload.workflow.call(step.call)
-        if call.kind == "generate":
+        if isinstance(call, Generate):
             generate.generate(context, call, step, data)
-        elif call.kind == "compute":
+        elif isinstance(call, Compute):
             compute.compute(context, call, step, data, state)
-        elif call.kind == "train":
+        elif isinstance(call, Train):
             begun = train.begin(context, self.training, call, step, data, state)
             if begun is not None:
                 self.training.whole(begun)
@@ -44,7 +44,7 @@ class Calls:
         """The passes of a Run with stages; None if there is nothing to do."""
         context = self.context
         call = context.workload.workflow.call(step.call)
-        if call.kind == "train":
+        if isinstance(call, Train):
             begun = train.begin(context, self.training, call, step, data, state)
             return None if begun is None else train.passes(context, self.training, begun, data)
         return self._inference(call, step, data).passes()
