@@ -112,7 +112,7 @@ def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 @functools.cache
-def _vader():
+def _vader() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:
@@ -121,7 +121,7 @@ def _vader():
 
 
 @functools.cache
-def _math_verify() -> tuple[Callable, Callable]:
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
         from math_verify import parse, verify
     except ImportError:

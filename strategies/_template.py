@@ -19,9 +19,9 @@ def place(workload: Workload, cluster: Cluster, *, ratio: str = "1/2", zero: int
     """ratio: share of the ranks for the first model that only infers. zero: ZeRO stage of the models that train."""
     workflow = workload.workflow
     if len(workflow.frozen_models) != 2:
-        frozen = ", ".join(workflow.frozen_models) or "none"
+        models = ", ".join(workflow.frozen_models) or "none"
         raise UserError(
-            f"this strategy places two models that only infer, and the workflow has {frozen}; change place()"
+            f"this strategy places two models that only infer, and the workflow has {models}; change place()"
         )
     first, second = workflow.frozen_models
     part = parse_ratio(first, ratio)

@@ -7,14 +7,14 @@ the place of distributions. With task_coef, the advantage of GRPO is added. The 
 actor's tokenizer. The tensor math is in group_advantages.py and surrogates.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_spmd.algorithms import off_policy
 from rlhf_spmd.algorithms.page import Metric, NonNegative
 from rlhf_spmd.algorithms.policy_gradient import METRICS as OF_POLICY
 from rlhf_spmd.algorithms.policy_gradient import Aggregation
-from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "distillation"
 DATA = {"prompts": "prompt"}
@@ -37,7 +37,7 @@ class Options(off_policy.Options):
     aggregation: Aggregation = "token-mean"  # how tokens' losses become one; norm: by generation.max_new_tokens
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """One iteration."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
@@ -45,7 +45,7 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts) -> N
     if options.old_logprobs == "recompute":
         old = actor.infer("logprobs", prompts, responses, output="old_logprobs")
     teacher = model("teacher").infer("logprobs", prompts, responses, output="teacher_logprobs")
-    rewards = {}
+    rewards: dict[str, Any] = {}
     if options.task_coef:
         rewards["scores"] = model("reward").infer("scores", prompts, responses)
     advantages = compute(

@@ -9,7 +9,6 @@ Rafailov et al. 2023 (arXiv 2305.18290). Options make it one of
 The reference is the actor at the start, unless models.reference is given. The tensor math is in preferences.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,7 +16,7 @@ from pydantic import Field, PositiveFloat
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "DPO"
 DATA = {"prompts": "prompt", "chosen": "chosen", "rejected": "rejected"}
@@ -35,7 +34,9 @@ class Options(page.Options):
     per_token: bool = False  # log-ratios are means over a response's tokens, not sums
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts, chosen, rejected) -> None:
+def workflow(
+    options: Options, model: Models, compute: ComputeFunction, prompts: Data, chosen: Data, rejected: Data
+) -> None:
     """One iteration."""
     reference = model("reference")
     ref_chosen = reference.infer("logprobs", prompts, chosen, output="ref_chosen_logprobs")

@@ -58,7 +58,7 @@ def group_advantages(
     if drop_equal_groups:
         used_NS = used_NS & ~is_equal_N[:, None]
     ones_NS, is_equal_N = torch.ones_like(wide_NS), is_equal_N.double()
-    sums = {
+    sums: Sums = {
         "reward": (wide_NS, ones_NS),
         "reward_sq": (wide_NS.square(), ones_NS),
         "group_std": (std_N1[:, 0], ones_NS[:, 0]),
@@ -162,7 +162,7 @@ def first_groups(used_MC: Tensor, starts_MC: Tensor, *, oversampling: float) -> 
     is_trained_MN = is_kept_MN & (is_kept_MN.cumsum(1) <= num_wanted)
     trained_MC = torch.where(is_trained_MN.gather(1, group_MC), used_MC, 0.0)
     num_trained_M = is_trained_MN.sum(1).double()
-    sums = {
+    sums: Sums = {
         "trained_groups": (num_trained_M.sum(), len(used_MC)),
         "short_steps": ((num_trained_M < num_wanted).sum().double(), len(used_MC)),
     }
@@ -182,8 +182,8 @@ def leave_one_out_advantages(
 ) -> tuple[Tensor, Sums]:
     """A = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum over the
     response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
-    wide_NS, sums = scores_NS.double(), {}
-    if ref_logprobs_NSG is not None:
+    wide_NS, sums = scores_NS.double(), Sums()
+    if logprobs_NSG is not None and ref_logprobs_NSG is not None:
         kl_NS = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double().sum(-1)
         wide_NS = wide_NS - kl_coef * kl_NS
         sums = _kl_sums(kl_NS, mask_NSG)
@@ -206,8 +206,8 @@ def greedy_baseline_advantages(
 ) -> tuple[Tensor, Sums]:
     """A_t = sum over t' >= t of r_t' - score of the greedy response ([REMAX] eq. 7): advantages_BG and sums. r_t is
     -kl_coef times the log-ratio to the reference, plus the score at the last token."""
-    kl_BG, sums = torch.zeros_like(mask_BG, dtype=torch.float64), {}
-    if ref_logprobs_BG is not None:
+    kl_BG, sums = torch.zeros_like(mask_BG, dtype=torch.float64), Sums()
+    if logprobs_BG is not None and ref_logprobs_BG is not None:
         kl_BG = token_kl(logprobs_BG, ref_logprobs_BG, mask_BG).double()
         sums = _kl_sums(kl_BG.sum(1), mask_BG)
     returns_BG = rewards_to_go(token_rewards(scores_B.double(), kl_BG, mask_BG, kl_coef))
@@ -239,7 +239,7 @@ def batch_advantages(
     first subtracts the group's mean from the scores."""
     wide_NS, sums = scores_NS.double(), _reward_sums(scores_NS)
     kl_NSG = torch.zeros_like(mask_NSG, dtype=torch.float64)
-    if ref_logprobs_NSG is not None and kl_in == "reward":
+    if logprobs_NSG is not None and ref_logprobs_NSG is not None and kl_in == "reward":
         kl_NSG = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double()
         sums |= _kl_sums(kl_NSG.sum(-1), mask_NSG)
     if baseline == "group":
@@ -278,7 +278,7 @@ def distillation_advantages(
     Dims are [B, G]; with scores [N, S, G].
     """
     kl, num_tokens = token_kl(logprobs, teacher_logprobs, mask).double(), mask.sum(-1).double()
-    advantages, sums = -kl_coef * kl, {"teacher_kl": (kl.sum(-1), num_tokens)}
+    advantages, sums = -kl_coef * kl, Sums(teacher_kl=(kl.sum(-1), num_tokens))
     if scores_NS is not None:
         task_NS = _scaled_by_group(scores_NS.double(), torch.ones_like(scores_NS, dtype=torch.bool), scale_eps)[0]
         advantages = advantages + task_coef * task_NS[..., None]

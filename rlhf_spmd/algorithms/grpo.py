@@ -10,7 +10,6 @@ Shao et al. 2024 (arXiv 2402.03300). Options make it one of
 and aggregation=seq-mean-token-mean is the paper's own. The tensor math is in group_advantages.py and surrogates.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -19,6 +18,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from rlhf_spmd.algorithms import policy_gradient
 from rlhf_spmd.algorithms.page import Metric, NonNegative
 from rlhf_spmd.algorithms.policy_gradient import KLEstimator
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "GRPO"
 DATA = {"prompts": "prompt"}
@@ -43,7 +43,7 @@ class Options(policy_gradient.Options):
     oversampling: Factor = 1.0  # groups of a mini-batch for each one that is trained on; the first ones left are
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """One iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages, used = compute(
@@ -94,7 +94,7 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
                 f"{mini_batch / samples_per_prompt:g} groups of samples_per_prompt={samples_per_prompt}, of which "
                 f"{wanted:g} would be trained on; choose mini_batch so that both are whole numbers"
             )
-    return policy_gradient.loss_problem(options, kl_in_loss=True, kl_unbiased=options.kl_unbiased)
+    return policy_gradient.loss_problem(options, kl_estimator=options.kl_estimator, kl_unbiased=options.kl_unbiased)
 
 
 def refused(options: Options, *, can_end: bool) -> str:

@@ -4,7 +4,6 @@ The loss is `surrogate_loss` (surrogates.py). grpo.py, rloo.py, remax.py and rei
 advantages (group_advantages.py) and in their defaults.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from pydantic import PositiveFloat
 
 from rlhf_spmd.algorithms import off_policy
 from rlhf_spmd.algorithms.page import Metric, NonNegative
-from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workflow import Data, Models, Role
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 RatioLevel = Literal["token", "sequence", "product"]
@@ -38,7 +37,7 @@ class Options(off_policy.Options):
     entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
 
 
-def rollout(options: Options, model: Callable, prompts: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+def rollout(options: Options, model: Models, prompts: Data) -> tuple[Data, Data, dict[str, Any], dict[str, Any]]:
     """Responses; their scores; arguments of advantages that need a KL divergence; arguments of the loss."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
@@ -59,12 +58,12 @@ def divisor(options: Options) -> Literal["tokens", "responses"]:
     return "tokens" if options.aggregation == "token-mean" else "responses"
 
 
-def loss_problem(options: Options, *, kl_in_loss: bool = False, kl_unbiased: bool | None = None) -> str:
-    """Why options of the loss contradict each other; empty if they do not. kl_in_loss: the KL divergence is a term of
-    the loss, which then has an estimator. kl_unbiased: the option, of pages that have it."""
+def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbiased: bool | None = None) -> str:
+    """Why options of the loss contradict each other; empty if they do not. kl_estimator: where the KL divergence is a
+    term of the loss. kl_unbiased: the option, of pages that have it."""
     if found := off_policy.problem(options):
         return found
-    if kl_in_loss and options.kl_coef > 0 and options.kl_estimator == "k1" and not kl_unbiased:
+    if kl_estimator == "k1" and options.kl_coef > 0 and not kl_unbiased:
         others = "k2 or k3" if kl_unbiased is None else "k2 or k3, or kl_unbiased=true"
         return (
             "kl_estimator=k1 as a term of the loss has no gradient from the reference, so it would not keep the actor "

@@ -4,16 +4,16 @@ Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegle
 tensor math is in advantages.py and losses.py; the strategy decides which rank does what.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms import off_policy
 from rlhf_spmd.algorithms.controllers import RunningMoments, least_horizon, next_kl_coef
 from rlhf_spmd.algorithms.page import Fraction01, Metric, NonNegative
-from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "PPO"
 DATA = {"prompts": "prompt"}
@@ -47,7 +47,7 @@ class Options(off_policy.Options):
     kl_early_stop: PositiveFloat | None = None  # nats per token that end the iteration's actor steps early
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """One iteration."""
     actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
     responses, logprobs = actor.generate(prompts)
@@ -118,7 +118,7 @@ def initial_state(options: Options) -> State:
     return State(options.kl_coef)
 
 
-def read_state(values: Mapping) -> State:
+def read_state(values: Mapping[str, Any]) -> State:
     """The inverse of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
     moments = values["score_moments"] if "score_moments" in values else values["scores"]
     return State(float(values["kl_coef"]), RunningMoments(*(float(moments[name]) for name in asdict(RunningMoments()))))

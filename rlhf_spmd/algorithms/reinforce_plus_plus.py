@@ -4,13 +4,13 @@ Hu et al. 2025 (arXiv 2501.03262). baseline=group first subtracts the mean of a 
 kl_in=loss kl_estimator=k2. The tensor math is in group_advantages.py and surrogates.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_spmd.algorithms import policy_gradient
 from rlhf_spmd.algorithms.page import NonNegative
 from rlhf_spmd.algorithms.policy_gradient import KLEstimator
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "REINFORCE++"
 DATA = {"prompts": "prompt"}
@@ -28,7 +28,7 @@ class Options(policy_gradient.Options):
     baseline: Literal["none", "group"] = "none"  # group: the mean of a prompt's samples comes off their scores
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """One iteration. Whitening needs the whole batch, so nothing streams."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
@@ -52,4 +52,4 @@ def problem(options: Options, *, samples_per_prompt: int) -> str:
     """Why these options make no sense together or with those of the run; empty if they do."""
     if options.baseline == "group" and samples_per_prompt < 2:
         return "baseline=group is the mean of a prompt's samples: set samples_per_prompt=4, or at least 2"
-    return policy_gradient.loss_problem(options, kl_in_loss=options.kl_in == "loss")
+    return policy_gradient.loss_problem(options, kl_estimator=options.kl_estimator if options.kl_in == "loss" else None)

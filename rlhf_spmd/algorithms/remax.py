@@ -4,11 +4,11 @@ Li et al. 2023 (arXiv 2310.10505). The two generate calls do not depend on each 
 by side. The tensor math is in group_advantages.py and surrogates.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_spmd.algorithms import policy_gradient
 from rlhf_spmd.algorithms.page import Metric, NonNegative
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "ReMax"
 DATA = {"prompts": "prompt"}
@@ -22,7 +22,7 @@ class Options(policy_gradient.Options):
     kl_coef: NonNegative = 0.05  # weight of the KL divergence in the reward of each token; 0: there is no reference
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """One iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     greedy_responses, _ = model("actor").generate(prompts, name="greedy", temperature=0.0)

@@ -6,12 +6,11 @@ whose head is then zeros, or from a reward model; what it saves is a folder for 
 also a value function, from which a critic of PPO may start. The tensor math is in preferences.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.algorithms.page import Metric, NonNegative, Number
-from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "reward model"
 DATA = {"prompts": "prompt", "chosen": "chosen", "rejected": "rejected", "margins": Number("margin", default=0.0)}
@@ -26,7 +25,15 @@ class Options(page.Options):
     foresight_coef: NonNegative = 0.0  # weight of (output at an earlier token - score)^2, for critics; e.g. 0.1
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts, chosen, rejected, margins) -> None:
+def workflow(
+    options: Options,
+    model: Models,
+    compute: ComputeFunction,
+    prompts: Data,
+    chosen: Data,
+    rejected: Data,
+    margins: Data,
+) -> None:
     """One iteration."""
     model("reward").train("bradley_terry_loss", prompts, chosen, rejected, margins=margins, divisor="rows")
 

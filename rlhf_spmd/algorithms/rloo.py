@@ -4,11 +4,11 @@ Ahmadian et al. 2024 (arXiv 2402.14740). The KL divergence from the reference co
 The tensor math is in group_advantages.py and surrogates.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_spmd.algorithms import policy_gradient
 from rlhf_spmd.algorithms.page import NonNegative
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "RLOO"
 DATA = {"prompts": "prompt"}
@@ -24,7 +24,7 @@ class Options(policy_gradient.Options):
     kl_coef: NonNegative = 0.05  # weight of the KL divergence in the reward; 0: there is no reference
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """One iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(

@@ -5,12 +5,11 @@ A row is a text, a conversation, or a prompt and a completion (runtime/data/row_
 (data.turns=all). The tensor math is in likelihood.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.algorithms.page import AssistantTokens, Metric
-from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "supervised fine-tuning"
 DATA = {"prompts": "prompt", "responses": "completion", "trained": AssistantTokens()}
@@ -24,7 +23,9 @@ class Options(page.Options):
     log_entropy: bool = True  # also compute the entropy of the distribution of each learned token, for the log
 
 
-def workflow(options: Options, model: Callable, compute: Callable, prompts, responses, trained) -> None:
+def workflow(
+    options: Options, model: Models, compute: ComputeFunction, prompts: Data, responses: Data, trained: Data
+) -> None:
     """One iteration."""
     model("actor").train(
         "likelihood_loss", prompts, responses, trained=trained, divisor=trained, entropy=options.log_entropy

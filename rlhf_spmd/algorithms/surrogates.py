@@ -14,7 +14,7 @@ et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISP
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,18 +116,23 @@ class _Held(torch.autograd.Function):
     gradient keeps its sign and stays finite."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, low: float, high: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
         return x.clamp(low, high)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
+
+
+def _held(x: Tensor, low: float, high: float) -> Tensor:
+    held: Tensor = _Held.apply(x, low, high)  # type: ignore[no-untyped-call]  # torch's
+    return held
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """exp of a log-ratio that is held at +-20 nats. An infinite ratio would make NaN of the zero gradient of a token
     that is clipped."""
-    return _Held.apply(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return _held(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped(
@@ -165,7 +170,7 @@ def kl_estimate(difference_BG: Tensor, estimator: Literal["k1", "k2", "k3"]) -> 
         return difference_BG
     if estimator == "k2":
         return 0.5 * difference_BG.square()
-    held_BG = _Held.apply(-difference_BG, -math.inf, MAX_LOG_RATIO)
+    held_BG = _held(-difference_BG, -math.inf, MAX_LOG_RATIO)
     return held_BG.expm1() - held_BG
 
 
@@ -218,7 +223,7 @@ def off_policy_weights(
         low, high = rejection_range or REJECTED[rejection]
         is_rejected_BG = is_rejected_BG | (w[rejection] < low) | (w[rejection] > high)
     num_tokens = mask_BG.sum().double()
-    sums = {
+    sums: Sums = {
         "importance_weight": (torch.where(mask_BG, factors_BG, 0.0).sum(), num_tokens),
         "rejected": ((is_rejected_BG & mask_BG).sum().double(), num_tokens),
     }

@@ -15,7 +15,6 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
@@ -55,7 +54,7 @@ def num_rows(config: Config) -> int:
     """The rows in the files of data.prompts. Raises UserError."""
     from rlhf_spmd.runtime.data.readers import others_of, read_records
 
-    key = config.data.key or config.algorithm.data[PROMPTS]
+    key = config.data.key or config.algorithm.prompts
     others = others_of(key, tuple(config.algorithm.responses.values()))
     return sum(len(read_records(Path(path), key, others)) for path in prompt_files(config))
 
@@ -81,7 +80,7 @@ def check_rewards(config: Config, file: ConfigFile | None = None) -> list[Findin
             findings += [_check_reward(spec, evaluation) for spec in split_functions(evaluation.reward_function)]
         except UserError as error:
             raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
-    return list(dict.fromkeys(filter(None, findings)))
+    return list(dict.fromkeys(one for one in findings if one is not None))
 
 
 def _check_reward(spec: str, config: Config) -> Finding | None:
@@ -94,7 +93,7 @@ def _check_reward(spec: str, config: Config) -> Finding | None:
     paths = [Path(path) for path in prompt_files(config)]
     function = load_reward_function(spec, None)
     if function.asks_for_columns and paths and all(path.is_file() for path in paths):
-        function.bound_to(column_names(paths, config.data.key or config.algorithm.data[PROMPTS]))
+        function.bound_to(column_names(paths, config.data.key or config.algorithm.prompts))
     return None
 
 

@@ -1,6 +1,6 @@
 """The best plans and the shipped strategies side by side, each with its forecast, and the fastest as a strategy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from types import ModuleType
@@ -40,14 +40,26 @@ NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fas
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A row of the table: a plan or a shipped strategy with its forecast, or the reason why it has none."""
+    """A plan or a shipped strategy that fits. note: options that were chosen. evaluation: the program of the run's
+    evaluations."""
 
     name: str
-    program: Program | None
-    forecast: Forecast | None
-    note: str = ""  # options that were chosen, or why there is no forecast
-    missing_bytes: int = 0  # of a device, where it does not fit
-    evaluation: Program | None = None  # of the run
+    program: Program
+    forecast: Forecast
+    note: str = ""
+    evaluation: Program | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A shipped strategy without a forecast. note: why. missing_bytes: of a device, if that is why."""
+
+    name: str
+    note: str
+    missing_bytes: int = 0
+
+
+Row = Alternative | Misfit  # of the table
 
 
 def alternatives(
@@ -58,7 +70,7 @@ def alternatives(
     evaluate: Evaluate = no_evaluation,
     top: int | None = None,
     **options: Any,
-) -> tuple[list[Alternative], SearchResult]:
+) -> tuple[list[Row], SearchResult]:
     """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
     result of the search. evaluate: makes the program of the run's evaluations, which must fit, too. Raises UserError if
     nothing fits."""
@@ -71,14 +83,14 @@ def alternatives(
         Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
         for number, plan in enumerate(found.plans[:top], start=1)
     ]
-    return plans + shipped, found
+    return [*plans, *shipped], found
 
 
 def fitted(
     name: str, workload: Workload, cluster: Cluster, calibration: Calibration, evaluate: Evaluate = no_evaluation
-) -> Alternative:
+) -> Row:
     """A shipped strategy with the first options with which it fits; else why it does not."""
-    strategy, refused, short = load_strategy(name), "", {}
+    strategy, refused, short = load_strategy(name), "", dict[str, int]()
     for options in options_to_try(name, workload, cluster):
         words = " ".join(f"{option}={value}" for option, value in options.items())
         try:
@@ -91,21 +103,21 @@ def fitted(
             return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
         short[words] = missing_bytes(program, evaluation)
     if not short:
-        return Alternative(name, None, None, refused)
+        return Misfit(name, refused)
     words = min(short, key=short.__getitem__)
     with_options = f" with {words}" if words else ""
     note = f"does not fit: a device lacks {format_bytes(short[words])}{with_options}"
-    return Alternative(name, None, None, note, short[words], evaluation)
+    return Misfit(name, note, short[words])
 
 
-def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
+def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
     """The rows that `check` has no error about, fastest first."""
-    for row in sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s):
+    for row in sorted((row for row in rows if isinstance(row, Alternative)), key=lambda row: row.forecast.makespan_s):
         if not any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
             yield row
 
 
-def most_promising(rows: list[Alternative], number: int) -> list[Alternative]:
+def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
     """The rows that are worth measuring, fastest first. Of the rows that are forecast to take at most NEAR times the
     seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement (name_of()),
     because placements of a kind differ less than their forecasts err. Then the next ones."""
@@ -122,19 +134,19 @@ def most_promising(rows: list[Alternative], number: int) -> list[Alternative]:
     return [row for row in order if row.name in chosen]
 
 
-def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
+def fastest(rows: Sequence[Row], cluster: Cluster) -> Alternative:
     """The first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
         return best
     raise UserError(f"there is no plan for {cluster}. {_nearest(rows)}")
 
 
-def _nearest(shipped: list[Alternative]) -> str:
+def _nearest(shipped: Sequence[Row]) -> str:
     """Which of the shipped strategies fits best, as a sentence."""
     if best := next(ranked(shipped), None):
         words = f" with {best.note}" if best.note else ""
         return f"Strategy {best.name}{words} fits if generation decodes fewer sequences at a time"
-    tight = [row for row in shipped if row.missing_bytes > 0]
+    tight = [row for row in shipped if isinstance(row, Misfit) and row.missing_bytes > 0]
     if not tight:
         return shipped[0].note
     least = min(tight, key=lambda row: row.missing_bytes)
@@ -142,20 +154,22 @@ def _nearest(shipped: list[Alternative]) -> str:
     return f"Of the shipped strategies, {least.name} lacks the least, {missing} even with the smallest KV cache"
 
 
-def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
+def plans_table(rows: Sequence[Row], calibration: Calibration) -> str:
     """Seconds, waste and bytes of every row; then the seconds of each call and what limits it."""
-    shown = [row for row in rows if row.forecast]
+    shown = [row for row in rows if isinstance(row, Alternative)]
     limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
-    first = [("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "about it")]
+    first: list[tuple[str, ...]] = [
+        ("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "about it")
+    ]
     for row in rows:
-        if row.forecast is None:
+        if isinstance(row, Misfit):
             first.append((row.name, *["-"] * (len(first[0]) - 2), row.note))
             continue
         sizes = [format_bytes(size) for size in (most_bytes(row.forecast), *(_device(row.program) if limited else ()))]
         words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
         first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
     calls = [call.name for call in shown[0].program.workload.workflow.placed_calls] if shown else []
-    second = [("plan", *calls)]
+    second: list[tuple[str, ...]] = [("plan", *calls)]
     for row in shown:
         seconds, limit = call_s(row.forecast), limits(row.program, calibration)
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" for call in calls)))
@@ -165,8 +179,9 @@ def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
 
 def _device(program: Program) -> tuple[int, int]:
     """The reserved bytes and the memory of the device on which a program may use the least."""
-    node = min((node for node in program.cluster.nodes if node.device_bytes), key=lambda node: node.usable_bytes)
-    return node.device_bytes - node.usable_bytes, node.device_bytes
+    limited = [(node.usable_bytes or 0, node.device_bytes) for node in program.cluster.nodes if node.device_bytes]
+    usable, whole = min(limited, key=lambda one: one[0])
+    return whole - usable, whole
 
 
 def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:

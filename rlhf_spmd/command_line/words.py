@@ -62,7 +62,7 @@ def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
         return replace(file, words=words, page=None)
     if "algorithm" in code and named is None:
         raise UserError(f"{file.path}: the algorithm {code['algorithm']} {how} --algorithm {code['algorithm']}")
-    if "algorithm" in code and Path(named).absolute() != Path(code["algorithm"]).absolute():
+    if "algorithm" in code and Path(str(named)).absolute() != Path(code["algorithm"]).absolute():
         own = Path(words.pop("algorithm", "")).stem  # not loaded to ask for its roles
         file = file.without(lambda key: key.startswith((f"{own}.", "models.", "optimizer.")))
         return replace(file, words=words, page=None)
@@ -77,9 +77,10 @@ def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
 
 def code_note(file: ConfigFile | None) -> str:
     """What a run is to say about the code that the file of another run names; empty if there is none."""
-    code = file.code if file else {}
+    if file is None or not (code := file.code):
+        return ""
     named = ", ".join(f"{name} {text}" for name, text in code.items())
-    return f"note: code that {file.path} names is run: {named}" if code else ""
+    return f"note: code that {file.path} names is run: {named}"
 
 
 def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
@@ -135,6 +136,7 @@ def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
 def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
     """What to plan for; layout: the default. Raises UserError if something does not exist or fit together."""
     config, cluster, calibration = read_calibrated(parsed, layout)
+    assert calibration is not None, "required"
     refuse_options(config)
     return config, make_workload(config), cluster, calibration
 

@@ -6,7 +6,7 @@ from rlhf_spmd.config.evaluation_metrics import metric_names
 from rlhf_spmd.config.options import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
-from rlhf_spmd.plan.workflow import check_temperature
+from rlhf_spmd.plan.workflow import Compute, Generate, check_temperature
 
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
@@ -100,7 +100,7 @@ def _check_budget(config: Config) -> None:
     """Raises UserError for options that do not go with a budget of tokens."""
     given, name, roles = f"mini_batch_tokens={config.mini_batch_tokens}", config.algorithm.name, config.algorithm.roles
     workflow = config.algorithm.workflow(config.options)
-    if any(call.kind in ("generate", "compute") or roles[call.model].judge for call in workflow.calls):
+    if any(isinstance(call, Generate | Compute) or roles[call.model].judge for call in workflow.calls):
         raise UserError(
             f"{given}: {name} makes data of rows before it trains on them; a budget is for algorithms that only learn "
             "from responses of the data set (sft, reward_model, dpo); drop the option"

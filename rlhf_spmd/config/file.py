@@ -181,16 +181,23 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
 def _value(where: str, key: str, node: Any) -> str | list[str] | None:
     """A text, the texts of a list, or None for null."""
     if isinstance(node.value, list):
-        items = [_value(where, key, item) if _is_text(item) else None for item in node.value]
-        if not node.tag.endswith(":seq") or not all(isinstance(item, str) for item in items):
+        items = [_text(where, key, item) if _is_text(item) else None for item in node.value]
+        texts = [item for item in items if item is not None]
+        if not node.tag.endswith(":seq") or len(texts) < len(items):
             raise UserError(f"{where}: {key} has a list of something else than texts and numbers: write [a, b]")
-        return items
+        return texts
+    return _text(where, key, node)
+
+
+def _text(where: str, key: str, node: Any) -> str | None:
+    """A text, or None for null."""
     if not _is_text(node):
         raise UserError(f"{where}: {key} has the tag {node.tag}, which is not read: write the value alone")
     if node.style is None and node.value in NULLS:
         return None
     try:
-        return node.value.encode("utf-16", "surrogatepass").decode("utf-16")  # JSON may write a character as a pair
+        encoded: bytes = node.value.encode("utf-16", "surrogatepass")
+        return encoded.decode("utf-16")  # JSON may write a character as a pair
     except UnicodeDecodeError:
         raise UserError(f"{where}: {key} has half a surrogate pair: write the character itself") from None
 
@@ -203,7 +210,7 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
     if node.tag.endswith(":map") and isinstance(node.value, list):
         found: dict[str, Any] = {}
         for name_node, value in node.value:
-            name = _value(where, key, name_node) if _is_text(name_node) else None
+            name = _text(where, key, name_node) if _is_text(name_node) else None
             if name is None or name in found:
                 what = f"{name!r} twice" if name in found else f"{_kind(name_node)} as a name"
                 raise UserError(f"{where}: {key} has {what}: write `name: value`, each name once")
@@ -211,7 +218,7 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
         return found
     if node.tag.endswith(":seq") and isinstance(node.value, list):
         return [_object(where, key, item, number) for item in node.value]
-    text = _value(where, key, node)
+    text = _text(where, key, node)
     if node.style is not None or text is None:
         return text
     if node.tag.endswith(":bool"):

@@ -117,13 +117,16 @@ class Logging:
     aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
 
 
+DEFAULTS = Options()  # stands for those of the algorithm
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
     preset: str  # name of the preset; set by `--preset` only
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
-    options: Options | None = None  # of the algorithm: `NAME.option=VALUE`; None: its defaults
+    options: Options = DEFAULTS  # of the algorithm: `NAME.option=VALUE`
     models: Mapping[str, str] = field(default_factory=dict)  # checkpoint folder of each model, by its role
     shape: str = ""  # of a preset without weights, for check and plan: a model shape for all roles, or ROLE=SHAPE,...
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
@@ -161,8 +164,10 @@ class Config:
         roles, name = self.algorithm.roles, self.algorithm.name
         if name in {part.name for part in dataclasses.fields(self)}:
             raise UserError(f"algorithm {name}: {name} is an option of every run; give the file another name")
-        rates = {role: self.optimizer.lr.get(role, roles[role].lr) for role in self.algorithm.trained_roles}
-        object.__setattr__(self, "options", self.options or self.algorithm.options())
+        usual = {role: lr for role in self.algorithm.trained_roles if (lr := roles[role].lr) is not None}
+        rates = {role: self.optimizer.lr.get(role, lr) for role, lr in usual.items()}
+        if self.options is DEFAULTS:
+            object.__setattr__(self, "options", self.algorithm.options())
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
 
@@ -342,7 +347,8 @@ def resolved(config: Config, *, algorithm: str | None = None, strategy: str | No
         else:
             found[key] = value
     named = {"name": strategy} if strategy else {}
-    return json.loads(json.dumps(found | {"strategy": named | config.strategy}))
+    values: dict[str, Any] = json.loads(json.dumps(found | {"strategy": named | config.strategy}))
+    return values
 
 
 def leaves(config: Config) -> dict[str, str]:

@@ -174,7 +174,7 @@ def load(
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
     file = file or ConfigFile("")
     named = preset or file.words.get("preset")
-    loaded, file = _algorithm(algorithm, file, ALGORITHMS.get(named, "ppo"))
+    loaded, file = _algorithm(algorithm, file, ALGORITHMS.get(named or "", "ppo"))
     if model:
         file = file.without(f"models.{next(iter(loaded.roles))}".__eq__)
     model = model or file.words.get("model")
@@ -232,4 +232,4 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
 def all_keys(file: ConfigFile | None = None) -> list[str]:
     """Every key that an override may set in a run of PPO, or of the algorithm that a file names."""
     file = file or ConfigFile("")
-    return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset"), "ppo"))[0]))
+    return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset", ""), "ppo"))[0]))

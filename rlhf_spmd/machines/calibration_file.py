@@ -58,7 +58,7 @@ def load_calibration(name: str) -> Calibration:
             hint = did_you_mean(network, NETWORKS)
             raise UserError(f"calibration {name!r}: unknown network {network!r}{hint}; known: {', '.join(NETWORKS)}")
         found = load_calibration(machine)
-        sources = found.sources | {f"between.{one}": "data sheet" for one in ("bytes_per_s", "latency_s")}
+        sources = dict(found.sources) | {f"between.{one}": "data sheet" for one in ("bytes_per_s", "latency_s")}
         return replace(found, name=f"{found.name}+{network}", between=NETWORKS[network], sources=sources)
     if name.endswith(".json"):
         return read_calibration(name)

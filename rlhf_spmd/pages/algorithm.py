@@ -17,7 +17,17 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
-from rlhf_spmd.plan.workflow import Call, Compute, Role, Train, Workflow, trace
+from rlhf_spmd.plan.workflow import (
+    Compute,
+    ComputeFunction,
+    Data,
+    LossCall,
+    Models,
+    Role,
+    Train,
+    Workflow,
+    trace,
+)
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
@@ -59,6 +69,11 @@ class Algorithm:
         return tuple(name for name, role in self.roles.items() if role.lr is not None)
 
     @property
+    def prompts(self) -> str:
+        """The data set's column of prompts."""
+        return str(self.data[PROMPTS])
+
+    @property
     def responses(self) -> dict[str, str]:
         """The responses that the data set has: key -> column."""
         return {key: one for key, one in self.data.items() if isinstance(one, str) and key != PROMPTS}
@@ -88,7 +103,7 @@ class Algorithm:
     def workflow(self, options: page.Options, *, replay: bool = False) -> Workflow:
         """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
 
-        def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
+        def on_symbols(model: Models, compute: ComputeFunction, **data: Data) -> None:
             with self.calling("workflow", self.module.workflow):
                 self.module.workflow(options=options, model=model, compute=compute, **data)
 
@@ -106,10 +121,11 @@ class Algorithm:
         """Where functions are looked up, in order."""
         return [self.module, *(importlib.import_module(f"rlhf_spmd.algorithms.{name}") for name in FUNCTIONS)]
 
-    def function(self, name: str) -> Callable:
+    def function(self, name: str) -> Callable[..., Any]:
         """The function that a call names. Raises UserError if there is none."""
         for module in self._modules():
-            if callable(found := getattr(module, name, None)):
+            found: Callable[..., Any] | None = getattr(module, name, None)
+            if callable(found):
                 return found
         places = ", ".join(f"{module}.py" for module in FUNCTIONS)
         raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
@@ -117,14 +133,15 @@ class Algorithm:
     @property
     def samples(self) -> int:
         """Its default number of responses to a prompt."""
-        return getattr(self.module, "SAMPLES_PER_PROMPT", 1)
+        return int(getattr(self.module, "SAMPLES_PER_PROMPT", 1))
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
         """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
         if not hasattr(self.module, "refused"):
             return ""
         with self.calling("refused", self.module.refused):
-            return self.module.refused(options, can_end=can_end)
+            said: str = self.module.refused(options, can_end=can_end)
+            return said
 
     def problem(self, options: page.Options, **run: int) -> str:
         """What the page says against its options in a run of these sizes; empty if nothing. run: options of the run by
@@ -132,18 +149,20 @@ class Algorithm:
         if not hasattr(self.module, "problem"):
             return ""
         with self.calling("problem", self.module.problem):
-            return self.module.problem(**bound(self.module.problem, {"options": options} | run))
+            said: str = self.module.problem(**bound(self.module.problem, {"options": options} | run))
+            return said
 
-    def companion(self, name: str, suffix: str) -> Callable | None:
+    def companion(self, name: str, suffix: str) -> Callable[..., Any] | None:
         """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
         that a page's function gets no companion of a shared function of the same name."""
         function = self.function(name)
         for module in self._modules():
-            if getattr(module, name, None) is function and callable(found := getattr(module, name + suffix, None)):
+            found: Callable[..., Any] | None = getattr(module, name + suffix, None)
+            if getattr(module, name, None) is function and callable(found):
                 return found
         return None
 
-    def calling(self, name: str, function: Callable, **more: Any) -> AbstractContextManager:
+    def calling(self, name: str, function: Callable[..., Any], **more: Any) -> AbstractContextManager[None]:
         """For a call of a function that the page names; an error in a page of the package is one of the program."""
         if not self.from_file:
             return nullcontext()
@@ -163,7 +182,12 @@ class Algorithm:
             return self.module.read_state(values)
 
     def after_iteration(
-        self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
+        self,
+        state: Any,
+        options: page.Options,
+        means: Mapping[str, float],
+        weights: Mapping[str, float],
+        num_sequences: int,
     ) -> Any:
         """The state after an iteration, from global numbers only."""
         values = state, options, means, weights, num_sequences
@@ -216,7 +240,7 @@ def word_of(parameter: str) -> str:
     return SHAPE_LETTERS.sub("", parameter)
 
 
-def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
+def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for a function, from the available values. Raises UserError if one is missing."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -234,7 +258,7 @@ def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def readout_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
+def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, str]]:
     """Words by which a loss may ask for outputs of the model that it trains: word -> key of the responses, output."""
     own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
     own += [MOST_LIKELY] if LOGPROBS in own else []
@@ -242,9 +266,12 @@ def readout_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
     return _qualified(call.responses, own)
 
 
-def mask_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
+def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[str, str]]:
     """Words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
-    keys = call.responses or tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
+    if isinstance(call, Compute):
+        keys = tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
+    else:
+        keys = call.responses
     return _qualified(tuple(dict.fromkeys(keys)), [MASK, ENDED])
 
 
@@ -269,9 +296,9 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
                 raise UserError(f"algorithm {algorithm.name}: {text}") from None
 
 
-def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: Mapping[str, Any]) -> None:
+def _check_call(algorithm: Algorithm, workflow: Workflow, call: LossCall | Compute, numbers: dict[str, Any]) -> None:
     """check_functions() for one call."""
-    given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
+    given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     own = readout_words(workflow, call) if isinstance(call, Train) else {}
     function = algorithm.function(call.function)
     bound(function, numbers | given | own)
@@ -287,7 +314,7 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: M
     made = dict.fromkeys(call.outputs)
     for suffix in ("_sums", "_prepare", "_finish"):
         companion = algorithm.companion(call.function, suffix)
-        if companion is None and call.sums and suffix != "_prepare":
+        if companion is None and isinstance(call, Compute) and call.sums and suffix != "_prepare":
             raise UserError(
                 f"{call.function} has sums=True, but its file has no function {call.function}{suffix}; add it"
             )
@@ -365,8 +392,8 @@ def _problem(module: ModuleType) -> str:
     for name, metric in module.METRICS.items():
         if not isinstance(metric, page.Metric):
             return f"METRICS does not give {name} a page.Metric"
-        if odd := _odd_metric(metric):
-            return f"METRICS gives {name} {odd}"
+        if wrong := _odd_metric(metric):
+            return f"METRICS gives {name} {wrong}"
     if PROMPTS not in module.DATA:
         return f"DATA has no {PROMPTS}"
     texts = [key for key, one in module.DATA.items() if isinstance(one, str)]

@@ -15,10 +15,12 @@ ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long
 LONGEST = 300  # characters of a value that a message shows
 TEMPLATE_KWARGS = "data.chat_template_kwargs"  # the option that is an object of JSON
 # what transformers' apply_chat_template takes for itself, or defines for templates
-RESERVED = ("conversation", "conversations", "messages", "self", "tools", "chat_template", "add_generation_prompt")
-RESERVED += ("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length")
-RESERVED += ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "compiled_template")
-RESERVED += ("strftime_now", "raise_exception", "namespace", "dict")
+RESERVED = (
+    *("conversation", "conversations", "messages", "self", "tools", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "compiled_template"),
+    *("strftime_now", "raise_exception", "namespace", "dict"),
+)
 
 
 def check_length(given: Mapping[str, Given]) -> None:
@@ -81,7 +83,8 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{shown}: Input should be a finite number")
         return value
-    if all(item["type"] in ("dict_type", "mapping_type") for item in problem.errors()):
+    errors = problem.errors() if problem else []
+    if all(item["type"] in ("dict_type", "mapping_type") for item in errors):
         raise UserError(f'{shown}: write an object of JSON, such as {{"enable_thinking": false}}')
-    detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
+    detail = "; ".join(dict.fromkeys(item["msg"] for item in errors))
     raise UserError(f"{shown}: {detail}")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import why_no_file
@@ -27,18 +28,20 @@ PACKAGE = str(Path(__file__).parents[1])  # its own lines say nothing about an e
 
 
 class _Loader(SourceFileLoader):
-    def get_code(self, fullname: str):
+    def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_file(path: Path, name: str) -> ModuleType:
     """Imports a file and registers it in `sys.modules` under `name`. Raises whatever the code of the file raises."""
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
+    loader = _Loader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "there is a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         with guarded(f"importing {path}"):
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -70,7 +73,7 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
     else:
         hint = did_you_mean(name, known)
         raise UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}, or give a file path/to/mine.py")
-    return module, source_of(Path(module.__file__))
+    return module, source_of(Path(str(module.__file__)))
 
 
 def source_of(path: Path) -> str:
@@ -82,15 +85,19 @@ def source_of(path: Path) -> str:
 
 
 @contextmanager
-def calling(who: str, function: Callable, fix: str, *, lets: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def calling(
+    who: str, function: Callable[..., Any], fix: str, *, lets: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Runs the block, one call of a user's function, guarded. Whatever it raises becomes a UserError that names the
     function and the line, but for UserErrors and those of `lets`, and the user's wish to end the program."""
     try:
         with guarded(who):
             yield
-    except (UserError, *lets):
+    except UserError:
         raise
     except BaseException as error:
+        if isinstance(error, lets):
+            raise
         pass_on_interrupt(error)
         raise UserError(f"{who} raised {described(error, function)}; {fix}") from error
 
@@ -102,7 +109,7 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def described(error: BaseException, function: Callable | None) -> str:
+def described(error: BaseException, function: Callable[..., Any] | None) -> str:
     """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
     message = " ".join(_text(error).split())[:300]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__

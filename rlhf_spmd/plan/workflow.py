@@ -7,7 +7,7 @@ which has no model and runs wherever its results are consumed).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import LOGPROBS, READOUTS, Shape, generated_keys
@@ -301,6 +301,14 @@ class Recorder:
         return made[0] if len(made) == 1 else made
 
 
+class ComputeFunction(Protocol):
+    """Recorder.compute, as a page sees it: the symbolic value that it makes, or a tuple of several."""
+
+    def __call__(
+        self, function: str, *, makes: Mapping[str, Shape], scope: Scope = "row", sums: bool = False, **arguments: Data
+    ) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A symbolic model: its methods record calls."""
@@ -397,6 +405,9 @@ def _data(function: str, name: str, value: object) -> Data:
             "of the algorithm, which its functions get by name"
         )
     return value
+
+
+Models = Callable[[str], Model]  # a role's name -> its symbolic model
 
 
 def trace(

@@ -4,7 +4,6 @@ import argparse
 import json
 
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
-from rlhf_spmd.plan.runtime_words import PROMPTS
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -14,7 +13,7 @@ def run(parsed: argparse.Namespace) -> int:
         algorithm = load_algorithm(name)
         workflow = algorithm.workflow(algorithm.options())
         roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)
-        columns = [algorithm.data[PROMPTS], *algorithm.responses.values()]
+        columns = [algorithm.prompts, *algorithm.responses.values()]
         columns += [f"{number.column} (a number)" for number in algorithm.row_numbers.values()]
         print(f"{name}: {algorithm.title}; {roles}; data {', '.join(columns)}")
         for call in workflow.calls:

@@ -1,6 +1,6 @@
 """A program as text: who runs what, what moves, and what one rank executes in an iteration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlhf_spmd.plan.cost.memory import (
@@ -172,7 +172,7 @@ def _instructions(program: Program, rank: int) -> str:
     return "\n".join(lines)
 
 
-def show_findings(findings: list[Finding]) -> str:
+def show_findings(findings: Sequence[Finding]) -> str:
     """Every finding, or what it means that there is none."""
     if not findings:
         return "\nNo findings: every message has its receiver, every group meets in one order, nothing can deadlock."

@@ -15,7 +15,6 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function
@@ -68,7 +67,7 @@ class Scorer:
             self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
-        self.key = config.data.key or config.algorithm.data[PROMPTS]
+        self.key = config.data.key or config.algorithm.prompts
         self.texts = None
         if reads_text(config, role):
             self.texts = RewardTexts(folder, self.shape, self.key, role, started=started)
@@ -141,6 +140,6 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)
-    key = config.data.key or config.algorithm.data[PROMPTS]
+    key = config.data.key or config.algorithm.prompts
     texts = RewardTexts(folder, read_config(folder), key, role, started="")
     return f" ({texts.describe(data.records([0])[0])})"

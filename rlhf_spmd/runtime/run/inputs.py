@@ -67,7 +67,7 @@ def read_prompts(
         template,
         config.data.chat_template_kwargs,
         max_prompt_tokens=config.data.max_prompt,
-        key=config.data.key or config.algorithm.data[PROMPTS],
+        key=config.data.key or config.algorithm.prompts,
         long_prompts=config.data.long_prompts,
         seed=config.seed,
         weights=config.data.weights,
