@@ -42,6 +42,7 @@ test-slurm: .venv/.installed-test  ## the job scripts on a Slurm of two nodes; n
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
 	$(BIN)/shellcheck -x slurm/*.sh slurm/*.sbatch
 
 format: .venv/.installed-test

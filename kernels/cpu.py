@@ -79,7 +79,10 @@ def pack(weight_OI: Tensor) -> Panels:
 def product(x_NI: Tensor, weight_OI: Tensor | Panels, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + b -> y_NO, without a backward pass. Raises MemoryError if there is no room for its scratch."""
     is_packed = isinstance(weight_OI, Panels)
-    numbers, num_out = (weight_OI.numbers, weight_OI.num_out) if is_packed else (weight_OI, len(weight_OI))
+    if isinstance(weight_OI, Panels):
+        numbers, num_out = weight_OI.numbers, weight_OI.num_out
+    else:
+        numbers, num_out = weight_OI, len(weight_OI)
     num_rows, num_in = x_NI.shape
     assert numbers.dtype == x_NI.dtype and numbers.shape[1] == num_in, (numbers.shape, x_NI.shape)
     x_NI = x_NI if x_NI.stride(1) == 1 else x_NI.contiguous()

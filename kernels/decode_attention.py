@@ -99,6 +99,7 @@ class Decode:
         num_blocks, num_kv_heads, block_size, head_dim = cache_nKsd.shape
         if self.in_place:
             return cache_nKsd[: len(self.lengths_B), :, : self.num_slots]
+        assert self.used_BM is not None, "of a CPU"
         if num_kv_heads not in self._places:
             places_BKM = self.used_BM[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
             self._places[num_kv_heads] = places_BKM.flatten()

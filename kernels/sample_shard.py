@@ -66,8 +66,8 @@ def sample_shard(
     first, num_blocks = vocabulary.start // BLOCK, -(-vocab_size // BLOCK)
     local_BN = torch.nn.functional.pad(local_Bn, (first, num_blocks - first - local_Bn.shape[1]))
     masses = local_BN if len(open_R) else local_BN.sum(1, keepdim=True)  # restricted rows need only the sum
-    lists = _local_candidates(logits_Bv[left_R], rules.rows(left_R), num, vocabulary)
-    max_SB, masses_SBN, *lists = _from_all((local_max_B, masses, *lists), group)
+    own = _local_candidates(logits_Bv[left_R], rules.rows(left_R), num, vocabulary)
+    max_SB, masses_SBN, *lists = _from_all((local_max_B, masses, *own), group)
     max_B = max_SB.amax(0)
     shares_SB = torch.where(max_SB == -torch.inf, 0.0, (max_SB - max_B).exp())  # an all-banned slice adds nothing
     masses_BN = (shares_SB[:, :, None] * masses_SBN).sum(0)
@@ -75,15 +75,16 @@ def sample_shard(
 
     while len(left_R):
         here = (max_B[left_R], total_B[left_R], bits_B[left_R], rules.rows(left_R), vocab_size, num_stored)
-        part, certain_R = draw_listed(*_merged(*lists, max_B.dtype, complete=num == vocab_size), *here)
+        z, ids, below = lists
+        part, certain_R = draw_listed(*_merged(z, ids, below, max_B.dtype, complete=num == vocab_size), *here)
         sampled.put(left_R, part)  # rows that are not certain are drawn again
         left_R = left_R[~certain_R]
         if len(left_R):
             num = min(num * WIDER, vocab_size)
             lists = _from_all(_local_candidates(logits_Bv[left_R], rules.rows(left_R), num, vocabulary), group)
     if len(open_R):
-        here = (max_B[open_R], masses_BN[open_R], bits_B[open_R], rules.temperature_B[open_R])
-        sampled.put(open_R, _draw_unrestricted(logits_Bv[open_R], *here, vocabulary, vocab_size, group))
+        of_rows = (max_B[open_R], masses_BN[open_R], bits_B[open_R], rules.temperature_B[open_R])
+        sampled.put(open_R, _draw_unrestricted(logits_Bv[open_R], *of_rows, vocabulary, vocab_size, group))
     return sampled
 
 

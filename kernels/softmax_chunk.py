@@ -88,7 +88,7 @@ def gradients_ref(
     grad_N = grad_N / temperature
     for piece in _pieces(logits_NC):
         z_RC, out_RC = divide_by_temperature(logits_NC[piece], temperature), out[piece]
-        if grad_entropy_N is None:
+        if grad_entropy_N is None or entropy_N is None:
             to = out_RC if out_RC.dtype == z_RC.dtype else None
             part_RC = torch.sub(z_RC, log_total_N[piece, None], out=to).exp_().mul_(-grad_N[piece, None])
         else:

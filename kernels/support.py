@@ -63,10 +63,13 @@ class Rules(NamedTuple):
 
 def make_rules(logits_BV: Tensor, temperature, top_k, top_p, min_p, num_stored: int) -> Rules:
     """Numbers or tensors [B] -> Rules on the device of the logits."""
-    values = [x.item() if isinstance(x, Tensor) and not x.dim() else x for x in (temperature, top_k, top_p, min_p)]
+    values = temperature, top_k, top_p, min_p = tuple(
+        x.item() if isinstance(x, Tensor) and not x.dim() else x for x in (temperature, top_k, top_p, min_p)
+    )
     z_type = torch.promote_types(logits_BV.dtype, torch.float32)
     make = _make_rules if any(isinstance(value, Tensor) for value in values) else _make_rules_cached
-    return make(tuple(logits_BV.shape), z_type, logits_BV.device, *values, num_stored)
+    num_rows, vocab_size = logits_BV.shape
+    return make((num_rows, vocab_size), z_type, logits_BV.device, temperature, top_k, top_p, min_p, num_stored)
 
 
 def _make_rules(

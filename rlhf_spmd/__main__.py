@@ -45,18 +45,18 @@ def main(arguments: list[str] | None = None) -> int:
     is_process = arguments is None
     if is_process:
         _in_utf8()
-    arguments = sys.argv[1:] if is_process else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
-    verb = arguments[0] if arguments else ""
-    measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)
-    on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments)
+    verb = words[0] if words else ""
+    measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in words)
+    on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(words)
     if is_process:
         launcher.forget_leftovers(os.environ)
         signals.remember_interrupts()
         streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
     if on_ranks:
-        return _on_ranks(arguments)
-    return _to_the_end(arguments) if is_process else _alone(arguments)
+        return _on_ranks(words)
+    return _to_the_end(words) if is_process else _alone(words)
 
 
 def _in_utf8() -> None:
@@ -76,7 +76,7 @@ def _to_the_end(arguments: list[str]) -> NoReturn:
     try:
         status = _alone(arguments)
     except SystemExit as end:  # of --help
-        status = end.code or 0
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1

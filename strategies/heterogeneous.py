@@ -8,6 +8,7 @@ streaming to the trainers and shadows that get the new weights. A layout never c
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout, Limits
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
@@ -41,14 +42,16 @@ def place(
     chosen = types[-1] if generation_device is None else generation_device
     if chosen not in types:
         raise UserError(f"generation_device {chosen!r} is not in this cluster; its types are {', '.join(types)}")
-    return Placement.separated(
-        workload,
+    training_ranks, others = (
         cluster.ranks_of(next(device for device in types if device != chosen)),
         cluster.ranks_of(chosen),
+    )
+    limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
+    return Placement.separated(
+        workload,
+        Layout.grid_of(training_ranks, pp=training_pp, tp=training_tp, zero=zero, recompute=recompute, **limits),
+        Layout.grid_of(others, pp=generation_pp, tp=generation_tp, **limits),
         ratios=ratios,
-        training={"pp": training_pp, "tp": training_tp, "zero": zero, "recompute": recompute},
-        generation={"pp": generation_pp, "tp": generation_tp},
-        limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
         decode_mini_batches=decode_mini_batches,
         stream=stream,

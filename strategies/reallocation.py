@@ -7,7 +7,7 @@ copy stays. The frozen models and the critic's values run in a layout of their o
 """
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, Limits
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
@@ -36,7 +36,8 @@ def place(
     stage of training. recompute: compute activations again in the backward pass. offload: keep reference and reward
     model in host memory between their calls. micro_batch: sequences per forward; None: the option micro_batch. tokens:
     most tokens per forward; replaces micro_batch."""
-    ranks, limits = cluster.ranks, {"micro_batch": micro_batch, "tokens": tokens}
+    ranks = cluster.ranks
+    limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
     if training_tp is None:
         training_tp = workload.largest_tp(cluster, pp=training_pp)
     inference_tp = training_tp if inference_tp is None else inference_tp

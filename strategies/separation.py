@@ -10,6 +10,7 @@ them in the order of the calls. They wait while the trainers finish the other ep
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout, Limits
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
@@ -49,14 +50,13 @@ def place(
             f"{num} generation ranks of {size} leave {size - num} to train; there must be at least one of each: "
             + (fix if size > 1 else "start at least 2 ranks")
         )
+    training_ranks, others = cluster.ranks[: size - num], cluster.ranks[size - num :]
+    limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
     return Placement.separated(
         workload,
-        cluster.ranks[: size - num],
-        cluster.ranks[size - num :],
+        Layout.grid_of(training_ranks, pp=training_pp, tp=training_tp, zero=zero, recompute=recompute, **limits),
+        Layout.grid_of(others, pp=generation_pp, tp=generation_tp, **limits),
         ratios=ratios,
-        training={"pp": training_pp, "tp": training_tp, "zero": zero, "recompute": recompute},
-        generation={"pp": generation_pp, "tp": generation_tp},
-        limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
         decode_mini_batches=decode_mini_batches,
         stream=stream,

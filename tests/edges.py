@@ -52,17 +52,17 @@ class Replay(RunOf):
     def __init__(self, config: Config):
         super().__init__(config)
         self.distances: list[dict[tuple[int, int], list[float]]] = []
-        run = self.job.calls.run
+        run = self.executor.run
 
-        def noted(step, data, state):
-            run(step, data, state)
+        def noted(step, data):
+            run(step, data)
             if step.call == self.program.workload.workflow.generate_calls[0].name:  # others may be greedy
                 self.distances.append(self._distances(data, step.call))
 
-        self.job.calls.run = noted
+        self.executor.run = noted
 
     def _distances(self, data: Iteration, call: str) -> dict[tuple[int, int], list[float]]:
-        sampling, model = self.job.calls.context.sampling, self.job.models.engines["actor"].model
+        sampling, model = self.job.sampling, self.job.models.engines["actor"].model
         prompts_BP, responses_BG = (data.store[key].flatten(0, 1) for key in ("prompts", "responses"))
         batch = Sequences.join(prompts_BP, responses_BG)
         eos_ids, least = sampling["eos_ids"], sampling["min_new_tokens"]

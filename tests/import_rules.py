@@ -43,7 +43,9 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "engines": ("kernels", "model", "plan"),
     "weights": ("config.options", "kernels", "config.model_folders", "model", "plan"),
     "execute": ("pages.algorithm", "algorithms", "config.options", "kernels", "model", "plan", "pages.user_module"),
-    "checkpoint": ("pages.algorithm", "config.options", "files", "model", "config.checks", "plan"),
+    "checkpoint": (
+        *("pages.algorithm", "pages.option_values", "config.options", "config.checks", "files", "model", "plan"),
+    ),
     "profile": ("config.options", "files", "kernels", "model", "plan"),
     "pictures": ("plan",),
     "records": ("pages.algorithm", "algorithms", "config.options", "files", "kernels", "plan"),

@@ -13,12 +13,12 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
-from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.run.metrics import summarize
+from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 from rlhf_spmd.runtime.run.train import update
 from rlhf_spmd.runtime.world.devices import RankDevice
 from rlhf_spmd.strategies import flattening
@@ -97,21 +97,28 @@ class RunOf:
         self.config, self.world = config, world or OneRank()
         self.program = program or compiled(config)
         self.job = prepare(config, self.program, self.world)
-        self.state = RunState(config.algorithm.initial_state(config.options))
-        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Tracer())
+        self.executor = Executor(self.job, Tracer())
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration
         self.meter = StepMeter()  # of the last iteration
         self.responses: list[dict[tuple[int, int], list[int]]] = []  # per iteration: (prompt, sample) -> tokens
 
+    @property
+    def state(self) -> RunState:
+        return self.job.state
+
+    @state.setter
+    def state(self, state: RunState) -> None:
+        self.job.state = state
+
     def iteration(self) -> dict:
         """One iteration; returns its metrics."""
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
-        answers = self.executor.iteration(self.data, self.state)
+        answers = self.executor.iteration(self.data)
         self.responses.append(self._responses())
-        metrics = summarize(self.job, answers, self.state.of_algorithm)
-        update(self.state, self.config, answers)
+        metrics = summarize(self.job, answers)
+        update(self.job, answers)
         self.number += 1
         return metrics
 

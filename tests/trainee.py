@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.world.world import World
+from tests.steps import engine_step
 
 VOCAB, HIDDEN, LENGTH = 37, 14, 6  # sizes that no number of ranks divides
 LR, CLIP = 3e-2, 0.4
@@ -183,7 +184,7 @@ class Trainee:
             total.add_(share.detach().double())
             return share
 
-        grad_norm = self.engine.step(batches, loss, lr=self.lr)
+        grad_norm = engine_step(self.engine, batches, loss, lr=self.lr)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         self.run.losses.append(total.item())

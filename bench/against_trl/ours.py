@@ -112,11 +112,11 @@ def perturbed(noise: float, seed: int) -> Iterator[None]:
     """Adds noise to the generator's logprobs, which are the old logprobs of the loss."""
     real: Callable = generate.generate
 
-    def noisy(context, call, step, data) -> None:
-        real(context, call, step, data)
-        kept = data.store.at("logprobs", context.place(step))
+    def noisy(job, call, run, data) -> None:
+        real(job, call, run, data)
+        kept = data.store.at("logprobs", job.place(run))
         normal = torch.randn(kept.shape, generator=torch.Generator().manual_seed(seed))
-        is_token = data.store.at("responses", context.place(step)) >= 0
+        is_token = data.store.at("responses", job.place(run)) >= 0
         kept += torch.where(is_token, noise * normal, 0.0)
 
     with patch.object(generate, "generate", noisy):

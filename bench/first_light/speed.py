@@ -239,12 +239,14 @@ def train_step(light: Light) -> Found:
     batch = Sequences.join(*tokens_BT.to(device).split((prompt, response), 1))
     engine = make_engine(model.train(), groups=Groups(), zero=0, dtype=torch.bfloat16)
 
-    def loss(model: Transformer, batch: Sequences) -> Tensor:
+    def loss(model: Transformer) -> Tensor:
         output = forward(model, batch)
         return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
 
     def step() -> None:
-        engine.step([batch], loss, lr=1e-6)
+        engine.begin()
+        engine.backward(engine.forward(loss), last=True)
+        engine.update(lr=1e-6)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -175,10 +175,9 @@ def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
     those of the file."""
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.forecast_report import given_counts
-    from rlhf_spmd.runtime.run.job import make_iteration, prepare
+    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
     from rlhf_spmd.runtime.run.train import update
     from rlhf_spmd.runtime.world.world import World
 
@@ -189,14 +188,13 @@ def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
-        executor = Executor(program, world, job.models, job.calls, Tracer())
-        state, lengths = RunState(config.algorithm.initial_state(config.options)), {"prompts": [], "responses": []}
+        executor, lengths = Executor(job, Tracer()), {"prompts": [], "responses": []}
         generates = bool(program.workload.workflow.generate_calls)
         if not generates:
             lengths = dict(zip(lengths, given_counts(job.prompts), strict=True))
         for number in range(config.iterations if generates else 0):
-            answers = executor.iteration(make_iteration(job, number), state)
-            update(state, config, answers)
+            answers = executor.iteration(make_iteration(job, number))
+            update(job, answers)
             for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:
                 lengths["prompts"].append(len(job.prompts.prompts[prompt]))
                 lengths["responses"].append(length)

@@ -58,13 +58,11 @@ def measure(config: Config, program: Program, world: World) -> dict:
     """Shares of an iteration: medians over the pairs, of the slowest rank. The same on every rank."""
     from rlhf_spmd.runtime.checkpoint.saving import Saver
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.job import make_iteration, prepare
+    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 
     job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank))
-    state = RunState(config.algorithm.initial_state(config.options))
+    executor = Executor(job, Tracer(world.rank))
 
     def iteration(number: int, before: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """Seconds of `before` and of both together, of the slowest rank."""
@@ -73,7 +71,7 @@ def measure(config: Config, program: Program, world: World) -> dict:
         began = time.perf_counter()
         before()
         middle = time.perf_counter()
-        executor.iteration(data, state)
+        executor.iteration(data)
         seconds = [middle - began, time.perf_counter() - began]
         return tuple(map(max, zip(*world.allgather(seconds, "the seconds of an iteration"), strict=True)))
 

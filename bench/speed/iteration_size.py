@@ -77,7 +77,7 @@ class Clock:
 
 
 class Constant:
-    """Calls of a model that answers at once: what they make is the same for all rows."""
+    """Runs of a model that answers at once: what they make is the same for all rows."""
 
     def __init__(self, program: Program, rank: int):
         import torch
@@ -86,7 +86,7 @@ class Constant:
         self.width = program.workload.max_response
         self.response_G = torch.arange(self.width) % 30_000
 
-    def run(self, step: Run, data, state) -> None:
+    def run(self, step: Run, data) -> None:
         rows, columns = self.program.mini_batches_of(step), self.program.columns_of(step, self.rank)
         place = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         if step.call == "actor_generate" and rows.start == 0:  # then those of all mini-batches are made
@@ -100,12 +100,13 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     """Seconds and megabytes of an iteration, of the rank that takes most; the same on every rank."""
     import numpy as np
 
+    from rlhf_spmd.kernels.known_tokens import KnownTokens
     from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
     from rlhf_spmd.runtime.data.prompts import PromptSet
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import RunState
+    from rlhf_spmd.runtime.execute.job import Job, RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.job import Job, make_iteration
+    from rlhf_spmd.runtime.run.prepare import make_iteration
 
     workload = program.workload
     moves = {number for number, transfer in enumerate(program.transfers) if transfer.model}
@@ -118,8 +119,22 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     prompts = TokenRows(np.arange(ends[-1], dtype=np.int32) % 30_000, ends)
     texts = TextRows.of([""] * len(ends))
     calls = Constant(program, world.rank)
-    job = Job(config, program, world, None, PromptSet(prompts, texts), None, calls, (), program.held(world.rank))
-    executor, found = Executor(program, world, None, calls, Tracer(world.rank)), []
+    job = Job(
+        config,
+        program,
+        world,
+        tokenizer=None,
+        prompts=PromptSet(prompts, texts),
+        models=None,
+        scorer=None,
+        eos_ids=(),
+        known=KnownTokens(30_000),
+        functions={},
+        state=RunState(None),
+        columns=program.held(world.rank),
+    )
+    executor, found = Executor(job, Tracer(world.rank)), []
+    executor.run = calls.run
     for number in range(NUM_ITERATIONS):
         gc.collect()
         world.barrier("the start of an iteration")
@@ -127,7 +142,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
         with Clock() as made:
             data = make_iteration(job, number)
         with Clock() as executed:
-            answers = executor.iteration(data, RunState(None))
+            answers = executor.iteration(data)
         grown = peak_bytes() - began_bytes
         assert sum(len(answer["rows"]) for answer in answers) == workload.num_sequences
         del data, answers

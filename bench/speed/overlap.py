@@ -99,31 +99,29 @@ def measure(
     that a Run of each call takes besides its sleep; None: what is measured here. scale: of all times in SLOW_S.
     """
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.job import make_iteration, prepare
+    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 
     config = small(folder)
     workload, cluster = make_workload(config), Cluster((Node(world.size),))
     program = load_strategy(name).compile(workload, cluster, {})
     world = with_groups(program)
     job = prepare(config, program, world)
-    run = job.calls.run
+    recorder = Tracer()
+    executor, mine = Executor(job, recorder), []
+    run = executor.run
 
-    def slowed(step, data, state):
-        run(step, data, state)
+    def slowed(step, data):
+        run(step, data)
         time.sleep(slow_s(program, step, scale))
 
-    job.calls.run = slowed
-    recorder = Tracer()
-    executor, mine = Executor(program, world, job.models, job.calls, recorder), []
-    state = RunState(config.algorithm.initial_state(config.options))
+    executor.run = slowed
     for number in range(iterations):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")
         recorder.spans.clear()
         began = time.perf_counter()
-        executor.iteration(data, state)
+        executor.iteration(data)
         total_s = time.perf_counter() - began
         mine.append((total_s, [span[3] - span[2] for span in recorder.spans if span[1] == "compute"]))
     everyone = world.allgather(mine[1:])

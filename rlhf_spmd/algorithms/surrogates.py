@@ -125,7 +125,7 @@ class _Held(torch.autograd.Function):
 
 
 def _held(x: Tensor, low: float, high: float) -> Tensor:
-    held: Tensor = _Held.apply(x, low, high)  # type: ignore[no-untyped-call]  # torch's
+    held: Tensor = _Held.apply(x, low, high)
     return held
 
 

@@ -25,7 +25,10 @@ class AttentionContext(Protocol):
 
     packed: ClassVar[bool]
     cached: ClassVar[bool]  # whether keys are stored for later tokens
-    joined: Joined | None  # matrices to use instead of the layers' own, if any
+
+    @property
+    def joined(self) -> Joined | None:
+        """Matrices to use instead of the layers' own, if any."""
 
     @property
     def positions(self) -> Tensor:
@@ -76,7 +79,9 @@ class Packed:
         if has_packed_kernel(q):
             left = -1 if window is None else window - 1
             cuts, longest = self._cuts_B1, max(self.lengths)
-            kernel, options = _varlen_attn()
+            found = _varlen_attn()
+            assert found is not None  # has_packed_kernel
+            kernel, options = found
             if "enable_gqa" in options:
                 grouped = {"enable_gqa": q.shape[1] > k.shape[1]}
             else:  # torch 2.11: as many key-value heads as heads

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
@@ -26,8 +26,8 @@ ROPE_TYPES = {
 }
 
 # further optional numbers
-_ROPE_NUMBERS = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast")
-_ROPE_NUMBERS += ("beta_slow",)
+_ROPE_NUMBERS: tuple[str, ...] = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim")
+_ROPE_NUMBERS += ("beta_fast", "beta_slow")
 
 # Hugging Face's keys -> fields of ModelConfig
 _SIZES = {
@@ -166,7 +166,7 @@ class ModelConfig:
         if self.rope_type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         for name in ROPE_TYPES[self.rope_type]:
-            value = self.rope_scaling.get(name)
+            value = (self.rope_scaling or {}).get(name)
             if not _is_number(value) or value <= 0:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
 
@@ -298,7 +298,7 @@ def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
 
 def _integer(values: dict[str, Any], name: str) -> int:
     value = values.get(name)
-    if not isinstance(value, int) or not _is_number(value):
+    if not _is_number(value) or not isinstance(value, int):
         raise UserError(f"{name!r} is {value!r}, but must be a whole number")
     return value
 
@@ -315,7 +315,7 @@ def _number(values: dict[str, Any], name: str, *, zero: bool = False) -> float:
     return float(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Excludes true and false, which Python counts as integers, infinity, NaN, and huge integers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 

@@ -129,7 +129,7 @@ def save_state(
     if source is not None and (Path(source) / "generation_config.json").exists():
         _copy(Path(source), folder, ("generation_config.json",))
     else:
-        values = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+        values: dict[str, Any] = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
         values["eos_token_id"] = model_config.to_hf(config, head=head, dtype=dtype)["eos_token_id"]
         values = {name: value for name, value in values.items() if value is not None}
         weights.write_json(folder / "generation_config.json", values)

@@ -5,13 +5,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels.products import Packed, earns_packing, packed, product
 
-Weight = Tensor | Packed
+Weight: TypeAlias = Tensor | Packed
 Copy = Callable[[Tensor], Weight]  # a stacked weight -> itself, or its packed copy
 
 

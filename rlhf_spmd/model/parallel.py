@@ -15,6 +15,7 @@ the MLP by its intermediate dimension, embeddings and output layer by the vocabu
 # N tokens, n a tp rank's share of them, D hidden, V vocabulary
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from rlhf_spmd.kernels.collectives import all_gather, reduce_scatter
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.plan.shard import Shard, split
 
-Group = dist.ProcessGroup | None
+Group: TypeAlias = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)

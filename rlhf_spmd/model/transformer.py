@@ -269,6 +269,7 @@ class Transformer(nn.Module):
         """
         if context is None:
             rows = tokens if hidden is None else hidden
+            assert rows is not None, "tokens or the output of a stage"
             context = Padded(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
         x = self.embedded(tokens, context, hidden)
@@ -284,9 +285,9 @@ class Transformer(nn.Module):
         """What the first layer of this stage reads."""
         if not self.parallel.is_first:
             return hidden
-        assert hidden is None, "the first stage begins with tokens"
+        assert tokens is not None and hidden is None, "the first stage begins with tokens"
         if context.packed:
-            tokens = F.pad(tokens, (0, context.num_tokens - len(tokens)))
+            tokens = F.pad(tokens, (0, len(context.positions) - len(tokens)))
         return self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
 
     def rotations(self, context: AttentionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,8 @@ def read_weights(
                 )
             if parts is not None and name not in parts:
                 continue
-            is_whole = parts is None or parts[name] == (slice(None),)
-            mapped = file.get_tensor(there) if is_whole else part[parts[name]]
+            wanted = (slice(None),) if parts is None else parts[name]
+            mapped = file.get_tensor(there) if wanted == (slice(None),) else part[wanted]
             tensor = convert(mapped)
             tensors[name] = tensor.clone() if tensor.data_ptr() == mapped.data_ptr() else tensor
     return tensors

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from rlhf_spmd.plan.workflow import (
     ComputeFunction,
     Data,
     LossCall,
+    Measure,
     Models,
     Role,
     Train,
@@ -45,8 +47,21 @@ NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
 OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
+COMPANIONS = ("_sums", "_prepare", "_finish")
 WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)  # of read_state()
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class PageFunction:
+    """A function that a call names, with its companions (page.py). words: that its parameters ask for."""
+
+    name: str
+    function: Callable[..., Any]
+    sums: Callable[..., Any] | None
+    prepare: Callable[..., Any] | None
+    finish: Callable[..., Any] | None
+    words: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +132,29 @@ class Algorithm:
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
-    def _modules(self) -> list[ModuleType]:
-        """Where functions are looked up, in order."""
-        return [self.module, *(importlib.import_module(f"rlhf_spmd.algorithms.{name}") for name in FUNCTIONS)]
+    def function(self, name: str, module: str = "") -> PageFunction:
+        """The function that a call names, and its companions. module: that it is from; empty: it is looked up in the
+        page, then in FUNCTIONS. A companion must be where that function is, so that a page's function gets none of a
+        shared function of the same name. Raises UserError if there is no such function."""
+        if module and module not in FUNCTIONS:
+            raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
+        places = [f"rlhf_spmd.algorithms.{place}" for place in ([module] if module else FUNCTIONS)]
+        modules = [*([] if module else [self.module]), *map(importlib.import_module, places)]
+        found = next((one for place in modules if callable(one := getattr(place, name, None))), None)
+        if found is None:
+            where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"
+            raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
+        same = [place for place in modules if getattr(place, name, None) is found]
+        sums, prepare, finish = (
+            next((one for place in same if callable(one := getattr(place, name + suffix, None))), None)
+            for suffix in COMPANIONS
+        )
+        return PageFunction(name, found, sums, prepare, finish, words_of(found))
 
-    def function(self, name: str) -> Callable[..., Any]:
-        """The function that a call names. Raises UserError if there is none."""
-        for module in self._modules():
-            found: Callable[..., Any] | None = getattr(module, name, None)
-            if callable(found):
-                return found
-        places = ", ".join(f"{module}.py" for module in FUNCTIONS)
-        raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
+    def functions(self, workflow: Workflow) -> dict[str, PageFunction]:
+        """The functions of all calls that have one, by the name of the call. Raises UserError."""
+        calls = [call for call in workflow.calls if isinstance(call, Compute | Train | Measure)]
+        return {call.name: self.function(call.function, call.module) for call in calls}
 
     @property
     def samples(self) -> int:
@@ -151,16 +177,6 @@ class Algorithm:
         with self.calling("problem", self.module.problem):
             said: str = self.module.problem(**bound(self.module.problem, {"options": options} | run))
             return said
-
-    def companion(self, name: str, suffix: str) -> Callable[..., Any] | None:
-        """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
-        that a page's function gets no companion of a shared function of the same name."""
-        function = self.function(name)
-        for module in self._modules():
-            found: Callable[..., Any] | None = getattr(module, name + suffix, None)
-            if getattr(module, name, None) is function and callable(found):
-                return found
-        return None
 
     def calling(self, name: str, function: Callable[..., Any], **more: Any) -> AbstractContextManager[None]:
         """For a call of a function that the page names; an error in a page of the package is one of the program."""
@@ -240,19 +256,42 @@ def word_of(parameter: str) -> str:
     return SHAPE_LETTERS.sub("", parameter)
 
 
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a page's function. word: its name without the letters of its shape."""
+
+    name: str
+    word: str
+    is_needed: bool
+    by_place: bool
+
+
+@cache
+def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """The parameters of a function."""
+    return tuple(
+        Parameter(one.name, word_of(one.name), one.default is one.empty, one.kind is one.POSITIONAL_ONLY)
+        for one in inspect.signature(function).parameters.values()
+    )
+
+
+def words_of(function: Callable[..., Any]) -> frozenset[str]:
+    """What the parameters of a function ask for."""
+    return frozenset(one.word for one in parameters_of(function))
+
+
 def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for a function, from the available values. Raises UserError if one is missing."""
     found = {}
-    for parameter in inspect.signature(function).parameters.values():
-        word = word_of(parameter.name)
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UserError(f"{function.__name__}() takes {parameter.name} by place only; remove the / behind it")
-        if word in available:
-            found[parameter.name] = available[word]
-        elif parameter.default is parameter.empty:
+    for one in parameters_of(function):
+        if one.by_place:
+            raise UserError(f"{function.__name__}() takes {one.name} by place only; remove the / behind it")
+        if one.word in available:
+            found[one.name] = available[one.word]
+        elif one.is_needed:
             known = ", ".join(sorted(available))
             raise UserError(
-                f"{function.__name__}() asks for {parameter.name}, and there is no {word} here: {known}; give it where "
+                f"{function.__name__}() asks for {one.name}, and there is no {one.word} here: {known}; give it where "
                 "the workflow names the function, or make it an option"
             )
     return found
@@ -300,11 +339,10 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: LossCall | Compu
     """check_functions() for one call."""
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     own = readout_words(workflow, call) if isinstance(call, Train) else {}
-    function = algorithm.function(call.function)
-    bound(function, numbers | given | own)
-    taken = {word_of(name) for name in inspect.signature(function).parameters}
-    prepare = algorithm.companion(call.function, "_prepare")
-    taken |= {word_of(name) for name in inspect.signature(prepare).parameters} if prepare else set()
+    page_function = algorithm.function(call.function, call.module)
+    bound(page_function.function, numbers | given | own)
+    prepare = page_function.prepare
+    taken = page_function.words | (words_of(prepare) if prepare else set())
     unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
     if unused:
         raise UserError(
@@ -312,8 +350,7 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: LossCall | Compu
             "workflow"
         )
     made = dict.fromkeys(call.outputs)
-    for suffix in ("_sums", "_prepare", "_finish"):
-        companion = algorithm.companion(call.function, suffix)
+    for suffix, companion in zip(COMPANIONS, (page_function.sums, prepare, page_function.finish), strict=True):
         if companion is None and isinstance(call, Compute) and call.sums and suffix != "_prepare":
             raise UserError(
                 f"{call.function} has sums=True, but its file has no function {call.function}{suffix}; add it"

@@ -6,11 +6,11 @@ spread evenly, and two layouts of different dp exchange plain column ranges.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.shard import Shard
@@ -30,6 +30,21 @@ def consecutive(ranks: Iterable[int]) -> list[tuple[int, ...]]:
 def format_ranks(ranks: tuple[int, ...]) -> str:
     """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones stay apart: "-1,0"."""
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in consecutive(ranks))
+
+
+class Limits(TypedDict, total=False):
+    """The fields of a Layout that limit a forward pass."""
+
+    micro_batch: int | None
+    tokens: int | None
+
+
+class LayoutOptions(Limits, total=False):
+    """The fields of a Layout besides ranks and grid."""
+
+    zero: int
+    recompute: bool
+    offload: bool
 
 
 @dataclass(frozen=True)
@@ -65,17 +80,22 @@ class Layout:
             raise UserError(f"a layout is made of whole numbers ({error}): {self}, ranks {self.ranks!r}") from error
 
     @classmethod
-    def data_parallel(cls, ranks: Iterable[int], **options: Any) -> "Layout":
+    def data_parallel(cls, ranks: Iterable[int], **options: Unpack[LayoutOptions]) -> "Layout":
         """Every rank holds a replica (or its ZeRO shard) of the whole model. options: any other field."""
         ranks = tuple(ranks)
         return cls(ranks, dp=len(ranks), **options)
 
     @classmethod
-    def grid_of(cls, ranks: Iterable[int], *, pp: int = 1, tp: int = 1, **options: Any) -> "Layout":
+    def grid_of(cls, ranks: Iterable[int], *, pp: int = 1, tp: int = 1, **options: Unpack[LayoutOptions]) -> "Layout":
         """As many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp does not divide the
         number of ranks, `problems` says so."""
         ranks = tuple(ranks)
         return cls(ranks, dp=max(1, len(ranks) // max(pp * tp, 1)), pp=pp, tp=tp, **options)
+
+    def on(self, ranks: Iterable[int]) -> "Layout":
+        """The same grid on other ranks, with as many data-parallel shards as fit."""
+        ranks = tuple(ranks)
+        return replace(self, ranks=ranks, dp=max(1, len(ranks) // max(self.pp * self.tp, 1)))
 
     @property
     def grid(self) -> "np.ndarray":

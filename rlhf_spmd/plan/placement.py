@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, Limits
 from rlhf_spmd.plan.workflow import Call, Compute, ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import Workload
 
@@ -85,29 +84,25 @@ class Placement:
     def separated(
         cls,
         workload: Workload,
-        training_ranks: tuple[int, ...],
-        generation_ranks: tuple[int, ...],
+        training: Layout,
+        generation: Layout,
         *,
         ratios: Sequence[str],
-        training: Mapping[str, Any],
-        generation: Mapping[str, Any],
-        limits: Mapping[str, Any],
         in_flight: int,
         decode_mini_batches: int = DECODE_MINI_BATCHES,
         stream: bool = True,
     ) -> "Placement":
-        """Training on some ranks, all other calls on the rest. ratios: of the generation ranks; without any, each model
-        has ranks of its own where there are enough of them, generation the most. training, generation, limits: fields
-        of the layouts, `limits` those of both. in_flight, decode_mini_batches, stream: fields of the placement. Raises
-        UserError if the workflow only trains."""
+        """Training in one layout, all other calls on the ranks of another, in its grid. ratios: of these ranks for each
+        model; without any, each has ranks of its own where there are enough of them, generation the most. in_flight,
+        decode_mini_batches, stream: fields of the placement. Raises UserError if the workflow only trains."""
         before = [call for call in workload.workflow.placed_calls if not isinstance(call, Train)]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
         models = tuple(dict.fromkeys(call.model for call in before))
-        size = max(1, generation.get("tp", 1) * generation.get("pp", 1))
-        replicas = [generation_ranks[i : i + size] for i in range(0, len(generation_ranks), size)]
+        size, ranks = max(1, generation.tp * generation.pp), generation.ranks
+        replicas = [ranks[i : i + size] for i in range(0, len(ranks), size)]
         if ratios or len(replicas) < len(models) or len(replicas[-1]) < size:
-            share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
+            share = split_by_ratio(read_ratios(ratios, models), ranks)
         else:  # generation takes longest: each of the others gets a sixth, at least one replica
             few = max(1, len(replicas) // 6)
             edges = [0, *(len(replicas) - few * number for number in reversed(range(len(models))))]
@@ -115,11 +110,12 @@ class Placement:
         layouts = {}
         for call in workload.workflow.placed_calls:
             if isinstance(call, Train):
-                layouts[call.name] = Layout.grid_of(training_ranks, **training, **limits)
+                layouts[call.name] = training
             elif workload.models[call.model] is None:  # a reward function has no weights to split
+                limits: Limits = {"micro_batch": generation.micro_batch, "tokens": generation.tokens}
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
             else:
-                layouts[call.name] = Layout.grid_of(share[call.model], **generation, **limits)
+                layouts[call.name] = generation.on(share[call.model])
         return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches)
 
     def streams(self, workload: Workload) -> bool:

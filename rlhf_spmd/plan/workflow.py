@@ -88,7 +88,8 @@ class _LossCall(_ModelCall):
     logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of numbers
     that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response tokens,
     responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's remaining
-    steps of the iteration are skipped. entropy: whether the loss reads it."""
+    steps of the iteration are skipped. entropy: whether the loss reads it. module: that the loss is from; empty: it is
+    looked up."""
 
     arguments: tuple[tuple[str, str], ...] = ()
     drawn: str = ""
@@ -97,6 +98,7 @@ class _LossCall(_ModelCall):
     divisor: str = "tokens"
     stop: tuple[str, float] | None = None
     entropy: bool = False
+    module: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class Measure(_LossCall):
 @dataclass(frozen=True, slots=True)
 class Compute:
     """A pure computation on data. arguments: parameter of the function -> key. scope: the rows that it must see at once
-    to make one of them. sums: whether it ends with sums over the whole batch."""
+    to make one of them. sums: whether it ends with sums over the whole batch. module: that the function is from; empty:
+    it is looked up."""
 
     name: str
     model: None = field(default=None, init=False)
@@ -143,6 +146,7 @@ class Compute:
     arguments: tuple[tuple[str, str], ...] = ()
     scope: Scope = "row"
     sums: bool = False
+    module: str = field(default="", repr=False)
 
 
 LossCall = Train | Measure
@@ -158,6 +162,10 @@ class Workflow:
     given: tuple[str, ...]  # keys that exist before the first call, on every rank
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of every key
     heads: Mapping[str, str] = field(default_factory=dict)  # of every model
+    _by_name: dict[str, Call] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {call.name: call for call in self.calls})
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -223,12 +231,14 @@ class Workflow:
         return True
 
     def call(self, name: str) -> Call:
-        """The call of a name. Raises StopIteration if there is none."""
-        return next(call for call in self.calls if call.name == name)
+        """The call of a name. Raises KeyError if there is none."""
+        return self._by_name[name]
 
     def placed_call(self, name: str) -> ModelCall:
-        """The call of a model that has a name. Raises StopIteration if there is none."""
-        return next(call for call in self.placed_calls if call.name == name)
+        """The call of a model that has a name. Raises KeyError if there is none."""
+        call = self._by_name[name]
+        assert not isinstance(call, Compute), f"{name} has no model"
+        return call
 
     def train_call(self, model: str) -> Train | None:
         """The call that trains a model, or None."""
@@ -286,16 +296,18 @@ class Recorder:
     ) -> Data | tuple[Data, ...]:
         """A pure computation on data, e.g. advantages, on the ranks that read its results.
 
-        makes: key -> shape of each result. arguments: parameter of the function -> data. scope: the rows that the
-        function must see at once: one, all samples of a prompt, a mini-batch, the batch. sums: the results become final
-        in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
+        function: its name; `advantages.estimate_advantages` is that of a file. makes: key -> shape of each result.
+        arguments: parameter of the function -> data. scope: the rows that the function must see at once: one, all
+        samples of a prompt, a mini-batch, the batch. sums: the results become final in `FUNCTION_finish`, which gets
+        the sums of `FUNCTION_sums` over the batch.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
         for key, shape in makes.items():
             _one_of(f"{function}(makes={{{key!r}: {shape!r}}})", shape, ("token", "token+1", "row"))
         inputs = tuple(dict.fromkeys(key for _, key in keys))
-        call = Compute(function, function, inputs, tuple(makes), keys, scope, sums)
+        module, _, own = function.rpartition(".")
+        call = Compute(own, own, inputs, tuple(makes), keys, scope, sums, module)
         self.record(call, makes)
         made = tuple(Data(key) for key in makes)
         return made[0] if len(made) == 1 else made
@@ -360,7 +372,8 @@ class Model:
         only: Data | None = None,
         **arguments: Data,
     ) -> None:
-        """Optimizer steps on the loss named `function`, over all epochs and mini-batches; see Train for the options.
+        """Optimizer steps on a loss, over all epochs and mini-batches; see Train for the options. function: its name;
+        `losses.policy_loss` is that of a file.
         only: a number of each row; rows where it is 0 are neither read by the model nor counted in the divisor, and
         their places in the mini-batches stay empty. arguments: parameter of the loss -> data."""
         if not 1 <= len(responses) <= MAX_RESPONSES:
@@ -388,8 +401,9 @@ class Model:
         others = filter(None, (drawn, kept, chosen, counted))
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
         named = divisor.key if isinstance(divisor, Data) else divisor
-        options = keys, drawn, kept, chosen, named, stop, entropy
-        self.recorder.record(Train(f"{self.name}_train", self.name, function, inputs, (), tokens, *options), {})
+        module, _, own = function.rpartition(".")
+        options = keys, drawn, kept, chosen, named, stop, entropy, module
+        self.recorder.record(Train(f"{self.name}_train", self.name, own, inputs, (), tokens, *options), {})
 
 
 def _one_of(where: str, word: object, known: Sequence[str]) -> None:

@@ -37,11 +37,13 @@ def run(parsed: argparse.Namespace) -> int:
     out = check_out(parsed)
     config, cluster, calibration = read_calibrated(parsed, required=parsed.only != "map")
     forecasts: dict[str, Forecast] = {}
+    by = ""
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     if parsed.only != "map":
+        assert calibration is not None, "required"
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
+        by = f"forecast with calibration {calibration.name}"
     where = f"preset {config.title} on {cluster}"
-    by = f"forecast with calibration {calibration.name}" if forecasts else ""
     stems = [Path(name).stem for name in programs]
     title = f"{stems[0] if len(stems) == 1 else f'{len(stems)} strategies'}, {where}"
     maps = parsed.only != "timelines"
@@ -98,7 +100,7 @@ def note(program: Program) -> str:
 
 def forecast_table(programs: Mapping[str, Program], forecasts: Mapping[str, Forecast]) -> str:
     """The forecast of each program, if there is one, in numbers."""
-    rows = [("strategy", "seconds", "bubble", "about it")]
+    rows: list[tuple[str, ...]] = [("strategy", "seconds", "bubble", "about it")]
     for name, program in programs.items():
         found = forecasts.get(name)
         seconds = (f"{found.makespan_s:.4g}", f"{abs(bubble(found)):.0%}") if found else ("-", "-")

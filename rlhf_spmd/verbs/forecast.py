@@ -26,6 +26,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.out:
         check_out(parsed)
     config, cluster, calibration = read_calibrated(parsed)
+    assert calibration is not None, "required"
     workload = make_workload(config)
     ((name, program),) = compile_all([parsed.strategy], workload, cluster, config.strategy).items()
     found = forecast(program, calibration)
@@ -51,9 +52,10 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"The picture is in {parsed.out}")
     peaks = (peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in cluster.ranks)
     fits = not any(one.severity == "error" for one in findings)
-    result = {"strategy": name, "layout": str(cluster), "preset": config.preset, "calibration": calibration.name}
-    result |= {"forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle, "evaluation_s": evaluation_s}
-    result |= {"calls": {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}}
+    calls = {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}
+    result: dict[str, object] = {"strategy": name, "layout": str(cluster), "preset": config.preset}
+    result |= {"calibration": calibration.name, "forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle}
+    result |= {"evaluation_s": evaluation_s, "calls": calls}
     result |= {"peak_bytes": max(peaks), "missing_bytes": max(0, missing_bytes(program, evaluation)), "out": parsed.out}
     print(json.dumps(result | {"ok": fits}))
     return 0 if fits else 1

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.command_line.plans import (
     KEEP,
+    Alternative,
     alternatives,
     evaluation_options,
     fastest,
@@ -60,7 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
         spans, title = spans_of_forecast(winner.forecast), f"Forecast of {winner.name}: {where}"
         draw = partial(write_png, records=spans, title=title, workflow=workload.workflow, most_lanes=MOST_LANES)
         save(Path(parsed.timeline), draw)
-    seconds = {row.name: row.forecast.makespan_s if row.forecast else None for row in rows}
+    seconds = {row.name: row.forecast.makespan_s if isinstance(row, Alternative) else None for row in rows}
     result = {"name": winner.name, "out": str(out), "forecast_s": winner.forecast.makespan_s, "plan_s": plan_s}
     result |= {"simulate_s": simulate_s, "gap": found.gap, "num_scored": found.num_scored, "plans": seconds, "ok": True}
     print(json.dumps(result))
@@ -138,7 +139,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     if world.rank > 0:
         return
     first = min(range(len(told)), key=seconds.__getitem__)
-    with_forecast = [("plan", "forecast s", "measured s")]
+    with_forecast: list[tuple[str, ...]] = [("plan", "forecast s", "measured s")]
     for (name, _), row, measured_s in zip(told, best, seconds, strict=True):
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
     save(out, lambda path: path.write_text(told[first][1], encoding="utf-8"))

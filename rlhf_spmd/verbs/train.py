@@ -43,7 +43,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
         calibration = calibration_for(parsed.calibration, cluster, required=parsed.strategy == "auto")
         cluster = with_reserve(cluster, config.reserve, calibration)
-        if parsed.strategy == "auto":
+        if strategy is None:  # it is to be planned
+            assert calibration is not None, "required"
             strategy = auto(config, workload, cluster, calibration)
         program = strategy.compile(workload, cluster, config.strategy)
         evaluate = evaluate_of(config)

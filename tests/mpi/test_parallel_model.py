@@ -25,6 +25,7 @@ from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from tests.draws import random_responses
+from tests.steps import engine_step
 from tests.trainee import whole_weights
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(5, 8)]
@@ -358,12 +359,16 @@ def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection,
         pytest.skip("once is enough")
     batch, _ = make_batch()
     states = []
+
+    def loss(model, b):
+        return response_logprobs(model, b, forward(model, b), **PLAIN).sum()
+
     for recompute, num_chunks in ((False, 1), (True, 1), (False, 3)):
         cut_vocabulary(monkeypatch, num_chunks)
         model = Transformer(make_config(name), head="lm", recompute=recompute)
         engine = make_engine(model, groups=Groups(data=make_group((0, 1))), zero=3)
         for _ in range(2):
-            engine.step([batch], lambda model, b: response_logprobs(model, b, forward(model, b), **PLAIN).sum(), lr=0.1)
+            engine_step(engine, [batch], loss, lr=0.1)
         states.append(whole_weights(engine))
     assert states[0]["norm.weight"].std() > 0.01
     assert all(torch.equal(weight, states[1][key]) for key, weight in states[0].items())

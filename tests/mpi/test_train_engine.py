@@ -13,6 +13,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
+from tests.steps import engine_step
 from tests.trainee import CLIP, VOCAB, Trainee, global_batch, share_of_loss, single_process, tiny, whole_weights
 
 pytestmark = [
@@ -160,7 +161,7 @@ def test_our_transformer(job, zero):
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     for _ in range(3):
-        grad_norm = engine.step([tokens_BT[job.world.rank, None]], share, lr=1e-2)
+        grad_norm = engine_step(engine, [tokens_BT[job.world.rank, None]], share, lr=1e-2)
         optimizer.zero_grad()
         (share(model, tokens_BT) * job.world.size).backward()
         assert grad_norm == pytest.approx(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
+from tests.steps import engine_step
 from tests.trainee import CLIP, LR, Trainee, global_batch, share_of_loss, shares, single_process, tiny, whole_weights
 
 pytestmark = [
@@ -79,10 +80,10 @@ def test_zero_and_infinite_gradients(job, zero, dtype):
     engine = trainee.engine
     before = whole_weights(engine)
     batches = shares(global_batch(1), size=len(trainee.ranks), rank=trainee.rank, num_micro=1)
-    grad_norm = engine.step(batches, lambda model, batch: share_of_loss(model, batch) * 0.0, lr=0.0)
+    grad_norm = engine_step(engine, batches, lambda model, batch: share_of_loss(model, batch) * 0.0, lr=0.0)
     assert grad_norm == 0
     factor = torch.inf if trainee.rank == 0 else 1.0
-    grad_norm = engine.step(batches, lambda model, batch: share_of_loss(model, batch) * factor, lr=LR)
+    grad_norm = engine_step(engine, batches, lambda model, batch: share_of_loss(model, batch) * factor, lr=LR)
     assert not torch.isfinite(torch.tensor(grad_norm))
     for name, weight in whole_weights(engine).items():
         torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
@@ -95,7 +96,7 @@ def test_a_rank_may_return_a_constant_at_stage_0(job):
     engine = make_engine(tiny(), groups=Groups(data=job.groups("all")[0]), zero=0, max_grad_norm=CLIP)
     for step in range(2):
         batch = global_batch(step)
-        engine.step([batch], lambda m, b: share_of_loss(m, b) if rank == 0 else torch.zeros(()), lr=LR)
+        engine_step(engine, [batch], lambda m, b: share_of_loss(m, b) if rank == 0 else torch.zeros(()), lr=LR)
     expected = single_process(2, clip=CLIP)
     for name, weight in whole_weights(engine).items():
         torch.testing.assert_close(weight, expected.state[name], rtol=1e-5, atol=2e-6)

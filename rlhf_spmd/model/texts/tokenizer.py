@@ -7,7 +7,7 @@ padded with -1, so the padding token matters only in folders that transformers w
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
@@ -129,7 +129,7 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     id_of = {text: token_id for token_id, text in text_of.items()}
     ends = {*config.eos_token_ids, id_of.get(names.get("eos_token"))}
 
-    def allowed(token_id: int | None) -> bool:
+    def allowed(token_id: int | None) -> TypeGuard[int]:
         return token_id is not None and 0 <= token_id < config.vocab_size and token_id not in ends
 
     own = id_of.get(names.get("pad_token"))

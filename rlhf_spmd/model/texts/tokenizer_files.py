@@ -109,10 +109,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     return values if LISTED in values else values | names
 
 
-def _text(token: Any) -> str | None:
-    """The text of a token that is given as text, or as an object with its flags; None for anything else."""
+def _text(token: Any) -> str:
+    """The text of a token that is given as text, or as an object with its flags; empty for anything else."""
     text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and text else None
+    return text if isinstance(text, str) else ""
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,13 +148,13 @@ def _listed(folder: Path, own: Mapping[str, Flags]) -> dict[str, tuple[int, Flag
     names = set(map(_text, _named(settings).values()))
     found: list[tuple[int, str, Flags]] = []
     if LISTED in settings:
-        for number, token in _items(folder / CONFIG, settings[LISTED]):
-            if not (number.isdecimal() and _text(token)):
+        for key, token in _items(folder / CONFIG, settings[LISTED]):
+            if not (key.isdecimal() and _text(token)):
                 raise UserError(
-                    f"{folder / CONFIG}: {LISTED} has {number!r}: {token!r}, not an id with a token; copy it again"
+                    f"{folder / CONFIG}: {LISTED} has {key!r}: {token!r}, not an id with a token; copy it again"
                 )
             flags = _flags(token, special=False)
-            found.append((int(number), _text(token), flags | {"special": flags["special"] or _text(token) in names}))
+            found.append((int(key), _text(token), flags | {"special": flags["special"] or _text(token) in names}))
     else:
         names.update(map(_text, _without_name(settings)))
         for text, number in _items(folder / ADDED, _read(folder / ADDED)):

@@ -143,7 +143,7 @@ def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
     draft, folder = draft_folder(root, iteration), checkpoint_folder(root, iteration)
     for record in draft.glob(".*.record"):
         record.unlink()
-    manifest = {"format": FORMAT, "random_layout": RANDOM_LAYOUT, "iteration": iteration}
+    manifest: dict[str, object] = {"format": FORMAT, "random_layout": RANDOM_LAYOUT, "iteration": iteration}
     manifest["files"] = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()}
     write(draft / MANIFEST, json_parts(manifest))
     _sync(draft)

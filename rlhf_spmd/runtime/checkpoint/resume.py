@@ -19,6 +19,7 @@ from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
+from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
@@ -228,8 +229,9 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
         what = "strategy is not an object" if isinstance(name, str) else "algorithm is not a name"
         raise UserError(f"{source}: {what}; restore the file")
     options = {option: text for option, text in strategy.items() if option != "name"}  # the name is for --config
-    own = {"algorithm": load_algorithm(page or name, name), "strategy": options}
-    config = Config(preset=str(values["preset"]), products="linear", **own)  # earlier versions had no other products
+    algorithm = load_algorithm(page or name, name)
+    # earlier versions had no other products
+    config = Config(preset=str(values["preset"]), products="linear", algorithm=algorithm, strategy=options)
     known = configs.options_of(config)
     groups = {key.partition(".")[0] for key in known if "." in key}
     for key, value in _flat(values).items():
@@ -237,7 +239,7 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
             raise UserError(f"{source}: {key} is not an object; restore the file")
         if key not in known:
             raise UserError(f"{source} has the option {key}, which this version does not know")
-        config = configs.with_value(config, key, configs.parse_value(known[key][0], value, f"{source}: {key}"))
+        config = configs.with_value(config, key, parse_value(known[key][0], value, f"{source}: {key}"))
     return config
 
 

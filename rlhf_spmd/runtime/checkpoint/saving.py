@@ -63,6 +63,7 @@ class Saver:
             self._mine_written.wait()
             self.check()
         with self.world.together("finishing the checkpoint"):
+            assert self._thread is not None  # of the last `save`
             self._thread.join()
             self.check()
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class FlatSlice:
 
 def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
     """Parameter name -> its part in a shard, [rows, columns] of the whole; one dim counts as one column."""
-    found = {}
+    found: dict[str, Box2] = {}
     for weight in weights_of(shape):
         box = weight.box(shard)
         if box is not None:
@@ -65,7 +66,7 @@ def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
     steps: dict[str, int] = {}
     for model, engine in models.engines.items():
         shard = _train_shard(models, model)
-        boxes = boxes_of(models.program.workload.models[model], shard)
+        boxes = boxes_of(models.program.workload.shape(model), shard)
         num_steps, slices = engine.optimizer_state()
         if slices:
             steps[model], places[model] = num_steps, {}
@@ -95,6 +96,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 def _train_shard(models: RankModels, model: str) -> Shard:
     train = models.program.workload.workflow.train_call(model)
+    assert train is not None, f"nothing trains the {model}"
     return models.program.placement.layouts[train.name].shard(models.world.rank)
 
 
@@ -109,7 +111,8 @@ class Reader:
         from safetensors import SafetensorError, safe_open
 
         self.checkpoint = checkpoint
-        self.files, self.steps = {}, {}
+        self.files: dict[str, Any] = {}  # open ones, of safetensors
+        self.steps: dict[str, int] = {}
         self.slices: dict[tuple[str, str], list[tuple[str, FlatSlice]]] = {}  # model, parameter -> file and slice
         whole = {model: boxes_of(shape, Shard()) for model, shape in shapes.items()}
         for file in checkpoint.tensor_files:
@@ -157,8 +160,9 @@ class Reader:
                 _part(out, *here, common).copy_(source)
                 num_found += source.numel()
         num_wanted = wanted.stop - wanted.start
-        twice = num_found > num_wanted or (num_found == num_wanted and bool(out.isnan().any()))
-        if num_found != num_wanted or twice:
+        has_gaps = out is None or bool(out.isnan().any())
+        twice = num_found > num_wanted or (num_found == num_wanted and has_gaps)
+        if out is None or num_found != num_wanted or twice:
             raise unusable(
                 self.checkpoint.folder,
                 f"{self.checkpoint.folder} has {num_found:,} of the {num_wanted:,} numbers "

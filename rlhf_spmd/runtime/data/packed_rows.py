@@ -46,6 +46,10 @@ class PackedRows(Sequence):
     def _value(self, row: np.ndarray) -> Any:
         """The items of a row as the sequence returns them."""
 
+    @abstractmethod
+    def add_to(self, digest) -> None:
+        """Adds all rows to a hash."""
+
 
 class TokenRows(PackedRows):
     """Rows of token ids, int32, read as lists."""

@@ -20,7 +20,7 @@ from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.texts.template_time import checked_time
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Infer
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
 
@@ -31,7 +31,7 @@ TIME = "the time that the chat template wrote"  # only where it did
 FIX = "compute it again (`precompute`), or drop the option that names it"
 
 
-def calls_of(config: Config) -> tuple[Call, ...]:
+def calls_of(config: Config) -> tuple[Infer, ...]:
     """The calls whose results are in the file."""
     return config.algorithm.workflow(config.options).repeated_calls
 

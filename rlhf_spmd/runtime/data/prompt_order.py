@@ -102,7 +102,11 @@ class PromptOrder:
                 break
         for later, before, after in reversed(todo):
             fresh = permutation(self.seed, later, size, file)
-            order = fresh if before == 0 else _without_repeats(fresh, order, before, after)
+            if before:
+                assert order is not None, "the first epoch begins together with an iteration"
+                fresh = _without_repeats(fresh, order, before, after)
+            order = fresh
+        assert order is not None  # known, or made here
         self._epoch[file, rollout_batch] = (epoch, order)  # a cache: iterations come in order
         return order
 

@@ -91,18 +91,20 @@ class RowTokens:
 
 def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
     """The tokens of a row; None if nothing in it can be learned. Raises UserError."""
-    names, given = names_of(record, reading.template_kwargs), []
-    if not names or reading.render is None:
+    names, render_with = names_of(record, reading.template_kwargs), reading.render
+    if not names or render_with is None:
         return _read(where, record, reading)
+    given: list[dict[str, Any]] = []
 
     def render(where: str, messages: list[Message], **how: Any) -> str:
         if not given:  # not before, because a column beside text may mean something else
             given.append(arguments_of(where, record, reading.template_kwargs))
-        return reading.render(where, messages, **given[0], **how)
+        return render_with(where, messages, **given[0], **how)
 
     row = _read(where, record, replace(reading, render=render))
-    is_text = row is not None and not given
-    return replace(row, remark=NOT_RENDERED.format(names=" and ".join(names))) if is_text else row
+    if row is None or given:
+        return row
+    return replace(row, remark=NOT_RENDERED.format(names=" and ".join(names)))
 
 
 def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
@@ -209,8 +211,8 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
     responses = {name: one[2] for name, one in made.items()}
     marks = next(iter(made.values()))[3]
     said = [] if explicit else [message.get("content", "").strip() for message in before]
-    given = record.get(reading.key) or ""  # text beside conversations, which should say the same
-    differs = not explicit and given.strip() and not any(one and (one in given or given.strip() in one) for one in said)
+    plain = record.get(reading.key) or ""  # text beside conversations, which should say the same
+    differs = not explicit and plain.strip() and not any(one and (one in plain or plain.strip() in one) for one in said)
     remark = OTHER_TEXT.format(key=reading.key) if differs else ""
     return RowTokens("conversations", text, False, tokens, responses, marks, remark)
 

@@ -7,6 +7,7 @@ so a set is in memory once per node and no file is left behind.
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -76,5 +77,7 @@ def _map(about: Mapping) -> PromptSet | None:
     responses = {key: TokenRows(*next(found)) for key in about["keys"]}
     values = {key: NumberRows(*next(found)) for key in about["numbers"]}
     prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), dict(about["hashes"])
-    facts = {name: tuple(value) if isinstance(value, list) else value for name, value in about["facts"].items()}
+    facts: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in about["facts"].items()
+    }
     return PromptSet(prompts, texts, responses=responses, numbers=values, columns=columns, **facts, _hashes=known)

@@ -15,8 +15,8 @@ from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, re
 
 STALE_S = 15.0  # supervisors write twice a second, but a shared file system may show it later
 WAITS = ("Wait ", "Agree ", "waiting for")
-REPORTED = ("rank", "host", "process", "state", "iteration", "position", "memory_bytes", "most_memory_bytes")
-REPORTED += ("device_bytes", "status", "signal")  # fields of a record in the verbs' JSON
+REPORTED: tuple[str, ...] = ("rank", "host", "process", "state", "iteration", "position", "memory_bytes")
+REPORTED += ("most_memory_bytes", "device_bytes", "status", "signal")  # fields of a record in the verbs' JSON
 
 
 def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Divergence | None:
@@ -35,9 +35,10 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
     """The rank that spends the smallest share of its time waiting for others, and this share; None for one rank."""
     shares = []
     for record in records:
-        ended = [entry for entry in record.entries if entry.end_s and entry.position != NOWHERE]
-        total_s = sum(entry.end_s - entry.begin_s for entry in ended)
-        waited_s = sum(entry.end_s - entry.begin_s for entry in ended if any(word in entry.text for word in WAITS))
+        of_program = [entry for entry in record.entries if entry.position != NOWHERE]
+        ended = [(entry.text, entry.end_s - entry.begin_s) for entry in of_program if entry.end_s]
+        total_s = sum(seconds for _, seconds in ended)
+        waited_s = sum(seconds for text, seconds in ended if any(word in text for word in WAITS))
         if total_s > 0:
             shares.append((waited_s / total_s, record.rank))
     if len(shares) < 2:

@@ -21,15 +21,17 @@ from torch.distributed import distributed_c10d
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import all_reduced, is_split
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import REDUCE_NUMEL
 from rlhf_spmd.runtime.engines import deepspeed_state
 from rlhf_spmd.runtime.engines.adamw import MOMENTS, Interval, ReadState, Share, read_into, state_of
-from rlhf_spmd.runtime.engines.flat_engine import Groups, Loss
+from rlhf_spmd.runtime.engines.flat_engine import Groups, Through
 
 
 def _mpu(groups: Groups) -> SimpleNamespace:
     """DeepSpeed's `mpu` interface: the data-parallel ranks, and the ranks that hold the slices of one model."""
     data, model = groups.data, groups.model
+    assert data is not None
     return SimpleNamespace(
         get_data_parallel_group=lambda: data,
         get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(data),
@@ -42,20 +44,20 @@ def _mpu(groups: Groups) -> SimpleNamespace:
 
 
 class _LossModule(nn.Module):
-    """The loss as a module around the model, so that a loss can call any method of the model.
+    """A pass as a module around the model, so that it can call any method of the model.
 
     Stage 3 gathers weights when a module's forward begins or reads one, but only inside the forward of the module that
     was passed to DeepSpeed; `model.logits(...)` after `model(...)` would see sharded weights.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Transformer):
         super().__init__()
         self.model = model
-        self.task: tuple[Loss, Any] | None = None  # not an argument: DeepSpeed adds hooks to tensor arguments
+        self.through: Through | None = None  # not an argument: DeepSpeed adds hooks to tensor arguments
 
     def forward(self) -> Tensor:
-        loss, micro_batch = self.task
-        return loss(self.model, micro_batch)
+        assert self.through is not None
+        return self.through(self.model)
 
 
 class DeepSpeedEngine:
@@ -63,7 +65,7 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Transformer,
         *,
         groups: Groups,
         zero: int,
@@ -76,6 +78,7 @@ class DeepSpeedEngine:
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
         self.model = model
+        assert groups.data is not None, "ZeRO 2 and 3 shard over a group"
         self._group, self._zero, self._mpu = groups.data, zero, _mpu(groups)
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
@@ -143,20 +146,31 @@ class DeepSpeedEngine:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
         numbering.param_id = int(highest)
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> float:
-        """One optimizer step; see `TrainEngine.step`."""
-        assert len(micro_batches) > 0, "every rank passes at least one micro-batch"
+    def begin(self) -> None:
+        """See `TrainEngine.begin`; the last step has left no gradients."""
+
+    def forward(self, through: Through) -> Tensor:
+        """See `TrainEngine.forward`."""
+        with self._as_world():
+            self._loss_module.through = through
+            value: Tensor = self.engine()
+            self._loss_module.through = None
+        assert value.requires_grad, "a rank without data must still run the model: return 0 * something"
+        return value
+
+    def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
+        """See `TrainEngine.backward`."""
+        assert gradient is None, "ZeRO 2 and 3 have no stages"
+        with self._as_world():
+            self.engine.set_gradient_accumulation_boundary(last)
+            # DeepSpeed averages over the ranks, but not over micro-batches, because it is configured for one.
+            self.engine.backward(output * self._group.size())
+
+    def update(self, *, lr: float) -> float:
+        """See `TrainEngine.update`."""
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
         with self._as_world():
-            for index, micro_batch in enumerate(micro_batches):
-                self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-                self._loss_module.task = loss, micro_batch
-                value = self.engine()
-                assert value.requires_grad, "a rank without data must still run the model: return 0 * something"
-                # DeepSpeed averages over the ranks, but not over micro-batches, because it is configured for one.
-                self.engine.backward(value * self._group.size())
-            self._loss_module.task = None
             self.engine.step()
             for p in self.model.parameters():
                 p.grad = None  # stage 2 leaves one of them

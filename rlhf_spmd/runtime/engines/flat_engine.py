@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,10 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.adamw import AdamW, Interval, ReadState, Share, read_into, state_of
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Through = Callable[[Transformer], Tensor]  # a pass of the model, whose methods it calls
 
 BUCKET_NUMEL = 1 << 25  # numbers per all-reduce: large enough for bandwidth, small enough for pipelining in the backend
 NORM_ROW = 1 << 12  # numbers whose squares are summed in their own precision
@@ -47,7 +47,7 @@ class FlatEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Transformer,
         *,
         groups: Groups,
         zero: int,
@@ -112,26 +112,23 @@ class FlatEngine:
         master.grad = self._gradient[mine]
         return [master]
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> float:
-        """One optimizer step; see `TrainEngine.step`."""
-        self.begin()
-        for micro_batch in micro_batches:
-            self.backward(loss(self.model, micro_batch))
-        return self.update(lr=lr)
-
-    # ---- the parts of a step, for pipelines -------------------------------------------------------------------------
+    # ---- an optimizer step, see TrainEngine -------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Zeroes the gradients."""
         self._gradient.zero_()
 
-    def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Adds the gradients of a micro-batch's loss, or of a stage's output given its gradient from the next stage."""
+    def forward(self, through: Through) -> Tensor:
+        """See `TrainEngine.forward`."""
+        return through(self.model)
+
+    def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
+        """See `TrainEngine.backward`."""
         if output.requires_grad:  # a rank without data may return a constant
             torch.autograd.backward(output, gradient)
 
     def update(self, *, lr: float) -> float:
-        """Sums, clips and applies the gradients -> their norm, see `TrainEngine.step`. Collective over the layout."""
+        """Sums, clips and applies the gradients -> their norm, see `TrainEngine.update`."""
         self._sum_gradients()
         grad_norm = self._norm()
         if not math.isfinite(grad_norm):
@@ -207,7 +204,7 @@ class FlatEngine:
 
     def _own_part(self) -> slice:
         """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
-        if self._replicas == 1:
+        if self._groups.data is None:
             return slice(0, len(self._gradient))
         part = -(-len(self._gradient) // self._replicas)
         return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)

@@ -12,26 +12,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.adamw import Decaying, Interval, ReadState, decays
 from rlhf_spmd.runtime.engines.deepspeed_engine import DeepSpeedEngine
-from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Loss
+from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Through
 
 
 class TrainEngine(Protocol):
     """A model in training. Every rank of its group makes the same calls in the same order."""
 
-    model: nn.Module  # for forwards, also for inference (at stage 3 inside `gathered`)
+    model: Transformer  # for forwards, also for inference (at stage 3 inside `gathered`)
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> float:
-        """One AdamW step on the sum of the micro-batches' gradients over all ranks of the group -> the global L2 norm
-        of the gradient before clipping; if it is not finite, the step changed no weight.
+    def begin(self) -> None:
+        """Begins an optimizer step: there are no gradients. Then come as many forwards, each followed by its backward
+        or not at once, on every rank (at least one), and the update."""
 
-        `loss(model, micro_batch)` is this rank's share of the *global* loss, a scalar already divided by the global
-        count; shares are summed, not averaged. Every rank passes the same number of micro-batches (at least one). A
-        rank without data must still run the model forward and return 0 * something. At stages 2 and 3 all ranks must
-        use the same weights in the same order, and `loss` runs with the engine's group as torch.distributed's default
-        group, so it may communicate only with an explicit group.
-        """
+    def forward(self, through: Through) -> Tensor:
+        """`through(model)`: what a backward begins with, e.g. this rank's share of the *global* loss of a micro-batch,
+        a scalar already divided by the global count; shares are summed, not averaged. A rank without data must still
+        run the model and return 0 * something. At stages 2 and 3 all ranks must use the same weights in the same order,
+        and `through` runs with the engine's group as torch.distributed's default group, so it may communicate only with
+        an explicit group."""
+
+    def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
+        """Adds the gradients of a loss, or of a stage's output given its gradient from the next stage. last: whether it
+        is the last one of the step."""
+
+    def update(self, *, lr: float) -> float:
+        """One AdamW step on the sum of the gradients over all ranks of the group -> the global L2 norm of the gradient
+        before clipping; if it is not finite, no weight changes. Collective."""
 
     @property
     def shards_weights(self) -> bool:
@@ -61,7 +70,7 @@ class TrainEngine(Protocol):
 
 
 def make_engine(
-    model: nn.Module,
+    model: Transformer,
     *,
     groups: Groups,
     zero: int,
@@ -90,7 +99,9 @@ def make_engine(
         for p in model.parameters():  # not model.to(dtype): buffers keep their precision
             p.data = p.data.to(dtype)
     bare = {name for name, p in model.named_parameters() if weight_decay and not decays(name, p, weight_decay_on)}
-    settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, bare=bare, max_grad_norm=max_grad_norm)
+    settings: dict[str, Any] = dict(
+        betas=betas, eps=eps, weight_decay=weight_decay, bare=bare, max_grad_norm=max_grad_norm
+    )
     if groups.data is not None:
         _assert_same_weights(model, group=groups.data)
     if zero < 2 or groups.data is None:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.workflow import DIVISORS, Call
+from rlhf_spmd.plan.workflow import DIVISORS, LossCall
 
 CANCELLED = 1e-6  # times the sum of their sizes: a smaller sum of numbers is what rounding leaves of them
 
 
-def divisor_of(call: Call, rows: Mapping[str, Tensor]) -> Tensor:
+def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
     """The divisor of the loss of these rows, float64 [1]: response tokens, responses that have tokens, or rows; or [2]:
     the sum of the numbers of a key, and that of their sizes. rows: data key -> [B, ...]."""
     if call.divisor not in DIVISORS:
@@ -23,10 +23,10 @@ def divisor_of(call: Call, rows: Mapping[str, Tensor]) -> Tensor:
     if call.divisor == "rows":
         return masks[0].new_tensor([len(masks[0])], dtype=torch.float64)
     counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]
-    return sum(counts).double()[None]
+    return torch.stack(counts).sum().double()[None]
 
 
-def checked_divisor(found: Sequence[float], call: Call, page: str) -> float:
+def checked_divisor(found: Sequence[float], call: LossCall, page: str) -> float:
     """The divisor of a global mini-batch, positive, or 0 where there is no row. found: of divisor_of, summed over
     ranks. page: the algorithm's name. Raises UserError for a sum by which a loss cannot be divided, also for one of
     numbers that cancel each other."""

@@ -6,37 +6,26 @@ deadline passed, the ranks that have not arrived.
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.program.instructions import (
-    Agree,
-    Instruction,
-    Load,
-    Offload,
-    Post,
-    Program,
-    Run,
-    Wait,
-)
-from rlhf_spmd.plan.program.pipeline import body, is_pipelined
-from rlhf_spmd.plan.workflow import Call, Infer, Measure
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.pipeline import body
+from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
 from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
-from rlhf_spmd.runtime.execute.handlers.context import RunState
-from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
+from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
-from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
+from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.pipeline_runtime import Passage, Passes
 from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.weights.rank_models import RankModels
-from rlhf_spmd.runtime.world.world import World
 
 MAX_SAMPLES = 1_000_000  # of a prompt
 
@@ -44,39 +33,31 @@ MAX_SAMPLES = 1_000_000  # of a prompt
 class Executor:
     """Runs iterations of one program on this rank."""
 
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        models: RankModels,
-        calls: Calls,
-        recorder: Tracer,
-        asked: Asked | None = None,
-    ):
+    def __init__(self, job: Job, recorder: Tracer, asked: Asked | None = None):
         """asked: signals received, which all ranks learn at the end of an iteration; None: there are none."""
-        self.program, self.world, self.models, self.calls, self.recorder = program, world, models, calls, recorder
+        self.job, self.program, self.world, self.recorder = job, job.program, job.world, recorder
         self.asked = asked or Asked()
-        self.instructions = program.instructions[world.rank]
-        self.texts = [text_of(program, step) for step in self.instructions]
+        self.instructions = self.program.instructions[self.world.rank]
+        self.texts = [text_of(self.program, step) for step in self.instructions]
         self.begin()
-        self.transfers = Transfers(program, world, models)
+        self.transfers = Transfers(job)
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
         self.world.will_execute(self.program)
 
-    def iteration(self, data: Iteration, state: RunState) -> list[dict]:
+    def iteration(self, data: Iteration) -> list[dict[str, Any]]:
         """One pass over the list -> the messages of all ranks at the closing Agree."""
         self.recorder.iteration = data.number
         self.transfers.num_bytes_sent, self.transfers.num_messages_sent = 0, 0
-        answers: list[dict] = []
+        answers: list[dict[str, Any]] = []
         last = len(self.instructions) - 1
         for position, step in enumerate(self.instructions):
             self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
             try:
                 if position == 0:
                     release_unused(self.world.device)  # while no message is under way
-                answers = self._execute(step, data, state) or answers
+                answers = self._execute(step, data) or answers
                 if position == last:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:
@@ -86,14 +67,12 @@ class Executor:
         self.world.progress(f"{data.title}: over", data.number)
         return answers
 
-    def _execute(self, step: Instruction, data: Iteration, state: RunState) -> list[dict] | None:
+    def _execute(self, step: Instruction, data: Iteration) -> list[dict[str, Any]] | None:
         if isinstance(step, Run):
-            call, layout = self.program.workload.workflow.call(step.call), self.program.layout_of(step)
-            if is_pipelined(call, layout):
-                self._pass(step, call, layout, data, state)
-                return None
             with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
-                self.calls.run(step, data, state)
+                passes = self.run(step, data)
+            if passes is not None:
+                self._through_stages(step, passes)
         elif isinstance(step, Post):
             what = self.program.transfers[step.transfer].what
             with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
@@ -104,10 +83,10 @@ class Executor:
                 self.transfers.wait(step.transfer, data)
         elif isinstance(step, Load):
             with self.recorder.span(f"load {step.model}", "transfer"):
-                for copy in self.models.offloaded_copies(step.model):
+                for copy in self.job.models.offloaded_copies(step.model):
                     copy.load()
         elif isinstance(step, Offload):
-            for copy in self.models.offloaded_copies(step.model):
+            for copy in self.job.models.offloaded_copies(step.model):
                 copy.release()
         else:
             assert isinstance(step, Agree)
@@ -115,34 +94,49 @@ class Executor:
                 return self._agree(data, f"{data.title}: {step.what}")
         return None
 
-    def _agree(self, data: Iteration, what: str) -> list[dict]:
+    def _agree(self, data: Iteration, what: str) -> list[dict[str, Any]]:
         """Exchanges messages at the end -> for each rank its numbers and, under "rows", a record of each response that
         it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
         message = json.dumps(self._message(data)).encode() + b"\n" + self._digests(data).tobytes()
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
 
-    def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: RunState) -> None:
+    def run(self, run: Run, data: Iteration) -> Passes | None:
+        """Executes a Run; with stages: begins it, and returns its passes."""
+        passes: Passes | None = None
+        match self.program.workload.workflow.call(run.call):
+            case Generate() as call:
+                generate.generate(self.job, call, run, data)
+            case Compute() as call:
+                compute.compute(self.job, call, run, data)
+            case Train() as call:
+                passes = train.begin(self.job, call, run, data)
+            case call:
+                passes = infer.begin(self.job, call, run, data)
+        if passes is None or self.program.layout_of(run).pp > 1:
+            return passes
+        passes.run()
+        return None
+
+    def _through_stages(self, step: Run, passes: Passes) -> None:
         """A Run with stages: executes its body for the number of micro-batches that its ranks agree on."""
+        call, layout = self.program.workload.workflow.placed_call(step.call), self.program.layout_of(step)
         about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
-        with self.recorder.span(step.call, "compute", **about):
-            passes = self.calls.passes(step, data, state)
-        if passes is None:
-            return
         bare = replace(step, group=None, mini_batch=None, epoch=0)  # bodies differ in nothing else
         rank = self.world.rank
         passage = Passage(body(layout, call, bare, layout.dp_index(rank), passes.num_micro_batches), passes, rank)
-        for inner in passage.instructions:
-            if isinstance(inner, Run):
-                with self.recorder.span(step.call, "compute", **about, micro_batch=inner.micro_batch):
-                    passage.execute(inner)
-            else:
-                with self.recorder.span(str(inner), "wait" if isinstance(inner, Wait) else "transfer"):
-                    passage.execute(inner)
-        if isinstance(call, Infer | Measure):
+        with passes.within:
+            for inner in passage.instructions:
+                if isinstance(inner, Run):
+                    with self.recorder.span(step.call, "compute", **about, micro_batch=inner.micro_batch):
+                        passage.execute(inner)
+                else:
+                    with self.recorder.span(str(inner), "wait" if isinstance(inner, Wait) else "transfer"):
+                        passage.execute(inner)
+        if passes.backward is None:
             passes.close()
 
-    def _message(self, data: Iteration) -> dict:
+    def _message(self, data: Iteration) -> dict[str, Any]:
         """This rank's numbers."""
         sent = {"bytes": self.transfers.num_bytes_sent, "messages": self.transfers.num_messages_sent}
         return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
@@ -179,7 +173,7 @@ class Executor:
         )
 
 
-def reported_columns(program: Program, call: Call, rank: int) -> slice:
+def reported_columns(program: Program, call: ModelCall, rank: int) -> slice:
     """The columns whose responses to a call this rank makes and reports at the end of an iteration; may be empty."""
     layout = program.placement.layouts[call.name]
     if rank not in layout.ranks or not layout.reports(rank):

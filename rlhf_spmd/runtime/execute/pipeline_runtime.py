@@ -6,7 +6,8 @@ plan/program/pipeline.py says in which order passes and messages come; `Passage`
 # n tokens of a tp rank's share, D hidden
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import Instruction, Message, Post, Run, Wait
-from rlhf_spmd.plan.program.pipeline import Body, Pass
+from rlhf_spmd.plan.program.pipeline import Body, Pass, order_of_passes
 
 OnePass = Callable[[int, Tensor | None], Tensor | None]  # micro-batch, received_nD -> what is sent on, if anything is
 
@@ -22,8 +23,8 @@ OnePass = Callable[[int, Tensor | None], Tensor | None]  # micro-batch, received
 @dataclass(frozen=True, slots=True)
 class Passes:
     """The passes of one Run on one rank. num_tokens: real tokens of a micro-batch. forward: from the output of the
-    previous stage to that of this one. backward: from the gradient of this stage's output to that of its input. close:
-    called after the last pass."""
+    previous stage to that of this one. close: called after the last pass. backward: from the gradient of this stage's
+    output to that of its input; None: the Run does not train. within: a context in which the weights are there."""
 
     model: Transformer
     num_micro_batches: int
@@ -31,6 +32,21 @@ class Passes:
     forward: OnePass
     close: Callable[[], None]
     backward: OnePass | None = None
+    within: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def execute(self, kind: str, index: int, received_nD: Tensor | None = None) -> Tensor | None:
+        """One pass. kind: "forward" or "backward"."""
+        if kind == "forward":
+            return self.forward(index, received_nD)
+        assert self.backward is not None, "only a Run that trains has backward passes"
+        return self.backward(index, received_nD)
+
+    def run(self) -> None:
+        """All passes of a pipeline of one stage."""
+        with self.within:
+            for kind, index in order_of_passes(0, 1, self.num_micro_batches, train=self.backward is not None):
+                self.execute(kind, index)
+        self.close()
 
 
 class Passage:
@@ -51,17 +67,13 @@ class Passage:
             self._post(step.transfer)
         elif isinstance(step, Wait):
             self._wait(step.transfer)
-        elif step.phase == "update":
-            self.passes.close()
+        elif isinstance(step, Run) and step.micro_batch is not None:
+            key = step.phase, step.micro_batch
+            result_nD = self.passes.execute(*key, self.arrived.pop(key, None))
+            if result_nD is not None:
+                self.leaving[key] = result_nD
         else:
-            self._run(step)
-
-    def _run(self, step: Run) -> None:
-        key = step.phase, step.micro_batch
-        compute = self.passes.forward if step.phase == "forward" else self.passes.backward
-        result_nD = compute(step.micro_batch, self.arrived.pop(key, None))
-        if result_nD is not None:
-            self.leaving[key] = result_nD
+            self.passes.close()  # the phase "update"
 
     def _post(self, number: int) -> None:
         message = next(m for m in self.body.transfers[number].messages if self.rank in (m.source, m.destination))

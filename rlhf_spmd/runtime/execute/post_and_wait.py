@@ -3,12 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.plan.program.instructions import Message, Program, Transfer
+from rlhf_spmd.plan.program.instructions import Message, Transfer
 from rlhf_spmd.runtime.execute.iteration import Iteration
-from rlhf_spmd.runtime.weights.rank_models import RankModels
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
-from rlhf_spmd.runtime.world.world import World
 
 MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
 MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
@@ -17,8 +16,8 @@ MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 class Transfers:
     """This rank's part of the transfers of a program, and what it has sent."""
 
-    def __init__(self, program: Program, world: World, models: RankModels):
-        self.program, self.world, self.models = program, world, models
+    def __init__(self, job: Job):
+        self.program, self.world, self.models = job.program, job.world, job.models
         # transfer -> its operations, and the buffers that rows arrive in
         self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]]]] = {}
         self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it

@@ -22,8 +22,8 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, copies: Copies):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
-        shape, can_capture = scheduler.tables_BM.shape, cuda_graphs.can_capture(model, self.device)
-        self._graphs = cuda_graphs.Graphs(*shape, self.device) if can_capture else None
+        (rows, blocks), can_capture = scheduler.tables_BM.shape, cuda_graphs.can_capture(model, self.device)
+        self._graphs = cuda_graphs.Graphs(rows, blocks, self.device) if can_capture else None
         # The GPU copies the scheduler's tables while the host continues. Before the scheduler writes them again, the
         # host has waited for this step's tokens, so the copy is complete.
         pinned = self.device.type == "cuda"

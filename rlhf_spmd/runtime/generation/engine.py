@@ -161,13 +161,13 @@ class Engine:
         prompts = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
         batch = self._batch
         hidden = self.decoder.round(batch.token_B, batch.cached_B, prompts, [one.row.blocks for one in fresh])
+        self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
+        if hidden is None:
+            return None
         place = {one.row.request: (hidden, len(batch) + i) for i, one in enumerate(fresh)}
         self._last_hidden |= {one.row.key: place[one.row.request] for i, one in enumerate(fresh) if not drawn[i]}
         if len(fresh) == len(admitted):
             return hidden
-        self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
-        if hidden is None:
-            return None
         places = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
         return torch.cat((hidden[: len(batch)], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
 

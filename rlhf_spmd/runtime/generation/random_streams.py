@@ -4,7 +4,7 @@ The values are like a file format: changing one of them, or anything else that d
 token (kernels/philox.py, kernels/cdf_tree.py), changes the tokens of a run and requires raising RANDOM_LAYOUT.
 """
 
-from rlhf_spmd.plan.workflow import Call, Workflow
+from rlhf_spmd.plan.workflow import Generate, Workflow
 
 RANDOM_LAYOUT = 2  # version of the layout of random numbers, stored in checkpoints (1: no streams, 24 bits)
 
@@ -16,7 +16,7 @@ OFFLINE = 130  # generation outside a run: the generate verb, bench make-embedde
 # 131 to 255: unused
 
 
-def of_call(workflow: Workflow, call: Call) -> int:
+def of_call(workflow: Workflow, call: Generate) -> int:
     """The stream of a generate call."""
     index = workflow.generate_calls.index(call)
     assert index < NUM_ROLLOUTS, f"{call.name} is generate call {index}, but only {NUM_ROLLOUTS} have streams"

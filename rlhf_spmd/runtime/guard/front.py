@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 from rlhf_spmd.runtime.guard import descendants, launcher, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.observe import flight_recorder, node_files
-from rlhf_spmd.runtime.observe.flight_recorder import Record, parse
+from rlhf_spmd.runtime.observe.flight_recorder import Record, record_in
 from rlhf_spmd.runtime.observe.position_board import take_claim
 
 TICK_S = 0.5  # between two looks at the processes beside this one
@@ -83,7 +83,7 @@ class Reporter:
 
     def report(self, text: str, status: int) -> bool:
         """Says why the job ends, and asks the launcher to end it with this status -> whether it will."""
-        flight_recorder.keep_message(parse(self.memory).run, text)
+        flight_recorder.keep_message(record_in(self.memory).run, text)
         streams.say(f"rlhf_spmd: error: {text}")
         time.sleep(LINGER_S)
         return launcher.abort(os.environ, status)
@@ -144,7 +144,7 @@ class Front:
                 descendants.end_all()
                 node_files.remove()
                 if self.reporter.may_report():
-                    message = lost_message(parse(self.reporter.memory))
+                    message = lost_message(record_in(self.reporter.memory))
                     if self.reporter.report(message, status):
                         time.sleep(launcher.ABORT_S)
         finally:

@@ -32,7 +32,9 @@ def has_manifest(folder: Path) -> bool:
 
 def number_of(folder: Path) -> int:
     """The number of iterations after which a checkpoint was made."""
-    return int(NAME.fullmatch(folder.name)[1])
+    found = NAME.fullmatch(folder.name)
+    assert found is not None, f"{folder} is no checkpoint"
+    return int(found[1])
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:

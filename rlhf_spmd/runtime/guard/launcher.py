@@ -24,8 +24,8 @@ ON_NODE = (("PMI_SIZE", "MPI_LOCALNRANKS"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_
 NUMBER = re.compile(r"[0-9]{1,9}")
 OF_MPICH = ("PMI_SIZE", "PMI_RANK", "PMI_FD")
 # How variables begin by which a launcher tells a process its place in an MPI world.
-OF_A_RANK = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_STEP", "SLURM_SRUN_COMM_")
-OF_A_RANK += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK")
+OF_A_RANK: tuple[str, ...] = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_STEP")
+OF_A_RANK += ("SLURM_SRUN_COMM_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK")
 
 ABORT_S = 2.0  # time for the launcher to end this process
 SECOND_REPORT_S = 3.0  # a process that leaves a report to another one waits this long to be ended
@@ -164,8 +164,9 @@ def forget_leftovers(environment: MutableMapping[str, str]) -> None:
     """Removes MPICH's variables if no launcher stands behind them, because their connection is closed, as in a process
     that a rank has started, or because they are no numbers. MPICH would end the process."""
     numbers = [number_in(environment, name) for name in OF_MPICH if name in environment]
+    descriptor = number_in(environment, "PMI_FD")
     with suppress(OSError):
-        if None not in numbers and ("PMI_FD" not in environment or os.fstat(number_in(environment, "PMI_FD"))):
+        if None not in numbers and (descriptor is None or os.fstat(descriptor)):
             return
     for name in [name for name in environment if name.startswith(("PMI_", "MPI_LOCAL", "HYDRA_", "HYDI_"))]:
         del environment[name]

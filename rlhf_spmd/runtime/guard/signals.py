@@ -29,7 +29,7 @@ CHECKPOINT, END = SIGUSR1, SIGTERM
 USED = tuple(Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CHLD", "PIPE"))
 
 _handled: set[Signals] = set()
-_mask: set[Signals] = set()
+_mask: set[int | Signals] = set()
 
 
 def handle(number: Signals, handler: Callable[[int, FrameType | None], object]) -> None:

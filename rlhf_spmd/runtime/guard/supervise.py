@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -45,7 +46,7 @@ from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.signals import signal_name
 from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, lack_of_threads, shared_memory_bytes
 from rlhf_spmd.runtime.observe import flight_recorder, node_files
-from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
+from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, record_in
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LEAVE_S = 20.0  # for a rank that has no more to do
@@ -104,7 +105,9 @@ def leave(status: int) -> NoReturn:
     _refuse_exits()
     atexit._run_exitfuncs()  # threads that are no daemons are not waited for: Python would wait for ever
     streams.flush()
-    ctypes.PyDLL(None).exit(status)  # and not _exit: MPICH takes leave of its launcher in a handler of libc's exit
+    # and not _exit: MPICH takes leave of its launcher in a handler of libc's exit
+    libc_exit: Callable[[int], NoReturn] = ctypes.PyDLL(None).exit
+    libc_exit(status)
 
 
 def _refuse_exits() -> None:
@@ -192,14 +195,14 @@ class Supervisor:
     def _end(self, status: int, most_bytes: int) -> NoReturn:
         number = -status if status < 0 else 0
         if not number and self.memory[flight_recorder.LEFT_AT] == flight_recorder.DONE:
-            status = parse(self.memory).status  # whatever a handler at the exit made of it
+            status = record_in(self.memory).status  # whatever a handler at the exit made of it
         END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
         self._keep()
         while (received := next_signal(SIGNALS, 0)) is not None:  # a batch system sends them to all at once
             self._note(received)
         asked = number in self.asked and (self.front is None or number in FORWARDED)
-        asked = asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
-        record = parse(self.memory)
+        asked = asked or (number == signal.SIGKILL and bool(self.asked & ASKED_BY))
+        record = record_in(self.memory)
         lost = not asked if number else bool(record.host) and not record.has_left
         status = 128 + number if number else status or int(lost)
         try:
@@ -216,14 +219,14 @@ class Supervisor:
 
     def _end_late(self) -> NoReturn:
         """The rank has done its work and announced its status, but something keeps it, perhaps MPI."""
-        status = parse(self.memory).status
+        status = record_in(self.memory).status
         try:
             os.kill(self.child, signal.SIGKILL)
             self._clean_up()
             END.pack_into(self.memory, END_AT, time.time(), status, 0)
             self._keep()
             if self.reporter.may_report():
-                who = name_of(parse(self.memory))
+                who = name_of(record_in(self.memory))
                 streams.say(f"rlhf_spmd: note: {who} had finished, but did not end in {LEAVE_S:.0f} s: it was killed")
             launcher.abort(os.environ, status)
         finally:
@@ -235,8 +238,9 @@ class Supervisor:
             self._keep()
             launcher.unlink_shared_memory(self.child)  # the job ends, perhaps before its ranks have met
             self._clean_up()
+            assert self.front is not None and self.reporter.launcher is not None, "there was a front"
             if is_alone(self.front, self.reporter.launcher) and self.reporter.may_report():
-                self.reporter.report(lost_message(parse(self.memory)), LOST_STATUS)
+                self.reporter.report(lost_message(record_in(self.memory)), LOST_STATUS)
         finally:
             os._exit(LOST_STATUS)
 

@@ -33,7 +33,7 @@ class Setting:
 
     what: str
     read: Callable[..., Any]
-    write: Callable[..., None]
+    write: Callable[..., object]
     first: Any = NOT_KNOWN
 
 
@@ -214,12 +214,12 @@ class Children:
         """Takes notice of those that have come back by now."""
         if self.pipe is None:
             self.expect()
-        if not self.has_forked:
+        if self.pipe is None or not self.has_forked:
             return
         with suppress(OSError):  # none has, or a function has closed the pipe
             for line in os.read(self.pipe[0], 2**16).decode().split("\n")[:-1]:
-                child, _, who = line.partition(" ")
-                self.dead.add(int(child))
+                number, _, who = line.partition(" ")
+                self.dead.add(int(number))
                 notes.said.add((who, FORKED))
         for child in list(self.dead):
             try:
@@ -236,11 +236,12 @@ class Children:
         try:
             if isinstance(error, SystemExit):  # it meant to end
                 status = error.code if isinstance(error.code, int) else int(error.code is not None)
-                return
-            streams.restored(descriptors)
-            if (who, FORKED) not in notes.said:
-                os.write(streams.ERRORS, f"{NOTE}{who} {FORKED}\n".encode(errors="backslashreplace"))
-            os.write(self.pipe[1], f"{os.getpid()} {who}\n".encode())
+            else:
+                streams.restored(descriptors)
+                if (who, FORKED) not in notes.said:
+                    os.write(streams.ERRORS, f"{NOTE}{who} {FORKED}\n".encode(errors="backslashreplace"))
+                if self.pipe is not None:  # otherwise there was no descriptor left for one
+                    os.write(self.pipe[1], f"{os.getpid()} {who}\n".encode())
         finally:
             os._exit(status & 0xFF)
 
@@ -266,7 +267,7 @@ def guarded(who: str) -> Iterator[None]:
         if _has_alarm() and not had_alarm:
             signal.alarm(0)
             changed.append("the alarm of SIGALRM")
-        lost = []
+        lost: list[str] = []
         if before != [read() for read in READ_PROCESS]:  # of all at once, which takes a third of the time
             lost = _restore(OF_PROCESS, before, changed)
         if (torch := _torch()) is not None and of_torch != [read(torch) for read in READ_TORCH]:
@@ -284,7 +285,7 @@ def _torch() -> ModuleType | None:
 
 def _restore(settings: tuple[Setting, ...], before: list[Any], changed: list[str], *module: ModuleType) -> list[str]:
     """Adds to `changed` what it has changed back -> what it could not."""
-    lost = []
+    lost: list[str] = []
     for setting, value in zip(settings, before, strict=True):
         if value is NOT_KNOWN or (now := setting.read(*module)) is value or now == value:
             continue

@@ -126,7 +126,7 @@ class Flight:
     @property
     def where(self) -> str:
         """This rank's current action, as Record.where."""
-        return parse(self.memory).where
+        return record_in(self.memory).where
 
     def leave(self, status: int = 0) -> None:
         """Marks the following exit as intended: any error has been reported, or will be. The rank's work has this
@@ -157,9 +157,16 @@ def parse(memory: bytes | mmap.mmap) -> Record | None:
     for index in range(max(0, record.num_begun - NUM_ENTRIES), record.num_begun):
         fields = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
         entry = Entry._make(map(_decoded, fields))
-        if _are_times(entry.begin_s, entry.end_s):
+        if _are_times(entry.begin_s, entry.end_s or 0.0):
             entries.append(entry._replace(end_s=entry.end_s or None))
     return record._replace(entries=tuple(entries), run=_run_of(memory))
+
+
+def record_in(memory: mmap.mmap) -> Record:
+    """Reads the memory of a recorder of this job."""
+    record = parse(memory)
+    assert record is not None, "Flight() has made it a record"
+    return record
 
 
 def _are_times(*seconds: float) -> bool:

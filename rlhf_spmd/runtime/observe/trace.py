@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.observe.device_clock import DeviceClock
@@ -42,7 +42,8 @@ class Tracer:
         self, rank: int = 0, host: str = "", *, clock: DeviceClock | None = None, max_spans: int = MAX_SPANS
     ) -> None:
         """clock: of the device; None for a CPU."""
-        self.rank, self.host, self.iteration, self.clock = rank, host, None, clock
+        self.rank, self.host, self.clock = rank, host, clock
+        self.iteration: int | None = None
         self.spans: deque[tuple] = deque(maxlen=max_spans)
         self.unread: list[tuple] = []  # spans whose begin and end may be marks
         self._offset_s = _wall_clock_offset()
@@ -54,7 +55,7 @@ class Tracer:
     def read_marks(self) -> None:
         """Converts marks to seconds, at the end of an iteration; waits until the device has reached the last one."""
         marks = [one for span in self.unread for one in span[2:4] if not isinstance(one, float)]
-        seconds = iter(self.clock.seconds(marks) if marks else ())
+        seconds = iter(self.clock.seconds(marks) if self.clock is not None and marks else ())
         for name, category, *ends, iteration, args in self.unread:
             start_s, end_s = (one if isinstance(one, float) else next(seconds) for one in ends)
             self.spans.append((name, category, start_s, end_s, iteration, args))
@@ -110,7 +111,7 @@ class Lane:
     spans: tuple[Span, ...]
 
 
-def lanes(records: Sequence[Mapping[str, object]]) -> tuple[Lane, ...]:
+def lanes(records: Sequence[Mapping[str, Any]]) -> tuple[Lane, ...]:
     """Lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
     by_rank = []
     for record in sorted(records, key=lambda record: record["rank"]):

@@ -17,6 +17,7 @@ from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.model.hf import load_model, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt
@@ -67,28 +68,30 @@ class Judge:
         if self.function is not None:
             columns = [prompt.columns for prompt in prompts]
             texts = [prompt.text for prompt in prompts]
-            found = self.function.score(Scored(texts, responses, tokens, columns, key=self.key))[0]
-            if None in found:
+            given = self.function.score(Scored(texts, responses, tokens, columns, key=self.key))[0]
+            found = [score for score in given if score is not None]
+            if len(found) < len(given):
                 raise UserError(f"{self.function.name} gives a response no score; return a number for each")
             return found
+        assert self.model is not None, "a function or a model scores"
         if self.texts is not None:
-            rows = [self._of_text(*row) for row in zip(prompts, lines, tokens, strict=True)]
+            rows = [self._of_text(self.texts, *row) for row in zip(prompts, lines, tokens, strict=True)]
         else:
             rows = [[*prompt.tokens, *response] for prompt, response in zip(prompts, tokens, strict=True)]
         found = []
         for start in range(0, len(rows), ROWS_AT_ONCE):
-            found += self._scores_of_model(rows[start : start + ROWS_AT_ONCE])
+            found += self._scores_of_model(self.model, rows[start : start + ROWS_AT_ONCE])
         return found
 
-    def _of_text(self, prompt: Prompt, line: Mapping[str, Any], tokens: Sequence[int]) -> list[int]:
+    def _of_text(self, texts: RewardTexts, prompt: Prompt, line: Mapping[str, Any], tokens: Sequence[int]) -> list[int]:
         """The tokens of a reward model with another tokenizer."""
         text = self.of_responses.decode_pair(prompt.tokens, tokens)[0]
-        return self.texts.tokens(text, line["response"], ended=line["finish"] != "length", columns=prompt.columns)
+        return texts.tokens(text, line["response"], ended=line["finish"] != "length", columns=prompt.columns)
 
     @torch.no_grad()
-    def _scores_of_model(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _scores_of_model(self, model: Transformer, rows: Sequence[Sequence[int]]) -> list[float]:
         batch = Sequences.of(pad(rows).to(self.device))
-        return sequence_scores(self.model, batch, forward(self.model, batch)).tolist()
+        return sequence_scores(model, batch, forward(model, batch)).tolist()
 
 
 def best_lines(lines: Sequence[Mapping[str, Any]], scores_R: Sequence[float], samples: int) -> list[dict[str, Any]]:

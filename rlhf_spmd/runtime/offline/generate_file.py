@@ -273,7 +273,9 @@ def generate_file(
     for note in notes if world.rank == 0 else ():
         print(f"note: {note}", flush=True)
     world.barrier("the start of generation")
-    started, totals = time.perf_counter(), Counter()
+    started = time.perf_counter()
+    totals: Counter[str] = Counter()
+    scores = dict.fromkeys(("score", "mean_score"), 0.0)  # sums
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
     num = len(asked) * options.samples_per_prompt
     kept = 1 if options.best_of else options.samples_per_prompt  # lines of a prompt
@@ -287,7 +289,7 @@ def generate_file(
                 file.write(lines)
                 for line in lines:
                     totals.update(sequences=1, tokens=line["num_tokens"], ended=line["finish"] != "length")
-                    totals.update(score=line.get("score", 0.0), mean_score=line.get("mean_score", 0.0))
+                    scores = {name: total + line.get(name, 0.0) for name, total in scores.items()}
         seconds = time.perf_counter() - started
     result = {
         "out": str(out),
@@ -302,7 +304,7 @@ def generate_file(
         "ok": True,
     }
     if options.best_of:
-        means = {name: totals[name] / max(totals["sequences"], 1) for name in ("score", "mean_score")}
+        means = {name: total / max(totals["sequences"], 1) for name, total in scores.items()}
         result |= {name: round(mean, 4) for name, mean in means.items()}
     if world.rank == 0:
         print_summary(result, layout)

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
+from rlhf_spmd.algorithms.page import NonNegative
 from rlhf_spmd.config import options as configs
-from rlhf_spmd.config.options import Given, NonNegative
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_suggestions import suggest_option
-from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, Given, check_template_kwargs, parse_value
 from rlhf_spmd.plan.workflow import check_temperature
 
 
@@ -66,8 +66,8 @@ def assigned(options: GenerateOptions, key: str, given: Given) -> GenerateOption
     """A copy with one option set. Raises UserError for an unknown key or a bad value."""
     known = types()
     if key not in known:
-        raise UserError(f"unknown key {key!r}{suggest_option(key, (), known)}; known: {', '.join(known)}")
-    value = configs.parse_value(known[key], given, key)
+        raise UserError(f"unknown key {key!r}{suggest_option(key, (), list(known))}; known: {', '.join(known)}")
+    value = parse_value(known[key], given, key)
     group, _, name = key.rpartition(".")
     part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
     return dataclasses.replace(options, **{group or name: part})

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
+from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
@@ -45,7 +45,7 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
             value = [value] if isinstance(value, str) else value  # a single text, even with commas
         elif isinstance(value, bool) or not isinstance(value, int | float):  # unlike on the command line, "1" is wrong
             raise UserError(f"{name}={json.dumps(value)} is not a number")
-        values[name] = configs.parse_value(known[f"generation.{name}"], value, name)
+        values[name] = parse_value(known[f"generation.{name}"], value, name)
     return Sampling(**values)
 
 

@@ -14,7 +14,7 @@ LINE, DOTS = MODELS[0], MODELS[3]
 
 def finite_points(pairs: Sequence[tuple[object, object]]) -> list[Point]:
     """The pairs of finite numbers among (x, y)."""
-    numbers = [(x, y) for x, y in pairs if all(isinstance(one, int | float) for one in (x, y))]
+    numbers = [(x, y) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [(float(x), float(y)) for x, y in numbers if math.isfinite(x) and math.isfinite(y)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf_spmd.plan.workflow import Call, Workflow
+from rlhf_spmd.plan.workflow import Call, Compute, Infer, Measure, Workflow
 
 INK, FAINT_INK, RULE, PAPER = "#22262e", "#69707c", "#d3d7de", "#ffffff"
 MODELS = ("#3576bd", "#3f9b6c", "#8d5ab5", "#e0812f", "#1f9aa8", "#cf5f8c", "#8c6a4a", "#9c9a2e")
@@ -57,17 +57,18 @@ def styles_of(workflow: Workflow) -> dict[str, Style]:
     order = {model: number for number, model in enumerate(workflow.models)}
 
     def place(call: Call) -> tuple[int, int]:
-        kind = KINDS.index(call.kind) if call.kind in KINDS else len(KINDS)
-        return order.get(call.model, len(order)), kind
+        if isinstance(call, Compute):
+            return len(order), len(KINDS)
+        return order[call.model], KINDS.index(call.kind)
 
     return {call.name: _style_of(call, order) for call in sorted(workflow.calls, key=place)}
 
 
 def _style_of(call: Call, order: dict[str, int]) -> Style:
-    if call.model is None:
+    if isinstance(call, Compute):
         return other(call.name)
     label = f"{call.model} {call.kind}"
-    ink = INK if call.kind == "infer" else PAPER
+    ink = INK if isinstance(call, Infer | Measure) else PAPER
     return Style(label, shade(MODELS[order[call.model] % len(MODELS)], call.kind), ink=ink, words=(label, call.model))
 
 

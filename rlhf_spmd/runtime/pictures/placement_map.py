@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program
@@ -89,7 +89,8 @@ def _draw_boxes(axes: Axes, row: int, layout: Layout, style: Style, edge: float)
     for left, right in pairwise(sorted(layout.ranks)):
         if right == left + 1:
             apart = owner[left] != owner[right]
-            looks = {"linewidth": 2.2 * edge, "alpha": 1.0} if apart else {"linewidth": 0.6 * edge, "alpha": 0.6}
+            width, alpha = (2.2, 1.0) if apart else (0.6, 0.6)
+            looks: dict[str, Any] = {"linewidth": width * edge, "alpha": alpha}
             axes.plot([right, right], [row + 0.08, row + 0.92], color="white", zorder=3, solid_capstyle="butt", **looks)
 
 

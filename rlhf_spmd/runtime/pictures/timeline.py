@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.workflow import Workflow
@@ -27,7 +27,7 @@ STACK_INCH = 0.26  # the largest height of a lane in a stack
 ALL_LANES_INCH = 6.5  # the height that the lanes of a picture may take before they get thin
 LABELLED_INCH = 0.16  # the smallest height of a lane with text
 # looks of words above the first lane
-ABOVE = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT_INK, "va": "bottom", "annotation_clip": False}
+ABOVE: dict[str, Any] = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT_INK, "va": "bottom"}
 ALIKE = 0.02  # of the picture's width: ranks share a lane if their spans differ by no more
 
 
@@ -193,12 +193,13 @@ class _Stack:
         """Adds a timeline. heading: its title and facts, with their x; starts: of iterations, marked by lines."""
 
         def part(area: Area) -> None:
-            for (x, words), look in zip(heading, ({"fontweight": "bold"}, {"colour": FAINT_INK}), strict=False):
+            looks: tuple[dict[str, Any], ...] = {"fontweight": "bold"}, {"colour": FAINT_INK}
+            for (x, words), look in zip(heading, looks, strict=False):
                 area.text(x, 0.17, words, **look)
             axes = self._lanes(area, number, top)
             for iteration, x in sorted(starts.items()):
                 axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7, clip_on=False)
-                axes.annotate(f"iteration {iteration}", (x, -0.5), (2, 2), **ABOVE)
+                axes.annotate(f"iteration {iteration}", (x, -0.5), (2, 2), annotation_clip=False, **ABOVE)
 
         picture.add(top + self.lane_inch * max(1, len(self.rows[number])), part)
 
@@ -239,7 +240,7 @@ class _Stack:
             share = f"{100 * busy_fraction(rows[row].spans, start_s, end_s):.0f}%"
             axes.text(1.008, row, share, transform=right, fontsize=SMALL, color=FAINT_INK, va="center")
         if number == 0:
-            axes.annotate("busy", (1.008, -0.5), (0, 2), xycoords=right, **ABOVE)
+            axes.annotate("busy", (1.008, -0.5), (0, 2), xycoords=right, annotation_clip=False, **ABOVE)
         return axes
 
     def _draw_spans(self, axes: Axes, row: int, spans: Sequence[Span], start_s: float) -> None:
@@ -252,7 +253,7 @@ class _Stack:
                 bottom, height, layer = row + 0.24, 0.18, 5
             elif style in (WAITING, palette.CONTROL):
                 layer = 4
-            edge = {"edgecolor": "white", "linewidth": 0.6} if layer == 3 else {"linewidth": 0}
+            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6} if layer == 3 else {"linewidth": 0}
             if style.hatch:
                 edge |= {"hatch": style.hatch, "edgecolor": style.edge}
             # a white edge separates neighbours, but would cover a span of a pixel or two

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from statistics import fmean
+from typing import Literal
 
 import torch
 
@@ -48,7 +49,7 @@ LIMIT_S = 2.0  # of a probe
 SHARE = 0.1  # limit relative to the seconds of the iterations
 USED = 0.85  # share of the limit that is used, a margin for late ranks
 LEAST_S = 0.1  # a shorter probe is not meaningful
-NAMES = {dtype.itemsize: name for name, dtype in DTYPES.items()}
+NAMES: dict[int, Literal["float32", "bfloat16"]] = {4: "float32", 2: "bfloat16"}  # by bytes of a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:
     table = probed_table(device)
     if table is None:
         return None
+    assert table.prefill is not None, "probed_table() asks for it"
     prompt, longest, mean = round(table.prefill.lengths[-1]), table.forward.lengths[-1], table.forward.lengths[0]
     grid = Grid(prompt, round(longest) - prompt, (mean / longest,), 1, 1, (1,))
     for num_rows in NUM_ROWS:

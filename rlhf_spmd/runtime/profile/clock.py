@@ -34,7 +34,8 @@ class Clock:
         to do is added in proportion. Elapsed seconds of each work would mostly tell when the scheduler ran it.
         """
         shared = self.num_workers is not None
-        timer, middle = (time.process_time, fmean) if shared else (time.perf_counter, median)
+        timer = time.process_time if shared else time.perf_counter
+        middle: Callable[[Sequence[float]], float] = fmean if shared else median
         first = 0.0
         if not idle:
             self._once(works, time.perf_counter)
@@ -42,8 +43,9 @@ class Clock:
         longest = max(self.world.allgather(first, "a first measurement"))
         number = min(max(int(self.budget_s / max(longest, 1e-9)), FEWEST), MOST)
         began, began_processor = time.perf_counter(), time.process_time()
-        mine = [] if idle else list(map(middle, zip(*(self._once(works, timer) for _ in range(number)), strict=True)))
-        if sum(mine) > 0 and shared and together > 1:
+        turns = [] if idle else [self._once(works, timer) for _ in range(number)]
+        mine = list(map(middle, zip(*turns, strict=True)))
+        if sum(mine) > 0 and self.num_workers is not None and together > 1:
             elapsed_s = (time.perf_counter() - began) * min(1.0, self.num_workers / together)
             idle_s = max(0.0, elapsed_s - (time.process_time() - began_processor)) / number
             mine = [one + idle_s * one / sum(mine) for one in mine]

@@ -35,7 +35,8 @@ def constants(clock: Clock, param_bytes: int) -> dict[str, float]:
 def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float, float]]:
     """(ranks, bytes, seconds) of all-gathers, and of equivalent operations: half an all-reduce; between two ranks, one
     message."""
-    world, points = clock.world, []
+    world = clock.world
+    points: list[tuple[int, float, float]] = []
     for ranks in groups:
         mine, nodes = world.rank in ranks, [world.nodes[rank] for rank in ranks]
         group = world.group(group_name(ranks)) if mine else None

@@ -7,25 +7,33 @@ interpreter. The runtime's own code is timed: packing, forward, losses, the gene
 # B sequences, P prompt tokens, G response tokens, K tokens of a sampling support
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.config.options import Config
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import forward
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import ByLength, Curve, Layered, Measured
 from rlhf_spmd.plan.cost.seconds import decode_steps
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import LOGPROBS, MASK, VALUES
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.runtime_words import LOGPROBS, VALUES
+from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
-from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, sequences_of
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.job import Job, RunState
+from rlhf_spmd.runtime.execute.readout import Rows, read_output, sequences_of
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.metric_sums import Meter
@@ -78,16 +86,12 @@ class TimedModel:
             parallel=Parallel(self.layout.shard(world.rank), group=self.group),
         )
         self.num_params = sum(weight.numel() for weight in self.model.parameters())
-        generation = config.generation
-        self.sampling = {"temperature": generation.temperature, "eos_ids": (), "min_new_tokens": 0}
-        self.training = Training(config, workload, world.rank, self.sampling, self._masks)
         self.generating: Engine | None = None  # kept from one timing to the next, with what it has captured
         workflow, head = workload.workflow, "scalar" if shape.scalar_head else "lm"
-        self.call = next(
-            workflow.train_call(model) for model in workflow.trained_models if workflow.heads[model] == head
-        )
+        self.call = next(call for call in workflow.train_calls if workflow.heads[call.model] == head)
+        self.job = _job_of(world, config, workload, self.call, self.layout, shape.vocab_size)
 
-    def rows(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    def rows(self, lengths: Sequence[tuple[int, int]]) -> Rows:
         """The inputs of a call, for sequences with prompts and responses of these lengths. A call that reads pairs gets
         half as many rows."""
         device, pairs = self.world.device, self.call.num_sequences
@@ -107,11 +111,6 @@ class TimedModel:
                 rows[key] = torch.full(shapes[kind], float(counts), device=device)
         return rows
 
-    def _masks(self, words: dict[str, tuple[str, str]], rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As CallContext.masks; every response has ended."""
-        masks = {word: rows[key] >= 0 for word, (key, _) in words.items()}
-        return {word: masks[word] if what == MASK else masks[word].any(1) for word, (_, what) in words.items()}
-
     def tokens(self, lengths: Sequence[int]) -> Tensor:
         """Random rows of tokens, padded with -1 on the right. Rows differ, because the engine computes equal prompts
         only once."""
@@ -121,36 +120,26 @@ class TimedModel:
         return torch.where(real, tokens, -1).to(self.world.device)
 
     @torch.no_grad()
-    def infer(self, rows: dict[str, Tensor]) -> None:
+    def infer(self, rows: Rows) -> None:
         """One micro-batch of an inference call."""
         batch, kept = sequences_of(self.call, rows), rows[self.call.kept] if self.call.kept else None
         what = VALUES if self.shape.scalar_head else LOGPROBS
-        read_output(what, self.model, batch, forward(self.model, batch), kept, self.sampling)
+        read_output(what, self.model, batch, forward(self.model, batch), kept, self.job.sampling)
 
-    def train(self, engine: TrainEngine, rows: dict[str, Tensor], *, update: bool = False) -> None:
+    def train(self, engine: TrainEngine, rows: Rows, *, update: bool = False) -> None:
         """One optimizer step of one micro-batch without the update; or only the update."""
-        run = Run(self.call.name, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
-        step = self.training.begin(
-            run,
-            self.call,
-            self.layout,
-            engine,
-            rows,
-            numbers=self.config.algorithm.numbers(
-                self.config.options, self.config.algorithm.initial_state(self.config.options)
-            ),
-            rate=1e-9,
-            micro_batch=len(rows[self.call.prompts]),
-            mini_batch=len(rows[self.call.prompts]),
-            meter=Meter(),
-            group=self.group,
-        )
+        group = group_name(self.layout.ranks) if self.group is not None else None
+        run = Run(self.call.name, group, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
+        num, program = len(rows[self.call.prompts]), self.job.program
+        workload = replace(program.workload, mini_batch=num, micro_batch=num)
+        job = replace(self.job, program=replace(program, workload=workload))
+        step = optimizer_step.begin(job, self.call, run, engine, rows, rate=1e-9, meter=Meter())
         if update:
-            self.training.update(step)
+            optimizer_step.log(job, step, engine.update(lr=step.rate))
             return
         engine.begin()
-        self.training.forward(step, 0, None)
-        self.training.backward(step, 0, None)
+        optimizer_step.forward(job, step, 0, None)
+        optimizer_step.backward(step, 0, None)
 
     def generate(self, prompts_BP: Tensor, num_tokens: Sequence[int]) -> None:
         """Generates responses with these numbers of tokens."""
@@ -177,6 +166,25 @@ class TimedModel:
         tp_index = self.layout.shard(self.world.rank).tp_index
         groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
         return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
+
+
+def _job_of(world: World, config: Config, workload: Workload, call: Train, layout: Layout, num_tokens: int) -> Job:
+    """What a readout and an optimizer step of one call need of a job: neither prompts nor models of a run."""
+    nothing: Any = None
+    return Job(
+        replace(config, generation=replace(config.generation, min_new_tokens=0, stop=())),
+        Program(workload, Placement({call.name: layout}), Cluster((Node(world.size),)), {}, (), ()),
+        world,
+        tokenizer=nothing,
+        prompts=nothing,
+        models=nothing,
+        scorer=None,
+        eos_ids=(),
+        known=KnownTokens(num_tokens),
+        functions=config.algorithm.functions(workload.workflow),
+        state=RunState(config.algorithm.initial_state(config.options)),
+        columns={},
+    )
 
 
 def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:

@@ -72,7 +72,7 @@ class Table:
 def table_of(values: Any, source: str) -> Table:
     """The table that a file holds. Raises UserError naming `source`."""
     names = {part.name: part.type for part in fields(Table)}
-    kinds = {float: (int, float), int: int, str: str}
+    kinds: dict[object, type | tuple[type, ...]] = {float: (int, float), int: int, str: str}
     is_table = isinstance(values, Mapping) and values.keys() == names.keys()
     is_table = is_table and all(isinstance(values[name], kinds[kind]) for name, kind in names.items())
     is_known = is_table and values["library"] in LIBRARIES and values["backward"] in BACKWARD
@@ -120,8 +120,9 @@ def choose(
             raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
         note = f"{where} cannot compute products by {table.library}: F.linear is used"
         note += ", and numbers differ in their last digits" if resumed else ""
-        table = Table(dtype, LINEAR.name, LINEAR.name, 0.0, 0.0, 0.0, *every[0][1:], torch.get_num_threads())
-    elif others:
+        _, machine, version = every[0]
+        table = Table(dtype, LINEAR.name, LINEAR.name, 0.0, 0.0, 0.0, machine, version, torch.get_num_threads())
+    elif resumed and others:
         note = (
             f"the run was started on {resumed.machine} with torch {resumed.torch}; it keeps its products by "
             f"{table.library}, but on {where} numbers may differ in their last digits"

@@ -110,8 +110,8 @@ class Console:
             parts = (f"{name} {first:.4g} -> {last:.4g}" for name, (first, last) in result.evaluation.items())
             facts["evaluation"] = ", ".join(parts)
         generated = math.isfinite(result.gen_tokens_per_s)
-        facts["speed"] = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""
-        facts["speed"] += f"{result.wall_s:.1f} s in all"
+        speed = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""
+        facts["speed"] = f"{speed}{result.wall_s:.1f} s in all"
         if math.isfinite(result.parity_max_abs):
             facts["parity"] = f"{result.parity_max_abs:.2g} nats at most between generation and training"
         facts |= {

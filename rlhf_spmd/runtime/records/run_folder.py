@@ -17,7 +17,6 @@ Only a resumed run writes into an existing folder, and only into its own.
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -57,7 +56,7 @@ class Sample:
     prompt_index: int
     prompt: str
     before: str
-    reward_before: float
+    reward_before: float | None  # None: a resumed run has read NaN, which JSON does not have
     after: str | None = None
     reward_after: float | None = None
     late_before: bool = False
@@ -68,7 +67,7 @@ class Sample:
         return self.late_before + self.late_after
 
 
-Shown = tuple[str, float, bool]  # a response, its reward, and whether a reward function ran out of time for it
+Shown = tuple[str, float | None, bool]  # a response, its reward, and whether a reward function ran out of time for it
 
 
 class RunFolder:
@@ -101,13 +100,15 @@ class RunFolder:
                         entry.unlink()
                 return cls(root / name)
             stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
-            for number in itertools.count(1):
-                path = root / (stem if number == 1 else f"{stem}-{number}")
+            path, number = root / stem, 1
+            while True:
                 try:
                     path.mkdir(DIRECTORY_MODE)
                 except FileExistsError:
-                    continue
-                return cls(path)
+                    number += 1
+                    path = root / f"{stem}-{number}"
+                else:
+                    return cls(path)
         except FileExistsError:
             raise UserError(
                 f"{root / (name or '')} exists already and is never overwritten: give another name"
@@ -232,7 +233,7 @@ class RunFolder:
             self._metrics.flush()
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
         named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
-        self.curves.add(iteration, named | more)
+        self.curves.add(iteration, {**named, **more})
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt."""

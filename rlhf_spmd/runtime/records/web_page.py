@@ -129,7 +129,7 @@ def _facts(run: Run, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
     """Where models and data come from, and what was written; a model of another run on the page is a link to it."""
     rows = []
     for role, folder in run.models.items():
-        maker = made_by.get(_place(folder))
+        maker = None if (place := _place(folder)) is None else made_by.get(place)
         link = "" if maker is None else f", by <a href='#run-{maker}'>{escape(runs[maker].name)}</a>"
         rows.append((f"reads {escape(role)}", f"{escape(folder)}{link}"))
     for label, group in (("reads rows", "data"), ("held-out rows", "eval")):

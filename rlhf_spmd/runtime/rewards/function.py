@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, why_no_file
@@ -88,13 +89,13 @@ class RewardFunction:
         with guarded(f"reward function {self.name}"):
             return self.bound.call(rows)
 
-    def _logged(self, values: Sequence[object], rows: Scored) -> list[float | None]:
+    def _logged(self, values: Sequence[Any], rows: Scored) -> list[float | None]:
         """Numbers for the log; None for texts and whatever else is no finite number."""
         numeric = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
         good = [_finite(one) if isinstance(one, numbers.Real) else None for one in numeric]
         return (good + [None] * len(rows))[: len(rows)]
 
-    def _as_list(self, scores: object, num_responses: int) -> list[object]:
+    def _as_list(self, scores: Any, num_responses: int) -> list[Any]:
         if hasattr(scores, "tolist"):  # a numpy array or a torch tensor
             scores = scores.tolist()
         if not isinstance(scores, list | tuple):
@@ -110,7 +111,7 @@ class RewardFunction:
             )
         return list(scores)
 
-    def _as_float(self, number: int, score: object, prompt: str) -> float | None:
+    def _as_float(self, number: int, score: Any, prompt: str) -> float | None:
         if score is None:
             return None
         value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
@@ -270,8 +271,7 @@ def _extend_import_path(folder: Path) -> None:
 
 
 def _import_message(what: str, error: BaseException) -> str:
-    missing = isinstance(error, ModuleNotFoundError)
-    fix = f"install {error.name} in this environment" if missing else "fix the file"
+    fix = f"install {error.name} in this environment" if isinstance(error, ModuleNotFoundError) else "fix the file"
     return f"importing {what} raised {described(error, None)}: {fix}"
 
 

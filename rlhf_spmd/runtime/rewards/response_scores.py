@@ -62,14 +62,14 @@ class Scorer:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
             self.notes = [note for function in self.functions for note in function.notes]
         elif calls:
-            limits = {"num": config.reward_workers, "timeout_s": config.reward_timeout_s}
-            self.workers = RewardWorkers(self.specs, columns, **limits, beat=beat)
+            num, timeout_s = config.reward_workers, config.reward_timeout_s
+            self.workers = RewardWorkers(self.specs, columns, num=num, timeout_s=timeout_s, beat=beat)
             self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
         self.key = config.data.key or config.algorithm.prompts
         self.texts = None
-        if reads_text(config, role):
+        if self.shape is not None and reads_text(config, role):
             self.texts = RewardTexts(folder, self.shape, self.key, role, started=started)
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
@@ -84,7 +84,8 @@ class Scorer:
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.whole_records(index_B) if self.data is not None else []
         rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns, key=self.key)
-        total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
+        total_B, applied_B = [0.0] * len(rows), [False] * len(rows)
+        logs: dict[str, list[float | None]] = {}
         by_function, late = self._by_function(rows)
         for spec, (scores, more), weight in zip(self.specs, by_function, self.weights, strict=True):
             logs |= more | ({label_of(spec): scores} if len(self.specs) > 1 else {})

@@ -314,7 +314,8 @@ def _of_all(found: Any, num: int) -> Result:
 
 def _of_each(answers: Sequence[Any]) -> Result:
     """What a function returned for each row: a number, or a dict with `score` and more numbers."""
-    scores, logs = [], {}
+    scores: list[Any] = []
+    logs: dict[str, list[Any]] = {}
     for index, found in enumerate(answers):
         if isinstance(found, Mapping):
             if "score" not in found:

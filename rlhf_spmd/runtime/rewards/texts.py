@@ -52,16 +52,19 @@ class RewardTexts:
     def _of_conversation(
         self, messages: list[Message], response: str, ended: bool, tools: Mapping[str, Any]
     ) -> list[int]:
-        text = self._rendered(messages, response, tools)
+        template = self.template
+        assert template is not None  # else rows are read as text
+
+        def rendered(response: str) -> str:
+            answer: Message = {"role": ASSISTANT, "content": response}
+            return template.render(self.folder, [*messages, answer], answers=False, **tools)
+
+        text = rendered(response)
         if not ended:  # without what the template writes behind an answer
-            text, mark, _ = self._rendered(messages, response + MARK, tools).rpartition(MARK)
-            text = text if mark else self.template.render(self.folder, messages, **tools) + response
+            text, mark, _ = rendered(response + MARK).rpartition(MARK)
+            text = text if mark else template.render(self.folder, messages, **tools) + response
         tokens = up_to_end(self.tokenizer.encode(text, special=False), self.tokenizer, self.ends)
         return self._closed(tokens, ended, self.ends)
-
-    def _rendered(self, messages: list[Message], response: str, tools: Mapping[str, Any]) -> str:
-        answer: Message = {"role": ASSISTANT, "content": response}
-        return self.template.render(self.folder, [*messages, answer], answers=False, **tools)
 
     def try_on(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Raises UserError if the chat template refuses the roles of a row, or writes tokens that the model lacks.

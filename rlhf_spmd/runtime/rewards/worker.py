@@ -44,8 +44,6 @@ def main() -> None:
     for number in LEFT_TO_THE_RANK:
         signals.handle(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
-    if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank
     told: list[str] = []  # about the functions, for the rank
     user_code.notes.tell = told.append
     with socket.socket(fileno=descriptor) as connection:

@@ -103,6 +103,7 @@ class RewardWorkers:
                     self._hand_out(worker, now)
             self._look(now)
             for worker in [one for one in self._workers if time.monotonic() >= one.until_s]:
+                assert worker.task is not None  # no other has a deadline
                 now.late.add(worker.task[1])
                 now.num_left -= 1
                 self._end(worker, by_force=True)
@@ -211,6 +212,7 @@ class RewardWorkers:
         if "ready" in answer:
             worker.is_ready, self.notes = True, answer["ready"]
             return
+        assert now is not None and worker.task is not None, "a score that no row asks for"
         (function, row), worker.task, worker.until_s = worker.task, None, math.inf
         scores, logs = now.found[function]
         scores[row] = answer["score"]
@@ -234,7 +236,7 @@ class RewardWorkers:
         has_ended = _has_ended(worker.process)  # a moment after it has closed its connection
         status = self._end(worker, by_force=True)
         how = f"exited with status {status}" if has_ended else "closed its connection to the rank"
-        if has_ended and status < 0:
+        if has_ended and status is not None and status < 0:
             how = f"was ended by {signal.Signals(-status).name}"
         if task is None or now is None:
             when = "before it was given a response" if worker.is_ready else "while it loaded them"

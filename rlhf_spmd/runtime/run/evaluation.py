@@ -9,6 +9,7 @@ of the run without a further message. The rows are in evaluations.jsonl; a run w
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +17,15 @@ import torch
 from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
-from rlhf_spmd.runtime.run.job import Job, given_rows
 from rlhf_spmd.runtime.run.metrics import check_finite
+from rlhf_spmd.runtime.run.prepare import given_rows
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
@@ -38,9 +39,10 @@ class Evaluator:
         self.options, self.last = job.config.eval, job.config.iterations
         self.best = job.config.checkpoint.best
         self.less = job.config.algorithm.is_better_lower(self.best)
-        self.job, self.training, self.folder = job.evaluation, training, folder
-        self.rows: list[dict] = []  # of evaluations.jsonl
-        if self.job is None:
+        self.is_wanted, self.job = job.evaluation is not None, job.evaluation or job
+        self.training, self.folder = training, folder
+        self.rows: list[dict[str, Any]] = []  # of evaluations.jsonl
+        if not self.is_wanted:
             return
         always = metric_names(self.options.samples_per_prompt) if self._scores else []
         metrics = dict.fromkeys([*always, *filter(None, [self.best])])
@@ -48,9 +50,9 @@ class Evaluator:
             found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
         self.rows = self.job.world.bcast(found, what="the evaluations so far")
         folder.write_evaluations(self.rows)
-        context = self.job.calls.context
-        recorder = Tracer(context.world.rank, context.world.hosts[context.world.rank])  # not a part of the timeline
-        self.executor = Executor(self.job.program, context.world, context.models, self.job.calls, recorder)
+        world = self.job.world
+        recorder = Tracer(world.rank, world.hosts[world.rank])  # not a part of the timeline
+        self.executor = Executor(self.job, recorder)
         training.begin()
         self.rollouts = Rollouts(self.job, folder.path, "evaluation")
         self.sources = sources_of(self.job.prompts, self.job.program.workload.rollout_batch)
@@ -59,12 +61,12 @@ class Evaluator:
         """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
         Collective."""
         is_due = num_done % self.options.every == 0 or num_done == self.last
-        if self.job is None or not is_due or num_done in {row["iteration"] for row in self.rows}:
+        if not self.is_wanted or not is_due or num_done in {row["iteration"] for row in self.rows}:
             return ""
         began = time.perf_counter()
         self.executor.begin()
         data = self._iteration(num_done)
-        answers = self.executor.iteration(data, RunState(None))
+        answers = self.executor.iteration(data)
         said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
         self.training.begin()
         self.rollouts.write(data)
@@ -175,7 +177,7 @@ class Evaluator:
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """For the console."""
-        parts = []
+        parts: list[str] = []
         for name in self._names:
             of_each = [f"{key.partition('/')[2]} {metrics[key]:.4g}" for key in metrics if key.startswith(f"{name}/")]
             each = f" ({', '.join(of_each)})" if of_each and not parts else ""

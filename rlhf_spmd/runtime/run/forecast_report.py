@@ -14,6 +14,7 @@ from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
 from rlhf_spmd.plan.text.program_listing import table
+from rlhf_spmd.plan.workflow import Compute
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
@@ -70,7 +71,7 @@ class Compared:
 
     def show(self) -> str:
         """The comparison as a table."""
-        cells = [("call", "forecast s", "measured s", "forecast / measured")]
+        cells: list[tuple[str, ...]] = [("call", "forecast s", "measured s", "forecast / measured")]
         for row in self.rows:
             ratio = f"{row.forecast_s / row.measured_s:.2f}" if row.measured_s > 0 else "-"
             cells.append((row.call, f"{row.forecast_s:.4g}", f"{row.measured_s:.4g}", ratio))
@@ -136,7 +137,7 @@ def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dic
         for rank, mine in enumerate(spans):
             taken = [span for span in mine if span.category == "compute" and span.name == call.name]
             runs = [step for step in program.instructions[rank] if isinstance(step, Run) and step.call == call.name]
-            if runs and is_pipelined(call, program.layout_of(runs[0])):
+            if runs and not isinstance(call, Compute) and is_pipelined(call, program.layout_of(runs[0])):
                 of_rank[call.name, rank] = sum(span.end_s - span.start_s for span in taken)
             else:  # a full recorder has dropped the first spans
                 pairs += [(rank, *pair) for pair in zip(runs[len(runs) - len(taken) :], taken, strict=True)]

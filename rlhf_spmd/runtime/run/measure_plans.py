@@ -8,10 +8,9 @@ from collections.abc import Callable
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.run.job import make_iteration, prepare
+from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 from rlhf_spmd.runtime.world.world import World
 
 COUNTED = 3  # iterations, after one that warms up; the same for all plans, because responses differ in length
@@ -31,14 +30,13 @@ def iteration_runner(config: Config, program: Program, world: World) -> Callable
     """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0,
     and returns the seconds of the slowest rank. The world must have the program's groups."""
     job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
-    state = RunState(config.algorithm.initial_state(config.options))
+    executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
 
     def iteration(number: int) -> float:
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")
         began = time.perf_counter()
-        executor.iteration(data, state)
+        executor.iteration(data)
         return max(world.allgather(time.perf_counter() - began, "the seconds of an iteration"))
 
     return iteration

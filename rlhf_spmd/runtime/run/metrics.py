@@ -11,10 +11,10 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.records.run_folder import Sample
-from rlhf_spmd.runtime.run.job import Job
 
 EXPLODED = 10.0  # times the largest value so far
 NUM_BEFORE = 3  # iterations before the first warning
@@ -63,10 +63,11 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
     return found | ({} if workflow.generate_calls else BUDGET) | SPEED
 
 
-def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
-    """Global metrics of one iteration, the same on every rank. state: of the algorithm when the iteration began; its
-    numbers are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std."""
-    metrics, weights = combine(answers)
+def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Global metrics of one iteration, the same on every rank; the numbers of the algorithm's state when the iteration
+    began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std."""
+    means, weights = combine(answers)
+    metrics: dict[str, Any] = dict(means)
     known = metrics_of(job.config.algorithm, job.program.workload.workflow, function_labels(job.config))
     for name in [name for name in metrics if f"{name}_sq" in metrics and f"{name}_sq" not in known]:
         square = metrics.pop(f"{name}_sq")
@@ -74,7 +75,7 @@ def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
             metrics[f"{name}_std"] = math.sqrt(max(square - metrics[name] ** 2, 0.0))
         else:  # only `after_iteration` uses it
             metrics.pop(name)
-    values = asdict(state) if state else {}
+    values = asdict(state) if (state := job.state.of_algorithm) else {}
     metrics |= {name: value for name, value in values.items() if isinstance(value, float) and name in known}
     if "response_length" in metrics:
         metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]

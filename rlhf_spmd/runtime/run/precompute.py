@@ -10,13 +10,13 @@ import torch
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.data.precomputed import TIME, about, write_logprobs
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
-from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.run.job import Job, given_rows, prepare
+from rlhf_spmd.runtime.run.prepare import given_rows, prepare
 from rlhf_spmd.runtime.world.world import World
 
 PRINTS = 10  # lines that say how far it is
@@ -28,13 +28,13 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
     began, job = time.perf_counter(), prepare(config, program, world)
     for note in job.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)
-    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, world.hosts[world.rank]))
-    calls, at_once, num_rows = program.workload.workflow.calls, program.workload.mini_batch, len(job.prompts)
+    executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))
+    calls, at_once, num_rows = program.workload.workflow.placed_calls, program.workload.mini_batch, len(job.prompts)
     parts: dict[str, list[np.ndarray]] = {call.outputs[0]: [] for call in calls}
     num_batches = math.ceil(num_rows / at_once)
     for number in range(num_batches):
         data = _batch(job, number)
-        executor.iteration(data, RunState(None))
+        executor.iteration(data)
         for call in calls:
             parts[call.outputs[0]] += _rows(job, call, data)
         done = min(num_rows, (number + 1) * at_once)
@@ -70,7 +70,7 @@ def _batch(job: Job, number: int) -> Iteration:
     )
 
 
-def _rows(job: Job, call: Call, data: Iteration) -> list[np.ndarray]:
+def _rows(job: Job, call: ModelCall, data: Iteration) -> list[np.ndarray]:
     """The numbers of each row of a batch, without those that fill it up; on rank 0. Collective."""
     world, program, key = job.world, job.program, call.outputs[0]
     columns = reported_columns(program, call, world.rank)

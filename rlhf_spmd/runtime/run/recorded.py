@@ -11,9 +11,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
-from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.run.inputs import functions_fingerprints
-from rlhf_spmd.runtime.run.job import Job
 
 
 def run_state(state: RunState) -> dict:

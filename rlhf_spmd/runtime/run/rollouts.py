@@ -9,22 +9,24 @@ A rank writes the rows that it has. Only single numbers that another rank has, s
 # M mini-batches, C columns
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.records.rollout_files import other_names, pyarrow_modules, types_of, write_part
-from rlhf_spmd.runtime.records.run_folder import finite, writing
-from rlhf_spmd.runtime.run.job import Job
+from rlhf_spmd.runtime.records.run_folder import writing
 
 FOLDER = "rollouts"
 PLACE = ("iteration", "prompt_index", "sample")
@@ -40,7 +42,8 @@ class Rollouts:
         Parquet files are wanted and pyarrow is missing."""
         self.job, self.root, self.kind = job, run / FOLDER, kind
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
-        self.call, self.types = _call_with_rows(job.program), {}
+        self.call = _call_with_rows(job.program)
+        self.types: Mapping[str, Any] = {}
         if self.every and self.format == "parquet":
             pyarrow_modules()
             if self._writes:
@@ -141,7 +144,8 @@ class Rollouts:
                     row[key] = [_number(one) for one in value[: num_tokens + (shapes[key] == "token+1")]]
                 elif shapes[key] == "row":
                     row[key] = _number(value)
-            yield row, *records([index])
+            (record,) = records([index])
+            yield row, record
 
 
 def forget(run: Path, num_iterations: int) -> None:
@@ -152,7 +156,7 @@ def forget(run: Path, num_iterations: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _call_with_rows(program: Program) -> Call:
+def _call_with_rows(program: Program) -> ModelCall:
     """The call whose ranks have most of a row: the training of the model that generates, else the first training; in an
     evaluation the last call."""
     workflow = program.workload.workflow
@@ -177,4 +181,5 @@ def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[s
 
 def _number(value: float) -> float | None:
     """A float32 or float64 with as many digits as it has, None for NaN."""
-    return finite(float(f"{value:.7g}"))
+    number = float(f"{value:.7g}")
+    return number if math.isfinite(number) else None

@@ -11,12 +11,12 @@ from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.records.console import Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.rewards.response_scores import how_read
 from rlhf_spmd.runtime.run.forecast_report import Compared
-from rlhf_spmd.runtime.run.job import Job
 from rlhf_spmd.runtime.world.devices import describe_device
 
 
@@ -46,7 +46,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **judged,
         **({"names": notes} if (notes := _names_of_functions(job)) else {}),
         "device": describe_device(job.world.computes, job.world.size),
-        **({"products": f"by {job.products.library}, in {config.dtype}"} if job.products else {}),
+        **({"products": f"by {job.products['library']}, in {config.dtype}"} if job.products else {}),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
         **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
@@ -60,7 +60,7 @@ def _names_of_functions(job: Job) -> str:
     """Which parameters of reward functions are not the columns of their names; empty if there are none. Collective."""
     if not (job.config.reward_function or job.config.eval.reward_function):
         return ""
-    scorers = [one.calls.context.scorer for one in (job, job.evaluation) if one is not None]
+    scorers = [one.scorer for one in (job, job.evaluation) if one is not None]
     mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
     every = job.world.allgather(mine, "the names of reward functions")
     return "; ".join(dict.fromkeys(note for notes in every for note in notes))

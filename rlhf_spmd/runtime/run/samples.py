@@ -8,11 +8,11 @@ import torch
 
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.runtime.data.prompts import pad
-from rlhf_spmd.runtime.execute.handlers.infer import judges
+from rlhf_spmd.runtime.execute.handlers import infer
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
-from rlhf_spmd.runtime.run.job import Job
 
 
 def sample_responses(job: Job) -> list[Shown]:
@@ -26,7 +26,7 @@ def sample_responses(job: Job) -> list[Shown]:
     if num == 0 or not workflow.generate_calls:
         return []
     generating = workflow.generate_calls[0]
-    scoring = next((call for call in workflow.placed_calls if judges(job.calls.context, call)), None)
+    scoring = next((call for call in workflow.placed_calls if infer.judges(job, call)), None)
     rank, device = job.world.rank, job.world.device
     prompts_BP = pad(job.prompts.prompts[:num]).to(device)
     tokens: list[list[int]] = []
@@ -34,9 +34,7 @@ def sample_responses(job: Job) -> list[Shown]:
         rows, width = (np.arange(num), np.zeros(num, int)), job.config.generation.max_new_tokens
         bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)
         with job.models.weights(generating) as model:
-            responses_BG, *_ = generate_rows(
-                model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.context.drawing
-            )
+            responses_BG, *_ = generate_rows(model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.drawing)
         tokens = responses_BG.tolist()
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
     everyone = job.world.allgather(tokens if rank == first else [], "the samples")
@@ -46,7 +44,7 @@ def sample_responses(job: Job) -> list[Shown]:
         responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
-        judged = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
+        judged = infer.scores(job, scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
         scored = scored if judged is None else (judged.scores_B.tolist(), sorted(judged.late))
     everyone = job.world.allgather(scored, "the samples' scores")
     scores = next((found for found, _ in everyone if found), [math.nan] * num)
@@ -59,8 +57,8 @@ def sample_responses(job: Job) -> list[Shown]:
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
     """The responses before and, if there are any, after training, by prompt."""
-    pairs = zip(before, after or [(None, None, False)] * len(before), strict=True)
+    later: Sequence[tuple[str | None, float | None, bool]] = after or [(None, None, False)] * len(before)
     return [
         Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2])
-        for index, (old, new) in enumerate(pairs)
+        for index, (old, new) in enumerate(zip(before, later, strict=True))
     ]

@@ -3,7 +3,8 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
@@ -27,7 +28,7 @@ from rlhf_spmd.runtime.checkpoint.resume import (
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
@@ -41,8 +42,8 @@ from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Sample, Show
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
-from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
 from rlhf_spmd.runtime.run.metrics import Alarm, check_finite, metrics_of, num_timeouts, summarize, timeouts_note
+from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
@@ -87,8 +88,8 @@ def train(
     """
     started = time.perf_counter()
     resumed = origin.resumed
-    before = {"started": resumed.started, "products": resumed.products} if resumed else {}
-    job = prepare(config, program, world, evaluation, **before)
+    start, library = (resumed.started, resumed.products) if resumed else ("", None)
+    job = prepare(config, program, world, evaluation, started=start, products=library)
     config = job.config  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
@@ -108,15 +109,16 @@ def train(
     console.note(origin.note)
     for note in run_text.notes(job, resumed):
         console.note(f"note: {note}")
-    state, history, before = start_or_resume(job, folder, origin, summary)
-    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": recorded.inputs(job)}
-    if resumed and (names := not_compared(about["inputs"], resumed)):
+    history, before = start_or_resume(job, folder, origin, summary)
+    inputs, surroundings = recorded.inputs(job), recorded.surroundings(job)
+    if resumed and (names := not_compared(inputs, resumed)):
         what = ", of the ".join(names)
         console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
-    about |= {"surroundings": recorded.surroundings(job), "support": job.known.count}
-    if resumed and (text := recorded.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
+    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": inputs}
+    about |= {"surroundings": surroundings, "support": job.known.count}
+    if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
+    running = Iterations(job, folder, console, known, aliases, about, history, asked)
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
@@ -124,7 +126,8 @@ def train(
     running.find_best()
     while len(history) < config.iterations:
         if END.name in running.signals:
-            return _ended(world, running.saver, folder, len(history), config.iterations)
+            _ended(world, running.saver, folder, len(history), config.iterations)
+            return None
         if running.evaluator.why_over:
             break
         running.run_next()
@@ -158,20 +161,19 @@ class Iterations:
         console: Console,
         known: Mapping[str, Metric],
         aliases: Sequence[Alias],
-        about: Mapping[str, object],
-        state: RunState,
-        history: list[dict],
+        about: dict[str, Any],
+        history: list[dict[str, Any]],
         asked: Asked | None,
     ):
         """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
-        state: of the run. history: the metrics of the iterations so far, to which each further one adds. The other
+        history: the metrics of the iterations so far, to which each further one adds. The other
         arguments are as in `train`."""
         world, options = job.world, job.config.checkpoint
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases = aliases
-        self.state, self.history = state, history
+        self.history = history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
-        self.executor = Executor(job.program, world, job.models, job.calls, self.recorder, asked)
+        self.executor = Executor(job, self.recorder, asked)
         self.evaluator = Evaluator(job, self.executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
@@ -212,12 +214,12 @@ class Iterations:
         """One iteration: its metrics, an evaluation, samples and a checkpoint if they are due."""
         number, job, config = len(self.history), self.job, self.job.config
         began, data = time.perf_counter(), make_iteration(job, number)
-        self.answers = self.executor.iteration(data, self.state)
-        metrics = summarize(job, self.answers, self.state.of_algorithm)
+        self.answers = self.executor.iteration(data)
+        metrics = summarize(job, self.answers)
         metrics["iteration_s"] = time.perf_counter() - began
         check_finite(metrics, number)
         self.rollouts.write(data)
-        update(self.state, config, self.answers)
+        update(job, self.answers)
         self.history.append(metrics)
         groups = {name: metric.group for name, metric in self.known.items()}
         self.folder.write_metrics(number, metrics, groups, aliased(self.aliases, metrics))
@@ -232,7 +234,7 @@ class Iterations:
         is_last = number + 1 == config.iterations or self.evaluator.why_over
         if self.signals or self.saver.is_due(number + 1) or is_best or is_last:
             with self.recorder.span("checkpoint", "control"):
-                self.saver.save(number + 1, self.about | recorded.run_state(self.state), self.evaluator.best_iteration)
+                self.saver.save(number + 1, self.about | recorded.run_state(job.state), self.evaluator.best_iteration)
         if is_best:
             save_models(job, self.folder, "best")
         self.saver.check()
@@ -258,11 +260,11 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
 
 def start_or_resume(
     job: Job, folder: RunFolder, origin: Origin, summary: str
-) -> tuple[RunState, list[dict], list[Shown]]:
-    """Writes the description of a run -> the state before its next iteration, the metrics of earlier iterations, and
-    samples of the untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
-    state, world, resumed = RunState(job.config.algorithm.initial_state(job.config.options)), job.world, origin.resumed
-    history: list[dict] = []
+) -> tuple[list[dict[str, Any]], list[Shown]]:
+    """Writes the description of a run, and restores its state -> the metrics of earlier iterations, and samples of the
+    untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
+    world, resumed = job.world, origin.resumed
+    history: list[dict[str, Any]] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
             needed = [
@@ -275,7 +277,7 @@ def start_or_resume(
         describe(job, folder, origin, summary, history)
         before = sample_responses(job)
         folder.write_samples(join_samples(job, before))
-        return state, history, before
+        return history, before
     with world.together("comparing with the checkpoint"):
         refuse_other_inputs(recorded.inputs(job), resumed, started=job.started if job.written_at else "")
         recorded.refuse_other_support(job, resumed.folder, resumed.state["support"])
@@ -285,12 +287,12 @@ def start_or_resume(
                 f"{resumed.checkpoint.folder.name}; restore the file"
             )
     restore(job.models, resumed.checkpoint)
-    state = state_after(job, resumed.iteration, resumed.state)
+    job.state = state_after(job, resumed.iteration, resumed.state)
     with world.together("reading the samples"):
         before = folder.samples_before() if world.rank == 0 else []
     describe(job, folder, origin, summary, history)
     before = [(text, score, late) for text, score, late in world.bcast(before, what="the samples")]
-    return state, history, before
+    return history, before
 
 
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
@@ -309,10 +311,14 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write("strategy.py", origin.source)
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
-        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
+        about: dict[str, Any] = {
+            "strategy": origin.strategy,
+            "fingerprint": job.program.fingerprint,
+            "summary": summary.split("\n"),
+        }
         algorithm = job.config.algorithm  # for who reads the run without loading its page
         about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
-        about |= {PRODUCTS: asdict(job.products)} if job.products else {}
+        about |= {PRODUCTS: dict(job.products)} if job.products else {}
         folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
@@ -363,8 +369,9 @@ def _write_timeline(
     return compared
 
 
-def update(state: RunState, config: Config, answers: Sequence[Mapping]) -> None:
+def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:
     """Updates the algorithm's state between iterations, from global numbers only, so that every rank gets the same."""
+    config, state = job.config, job.state
     num_sequences = config.rollout_batch * config.samples_per_prompt
     state.of_algorithm = config.algorithm.after_iteration(
         state.of_algorithm, config.options, *combine(answers), num_sequences
@@ -376,8 +383,8 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
     the folder in the run folder; empty: the run folder."""
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
-    for role in (name for name in workflow.trained_models if roles[name].saved):
-        train, path = workflow.train_call(role), folder.path / parent / role
+    for train in (call for call in workflow.train_calls if roles[call.model].saved):
+        role, path = train.model, folder.path / parent / train.model
         with job.world.together(f"saving the {role}"):
             trains = job.world.rank in layouts[train.name].ranks
             if trains and (state := whole_state(job.models, train)) is not None:

@@ -22,7 +22,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call, Train
+from rlhf_spmd.plan.workflow import ModelCall, Train
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy, ShardedCopy
@@ -80,8 +80,9 @@ class RankModels:
         self.arena: Arena | None = None
         self._to_train: dict[str, Transformer] = {}
         layouts = program.placement.layouts
-        for name in program.trained(world.rank):
-            self._to_train[name] = self._load(name, layouts[program.workload.workflow.train_call(name).name])
+        for call in program.workload.workflow.train_calls:
+            if world.rank in layouts[call.name].ranks:
+                self._to_train[call.model] = self._load(call.model, layouts[call.name])
         for (name, shard), calls in program.copies(world.rank).items():
             if config.folder(name):
                 self.copies[name, shard] = self._load(name, layouts[calls[0]]).eval().requires_grad_(False)
@@ -153,13 +154,13 @@ class RankModels:
         if plans:
             self.arena = Arena.make(self.world, max(slot_bytes(plan, rank, BUCKET_BYTES) for plan in plans))
 
-    def key(self, call: Call) -> tuple[str, Shard] | None:
+    def key(self, call: ModelCall) -> tuple[str, Shard] | None:
         """The copy that a call uses on this rank; None: the engine's weights, or a reward function."""
         key = call.model, self.program.placement.layouts[call.name].shard(self.world.rank)
         return key if key in self.copies and call.name in self.program.copies(self.world.rank)[key] else None
 
     @contextmanager
-    def weights(self, call: Call) -> Iterator[Transformer]:
+    def weights(self, call: ModelCall) -> Iterator[Transformer]:
         """The model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
         key = self.key(call)
         holder = self.engines[call.model] if key is None else self.sharded.get(key) or self.offloaded.get(key)
@@ -167,12 +168,12 @@ class RankModels:
         with torch.no_grad(), whole:
             yield self.model(call)
 
-    def model(self, call: Call) -> Transformer:
+    def model(self, call: ModelCall) -> Transformer:
         """The model of a call, whose weights may be elsewhere."""
         key = self.key(call)
         return self.engines[call.model].model if key is None else self.copies[key]
 
-    def sharded_by_zero(self, call: Call) -> ShardedCopy | TrainEngine | None:
+    def sharded_by_zero(self, call: ModelCall) -> ShardedCopy | TrainEngine | None:
         """What gathers the weights of a call if ZeRO 3 shards them; None if it does not."""
         key = self.key(call)
         if key is not None:

@@ -45,7 +45,7 @@ class Arena:
         mapped = world.allgather(whole is not None, "shared memory")
         if world.rank == mine[0] and path:
             os.unlink(path)
-        if not all(mapped[rank] for rank in mine):
+        if whole is None or not all(mapped[rank] for rank in mine):
             return None
         return cls(dict(zip(mine, whole.split([wanted[rank] for rank in mine]), strict=True)))
 

@@ -81,6 +81,11 @@ class Mover:
         self.num_bytes_sent = self.num_messages_sent = 0
         self.peak_extra_bytes = self.slot_bytes
 
+    @property
+    def _held(self) -> "_Local":
+        assert self.source is not None, "a rank that sends holds weights"
+        return self.source
+
     @torch.no_grad()
     def start(self) -> None:
         """Posts the first messages and returns immediately.
@@ -175,7 +180,7 @@ class Mover:
             for message, tensor, there in zip(part.buckets[bucket], part.tensors[bucket], places, strict=True):
                 if there is None:
                     for block, numbers in _blocks_in(tensor, message):
-                        numbers.copy_(self.source.view(block))
+                        numbers.copy_(self._held.view(block))
 
     def _unpack(self, step: int) -> None:
         """Copies the buckets received in a step to the targets, unless they were received in place."""
@@ -219,7 +224,7 @@ class Mover:
         first = part.place == 1 and bucket == 0  # received after `start`, when targets may still be in use
         if part.shared or first or len(message) > 1 or message[0].num_numbers < self.direct_numbers:
             return None
-        for place in [self.source] if part.place == 0 else self._targets_with(message[0]):
+        for place in [self._held] if part.place == 0 else self._targets_with(message[0]):
             view = place.view(message[0])
             if view.is_contiguous() and view.device == self.device:
                 return view.view(-1)
@@ -227,7 +232,7 @@ class Mover:
 
     def _copy_local(self, blocks: Iterable[tuple[Block, "_Local"]]) -> None:
         for block, target in blocks:
-            target.view(block).copy_(self.source.view(block))
+            target.view(block).copy_(self._held.view(block))
 
 
 def slot_bytes(plan: Reallocation, rank: int, bucket_bytes: int) -> int:

@@ -8,7 +8,7 @@ from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import weights_of
 from rlhf_spmd.plan.program.transfers import holding
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 
@@ -16,6 +16,7 @@ from rlhf_spmd.runtime.weights.weight_mover import Mover
 def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
     """This rank's part of a transfer of new weights."""
     plan, name, rank = transfer.reallocation, transfer.model, models.world.rank
+    assert plan is not None and name is not None, "the transfer moves weights"
     engine = models.engines.get(name)
     return Mover(
         plan,
@@ -29,11 +30,11 @@ def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
     )
 
 
-def whole_state(models: RankModels, train: Call) -> dict[str, Tensor] | None:
+def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
     """All weights of a model in training, by parameter name, on the CPU of the first rank that trains it; None on the
     others. Collective over these ranks; takes two buckets of extra memory."""
     layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload
-    shape, writer = workload.models[train.model], layout.ranks[0]
+    shape, writer = workload.shape(train.model), layout.ranks[0]
     engine = models.engines[train.model]
     held = engine.held()
     dtype = next(iter(held.values())).dtype

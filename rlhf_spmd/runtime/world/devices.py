@@ -65,8 +65,8 @@ def choose_devices(
                 "nvidia-smi or rocm-smi which devices the driver finds there, and whether CUDA_VISIBLE_DEVICES or "
                 "ROCR_VISIBLE_DEVICES hides them; device=cpu runs on the CPU"
             )
-        seen = [[device.identity for device in devices] for devices in seen]
-        indices = assign(seen) or (_spread(seen) if wanted == "shared" else None)
+        of_rank = [[device.identity for device in devices] for devices in seen]
+        indices = assign(of_rank) or (_spread(of_rank) if wanted == "shared" else None)
         if indices is None:
             raise UserError(
                 f"{host} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {len(identities)} "
@@ -84,7 +84,7 @@ def choose_devices(
 
 def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
     """For each rank of a node the index of a device to share: the one with the fewest ranks so far."""
-    taken = Counter()
+    taken: Counter[str] = Counter()
     indices = []
     for devices in visible:
         indices.append(min(range(len(devices)), key=lambda index: taken[devices[index]]))
@@ -96,7 +96,10 @@ def type_of(device: RankDevice, wanted: str) -> str:
     """The type of a device in forecasts. wanted: the option device_type; "cpu" means not set."""
     if device.index is None:
         return "cpu"
-    return wanted if wanted != "cpu" else device_type_of(device.name, device.num_bytes)
+    if wanted != "cpu":
+        return wanted
+    assert device.num_bytes is not None, "only a CPU has no known memory"
+    return device_type_of(device.name, device.num_bytes)
 
 
 def select_device(device: RankDevice) -> Callable[[], int] | None:

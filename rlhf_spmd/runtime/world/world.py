@@ -85,7 +85,7 @@ class World:
         except Exception as error:  # nothing can be agreed yet, and a normal exit would hang in MPI_Finalize
             late = error.ranks if isinstance(error, Late) else ()
             time.sleep(0 if rank == min(set(range(size)) - set(late)) else SECOND_REPORT_S)
-            found = deadline_error(error, rank, (), {}) if late else error
+            found = deadline_error(error, rank, (), {}) if isinstance(error, Late) and late else error
             known = isinstance(found, UserError) or failures.explain(found)
             streams.say(failures.report(found, f"rank {rank} of {size}", "", ""))
             _end_job(USER_STATUS if known else CRASH_STATUS, flight)
@@ -238,6 +238,7 @@ class World:
         130 for an interrupt (SIGINT), and 1, with a traceback, for all others.
         """
         if isinstance(error, _Leaving):
+            assert isinstance(error.code, int)  # the status of _leave()
             _end_job(error.code, self.flight)
         status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else CRASH_STATUS
         try:

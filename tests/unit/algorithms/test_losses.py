@@ -16,11 +16,8 @@ from torch import Tensor
 from rlhf_spmd.algorithms import advantages
 from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
 from rlhf_spmd.algorithms.surrogates import surrogate_loss
-from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.runtime.execute import optimizer_step
-from rlhf_spmd.runtime.execute.optimizer_step import Training
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -233,14 +230,13 @@ def stops(*local: tuple[float, int], limit: float | None, monkeypatch) -> list[b
     layout = Layout.data_parallel(range(len(local)))
     total = torch.tensor(local, dtype=torch.float64).sum(0)
     monkeypatch.setattr(optimizer_step, "summed", lambda own, *, group: own + (total - own))
-    config = presets.load("tiny")
     found = []
     for rank, (of_rank, tokens) in enumerate(local):
         halves = [{"approx_kl": (torch.tensor(of_rank / 2).double(), torch.tensor(tokens / 2))}] * 2  # micro-batches
         call = SimpleNamespace(stop=("approx_kl", limit) if limit else None, function="policy_loss")
-        training = Training(config, make_workload(config), rank, {}, None)
-        step = SimpleNamespace(call=call, stats=halves, layout=layout)
-        found.append(training.should_stop(step, group=None, device=torch.device("cpu")))
+        world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+        step = SimpleNamespace(call=call, run=None, stats=halves, layout=layout)
+        found.append(optimizer_step.should_stop(SimpleNamespace(world=world, group=lambda run: None), step))
     return found
 
 

@@ -103,9 +103,9 @@ def other_generator(config, monkeypatch) -> None:
         return
     real = generate.generate
 
-    def shifted(context, call, step, data) -> None:
-        real(context, call, step, data)
-        logprobs = data.store.at("logprobs", context.place(step))
+    def shifted(job, call, run, data) -> None:
+        real(job, call, run, data)
+        logprobs = data.store.at("logprobs", job.place(run))
         logprobs += 0.2 * torch.sin(torch.arange(logprobs.numel(), dtype=logprobs.dtype)).view_as(logprobs)
 
     monkeypatch.setattr(generate, "generate", shifted)

@@ -99,7 +99,7 @@ def test_a_run_that_generates_counts_its_prompts(tmp_path):
     run = RunOf(presets.load("tiny", [*words, "data.epochs=1.5"]))
     num, config = len(run.job.prompts), run.job.config
     assert (config.iterations - 1) * config.rollout_batch < 1.5 * num <= config.iterations * config.rollout_batch
-    assert run.job.calls.context.config.iterations == config.iterations  # of learning rates
+    assert run.job.config.iterations == config.iterations  # of learning rates
 
 
 def test_a_resumed_run_may_go_on_unless_a_schedule_has_ended():

@@ -168,13 +168,34 @@ def test_a_function_called_like_one_of_the_package_has_only_its_own_companions(t
     changes = ('"surrogate", prompts, responses, weights=', '"policy_loss", prompts, responses, advantages=')
     path = write_page(tmp_path, changes, ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS))
     algorithm = checked(path)
-    assert algorithm.function("policy_loss") is not losses.policy_loss
-    assert algorithm.companion("policy_loss", "_sums") is None is algorithm.companion("policy_loss", "_prepare")
+    assert algorithm.function("policy_loss").function is not losses.policy_loss
+    assert algorithm.function("policy_loss").sums is None is algorithm.function("policy_loss").prepare
     theirs = load_algorithm("ppo")
-    assert theirs.companion("policy_loss", "_prepare") is losses.policy_loss_prepare
+    assert theirs.function("policy_loss").prepare is losses.policy_loss_prepare
     importing = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\nfrom rlhf_spmd.algorithms.losses import policy_loss\n')
     again = load_algorithm(str(write_page(tmp_path, importing)))
-    assert again.companion("policy_loss", "_sums") is losses.policy_loss_sums
+    assert again.function("policy_loss").sums is losses.policy_loss_sums
+
+
+def test_a_function_may_be_named_with_its_file(tmp_path):
+    """So that a page's own function of that name is not meant; messages and fingerprints know the short name."""
+    named = '"losses.policy_loss", prompts, responses, old_logprobs=logprobs, advantages='
+    own = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS)
+    path = write_page(tmp_path, ('"surrogate", prompts, responses, weights=', named), own)
+    algorithm = load_algorithm(str(path))
+    workflow = algorithm.workflow(algorithm.options())
+    call = workflow.train_call("actor")
+    assert (call.function, call.module) == ("policy_loss", "losses")
+    assert algorithm.functions(workflow)[call.name].function is losses.policy_loss
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("elsewhere.policy_loss", "functions are in advantages, "), ("losses.none", "is in losses.py; write it there")],
+)
+def test_a_function_of_no_file(name, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        checked(write_page(tmp_path, ('"surrogate", prompts', f'"{name}", prompts')))
 
 
 # ---- on the command line --------------------------------------------------------------------------------------------

@@ -7,53 +7,53 @@ import time
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import RESPONSES
-from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
+from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes
 from rlhf_spmd.runtime.generation.rollout import Rollout
 
 
-def generate(context: CallContext, call: Call, step: Run, data: Iteration) -> None:
+def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     """Draws the responses of a Run."""
-    place = context.place(step)
+    place = job.place(run)
     started = time.perf_counter()
-    with context.models.weights(call) as model:
+    with job.models.weights(call) as model:
         if call.name not in data.generations:
-            data.generations[call.name] = _all_of_iteration(context, call, model, step, data, place[1])
+            data.generations[call.name] = _all_of_iteration(job, call, model, run, data, place[1])
         made = data.generations[call.name].of(place[0])
         if data.generations[call.name].is_over:
             del data.generations[call.name]  # frees its memory for training
     responses = made[0]
     tensors = dict(zip(call.outputs, made, strict=False))
-    for key in context.program.makes(step, context.world.rank):  # stages before the last one keep none of it
+    for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
         data.store.at(key, place)[:] = tensors[key].unflatten(0, shape_of(place))
-    mask, meter = responses >= 0, context.meter(call, data)
+    mask, meter = responses >= 0, job.meter(call, data)
     prefix = call.outputs[0].removesuffix(RESPONSES)
     meter.add(f"{prefix}response_length", mask.sum(), len(responses))
-    meter.add(f"{prefix}ended_fraction", context.ended(responses).sum(), len(responses))
+    meter.add(f"{prefix}ended_fraction", job.ended(responses).sum(), len(responses))
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)
 
 
 def _all_of_iteration(
-    context: CallContext, call: Call, model: Transformer, step: Run, data: Iteration, columns: slice
+    job: Job, call: Generate, model: Transformer, run: Run, data: Iteration, columns: slice
 ) -> Rollout:
     """The engine with all rows that this rank generates for a call in an iteration, in the order of its Runs."""
-    generation, num_rows = context.config.generation, columns.stop - columns.start
+    generation, num_rows = job.config.generation, columns.stop - columns.start
     places = generation.max_sequences
-    if step.mini_batch is not None:
+    if run.mini_batch is not None:
         # streaming: the first mini-batch must not wait for all others
-        places = min(places, context.program.placement.decode_mini_batches * num_rows)
+        places = min(places, job.program.placement.decode_mini_batches * num_rows)
     own = {} if call.temperature is None else {"temperature": call.temperature}
-    stream = random_streams.of_call(context.workload.workflow, call) if context.stream is None else context.stream
+    stream = random_streams.of_call(job.workload.workflow, call) if job.stream is None else job.stream
     return Rollout(
         model,
         data.store.at(call.prompts, (ALL, columns)),
         data.random_bits(stream, columns),
-        max_sequences=max(min(places, num_rows * context.workload.num_mini_batches), 1),
+        max_sequences=max(min(places, num_rows * job.workload.num_mini_batches), 1),
         block_size=generation.block_size,
-        free_bytes=generation.cache_fraction * free_bytes(context.world.device, context.world.computes.num_ranks),
-        **(context.drawing | own),
+        free_bytes=generation.cache_fraction * free_bytes(job.world.device, job.world.computes.num_ranks),
+        **(job.drawing | own),
     )

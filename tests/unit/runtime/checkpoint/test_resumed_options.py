@@ -27,7 +27,7 @@ from rlhf_spmd.runtime.checkpoint.resume import (
     refuse_older,
     refuse_other_inputs,
 )
-from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import recorded, run_text
 from tests.runs import OneRank

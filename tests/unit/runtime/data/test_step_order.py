@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import sequences
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder
-from rlhf_spmd.runtime.execute import optimizer_step
 from tests.folders import WORDS, write_model
 from tests.runs import RunOf
 
@@ -91,13 +91,13 @@ def config_of(folder: Path, page: str, path: Path, *words: str):
 def test_a_step_is_one_of_its_rows_alone(page, folder, monkeypatch):
     """Losses, gradients and the tokens that the model reads are those of a run on the rows of the step only."""
     read: list[int] = []
-    forward = optimizer_step.forward
+    forward = sequences.forward
 
     def counted(model, batch, *received):
         read.append(len(batch.tokens_N))
         return forward(model, batch, *received)
 
-    monkeypatch.setattr(optimizer_step, "forward", counted)
+    monkeypatch.setattr(sequences, "forward", counted)
     path = write_rows(folder, range(20))
     words = ("rollout_batch=8", "mini_batch=8", f"mini_batch_tokens={60 if page == 'sft' else 90}")
     run = RunOf(config_of(folder, page, path, *words))

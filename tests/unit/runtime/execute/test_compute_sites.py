@@ -10,9 +10,9 @@ from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
-from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
+from rlhf_spmd.runtime.execute.handlers.compute import compute
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from tests.programs import make_workload, place_calls
 
@@ -23,7 +23,20 @@ def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     """What a rank's advantage Runs leave in its store, given all inputs; and what they count."""
     config = load("tiny")
     world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    calls = Calls(CallContext(program, config, world, None, None, eos_ids=(1,), known=KnownTokens(63)))
+    job = Job(
+        config,
+        program,
+        world,
+        tokenizer=None,
+        prompts=None,
+        models=None,
+        scorer=None,
+        eos_ids=(1,),
+        known=KnownTokens(63),
+        functions=config.algorithm.functions(program.workload.workflow),
+        state=RunState(ppo.State(kl_coef=0.1)),
+        columns=program.held(rank),
+    )
     generator = torch.Generator().manual_seed(0)
     shape = (NUM, MINI_BATCH, program.workload.max_response)
     whole = {"responses": torch.randint(1, 9, shape, generator=generator)}
@@ -39,7 +52,7 @@ def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     data = Iteration(0, 0, nothing, nothing, torch.zeros(1), store)
     for step in program.instructions[rank]:
         if isinstance(step, Run) and step.call == "estimate_advantages":
-            calls.run(step, data, RunState(ppo.State(kl_coef=0.1)))
+            compute(job, program.workload.workflow.call(step.call), step, data)
     return store, data.meter.to_message()
 
 

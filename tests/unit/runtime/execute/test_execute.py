@@ -15,7 +15,6 @@ from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.execute import post_and_wait
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import ROW
 from rlhf_spmd.runtime.observe.position_board import RankStatus
@@ -61,11 +60,16 @@ class RankOf:
         return [message]
 
 
+def job_of(program: Program, world: RankOf) -> SimpleNamespace:
+    return SimpleNamespace(program=program, world=world, models=None)
+
+
 def executors(program: Program, board: Board) -> list[Executor]:
     """An executor for every rank whose instructions do nothing."""
     made = []
     for rank in program.cluster.ranks:
-        executor = Executor(program, RankOf(rank, board), None, SimpleNamespace(run=lambda *_: None), Tracer())
+        executor = Executor(job_of(program, RankOf(rank, board)), Tracer())
+        executor.run = lambda *_: None
         executor.transfers.post = executor.transfers.wait = lambda *_: None
         executor._digests = lambda *_: np.empty(0, ROW)
         made.append(executor)
@@ -84,7 +88,7 @@ def test_ranks_that_meet_say_the_same(ranks):
     program = place_calls(make_workload(num_mini_batches=2, epochs=2, whiten="batch"), "1x4", **ranks)
     board = Board(4)
     for number, executor in itertools.product(range(2), executors(program, board)):
-        executor.iteration(iteration(number), RunState(None))
+        executor.iteration(iteration(number))
     for rank, texts in board.texts.items():
         assert max(Counter(texts).values()) == 1, rank
     for step in {step for steps in program.instructions for step in steps if not isinstance(step, Post | Wait)}:
@@ -105,15 +109,15 @@ def test_only_the_late_rank_is_named(ranks):
         executor.instructions = executor.instructions[: where + 1]
     everyone[1].instructions = everyone[1].instructions[:-1]
     for executor in everyone:
-        executor.iteration(iteration(), RunState(None))
+        executor.iteration(iteration())
 
     def lost(*_) -> None:
         raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
 
-    everyone[0].calls.run = lost
+    everyone[0].run = lost
     everyone[0].instructions = (step,)
     with pytest.raises(UserError, match="rank 1 on here last reported: iteration 0: ") as caught:
-        everyone[0].iteration(iteration(), RunState(None))
+        everyone[0].iteration(iteration())
     assert caught.value.args[0].count("last reported") == 1
     assert f"gave up waiting in iteration 0, instruction 0: {step}" in str(caught.value)
 
@@ -127,7 +131,7 @@ def test_a_peer_that_posted_is_not_late():
     for rank in (0, 1):
         where = everyone[rank].instructions.index(Post(number))
         everyone[rank].instructions = everyone[rank].instructions[: where + 1]
-        everyone[rank].iteration(iteration(), RunState(None))
+        everyone[rank].iteration(iteration())
     board.places[2] = RankStatus("iteration 0: Run actor_generate", 0, 0)
     error = everyone[3]._explained(RuntimeError("gloo: timed out"), Wait(number), 5, iteration())
     assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 0: Run actor_generate" in str(
@@ -181,7 +185,7 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     for rank in program.cluster.ranks:
         listed[rank] = []
         data = iteration(store=Store(program.workload, program.held(rank)))
-        executor = Executor(program, RankOf(rank, Board(4)), None, None, Tracer())
+        executor = Executor(job_of(program, RankOf(rank, Board(4))), Tracer())
         for step in program.instructions[rank]:
             if isinstance(step, Post) and not program.transfers[step.transfer].model:
                 executor.transfers.post(step.transfer, data)

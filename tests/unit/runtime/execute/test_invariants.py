@@ -202,14 +202,15 @@ def test_seeds_and_iterations_have_their_own_tokens(overrides):
 
 def disturb(run: RunOf, change) -> None:
     """Calls `change` on the actor's engine right before its first training step."""
-    whole = run.job.calls.training.whole
+    execute = run.executor.run
+    trains = run.program.workload.workflow.train_call("actor").name
 
-    def disturbed(step):
-        if step.call.model == "actor" and step.run.epoch == 0 and step.run.mini_batch == 0:
-            change(step.engine)
-        return whole(step)
+    def disturbed(step, data):
+        if step.call == trains and step.epoch == 0 and step.mini_batch == 0:
+            change(run.job.models.engines["actor"])
+        return execute(step, data)
 
-    run.job.calls.training.whole = disturbed
+    run.executor.run = disturbed
 
 
 @torch.no_grad()

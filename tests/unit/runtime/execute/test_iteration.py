@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import run_text
-from rlhf_spmd.runtime.run.job import _agree_on_functions
+from rlhf_spmd.runtime.run.prepare import _agree_on_functions
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
 from tests.runs import OneRank, compiled

@@ -59,7 +59,7 @@ def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
     file.write_text(_with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8")
     read: list[list[int]] = []
     run = RunOf(load(overrides, "generation.stop=da"))
-    scorer = run.job.calls.context.scorer
+    scorer = run.job.scorer
     assert reads_text(run.config, "reward") and scorer.texts is not None
     original = scorer.texts.tokens
     object.__setattr__(scorer.texts, "tokens", lambda *row, **how: read.append(original(*row, **how)) or read[-1])

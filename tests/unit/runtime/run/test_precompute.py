@@ -18,7 +18,7 @@ from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
-from rlhf_spmd.runtime.run import job
+from rlhf_spmd.runtime.run import prepare
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.verbs.precompute import check_out
 from tests.folders import WORDS, write_model
@@ -135,9 +135,9 @@ def test_the_file_brings_the_time_that_the_chat_template_wrote(folder, tmp_path,
     )
     words = [f"data.prompts={tmp_path / 'rows.jsonl'}", f"data.chat_template={tmp_path / 't.jinja'}"]
     at_day = "2026-02-0{}T12:00:00+00:00".format
-    monkeypatch.setattr(job, "time_of_start", lambda: at_day(2))
+    monkeypatch.setattr(prepare, "time_of_start", lambda: at_day(2))
     file = write(config_of(folder, *words), tmp_path / "ref.safetensors")
-    monkeypatch.setattr(job, "time_of_start", lambda: at_day(3))
+    monkeypatch.setattr(prepare, "time_of_start", lambda: at_day(3))
     assert len(RunOf(config_of(folder, *words)).job.prompts.prompts[0]) == 4
     words.append(f"data.precomputed_logprobs={file}")
     run = RunOf(config_of(folder, *words))

@@ -1,8 +1,8 @@
-"""The state of one rank during a run (options, program, prompts, models, calls), and the data of an iteration."""
+"""Makes the job of a rank (options, program, prompts, models), and the data of an iteration."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config.epochs import in_iterations
 from rlhf_spmd.config.options import Config, evaluated, prompt_files
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.texts.template_time import time_of_start
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
@@ -22,12 +21,11 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
-from rlhf_spmd.runtime.execute.handlers.context import CallContext
-from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.guard.failures import name_ranks
-from rlhf_spmd.runtime.profile.products import Recorded, Table, choose, limit_packing
+from rlhf_spmd.runtime.profile.products import Recorded, choose, limit_packing
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.run.inputs import (
     check_best,
@@ -39,32 +37,6 @@ from rlhf_spmd.runtime.run.inputs import (
 )
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
-
-
-@dataclass(slots=True)
-class Job:
-    """The state of one rank during a run."""
-
-    config: Config
-    program: Program
-    world: World
-    tokenizer: object
-    prompts: PromptSet
-    models: RankModels
-    calls: Calls
-    eos_ids: tuple[int, ...]
-    known: KnownTokens  # that may be drawn
-    columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
-    started: str = ""  # the time that chat templates write
-    products: Table | None = None  # the library of products, if it was chosen
-    steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
-    notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
-    evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
-
-    @property
-    def written_at(self) -> str:
-        """The time that a chat template has written into prompts; empty: none did."""
-        return self.prompts.written_at or (self.evaluation.prompts.written_at if self.evaluation else "")
 
 
 def prepare(
@@ -94,7 +66,7 @@ def prepare(
         steps = None
         if config.mini_batch_tokens:
             steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
-        config = in_iterations(config, len(prompts), steps and steps.num_steps)
+        config = in_iterations(config, len(prompts), steps.num_steps if steps else None)
         if program.workload.workflow.generate_calls:
             check_responses_end(config, eos_ids)
         check_context(config, model)
@@ -116,7 +88,7 @@ def prepare(
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts, started)
-        if evaluation is not None:
+        if held_out is not None and evaluation is not None:
             try:
                 scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out, started)
             except UserError as error:  # about columns of its prompts, or a function of its own
@@ -126,16 +98,35 @@ def prepare(
     _agree_on_functions(config, world)
     models.start()
     notes += filter(None, [limit_packing(world, table, packed_bytes(program, world.rank))])
-    context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
-    calls, columns = Calls(context), program.held(world.rank)
-    own = started, table, steps, notes
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, *own)
-    if evaluation is not None:
-        own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
-        calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))
-        columns = evaluation.held(world.rank)
+    job = Job(
+        config,
+        program,
+        world,
+        tokenizer,
+        prompts,
+        models,
+        scorer,
+        eos_ids,
+        known,
+        functions=config.algorithm.functions(program.workload.workflow),
+        state=RunState(config.algorithm.initial_state(config.options)),
+        columns=program.held(world.rank),
+        started=started,
+        products=asdict(table) if table else {},
+        steps=steps,
+        notes=notes,
+    )
+    if evaluation is not None and held_out is not None:
         job.evaluation = replace(
-            job, config=of_evaluation, program=evaluation, prompts=held_out, calls=calls, columns=columns
+            job,
+            config=of_evaluation,
+            program=evaluation,
+            prompts=held_out,
+            scorer=scorer_of_evaluation,
+            functions=of_evaluation.algorithm.functions(evaluation.workload.workflow),
+            state=RunState(None),
+            columns=evaluation.held(world.rank),
+            stream=random_streams.EVALUATION,
         )
     return job
 
@@ -166,8 +157,8 @@ def _scorer(
     if not judging:
         return None
     calls = any(layouts[call.name].reports(world.rank) for call in judging)
-    how = {"started": started, "calls": calls, "beat": lambda: world.watch.beat()}
-    return Scorer(config, judging[0].model, tokenizer, prompts, **how)
+    role, beat = judging[0].model, lambda: world.watch.beat()
+    return Scorer(config, role, tokenizer, prompts, started=started, calls=calls, beat=beat)
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

@@ -1,4 +1,4 @@
-"""What the handlers of all kinds of calls share on a rank, and the rows that a Run works on.
+"""What one rank has during a run: options, program, prompts, models, and the functions that the algorithm's page names.
 
 The rows of an iteration form a matrix [M mini-batches, C columns]; a Run works on this rank's columns, which all ranks
 of a data-parallel shard hold. One of these ranks counts them for the log (`Layout.reports`).
@@ -6,7 +6,7 @@ of a data-parallel shard hold. One of these ranks counts them for the log (`Layo
 
 # M mini-batches, C columns (= mini_batch), G response tokens
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,15 @@ from torch import Tensor
 from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
-from rlhf_spmd.model.texts.tokenizer import has_stop
+from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
+from rlhf_spmd.pages.algorithm import PageFunction
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.data.step_order import StepOrder
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
@@ -38,24 +41,43 @@ class RunState:
     steps: dict[str, int] = field(default_factory=dict)  # optimizer steps per model
 
 
-@dataclass(frozen=True, slots=True)
-class CallContext:
-    """eos_ids: tokens that end a response. known: those that may be drawn, and that all models know. decode: of the
-    tokenizer, for stop texts. stream: of random numbers for the generate call; None: each call has its own."""
+@dataclass(slots=True)
+class Job:
+    """One rank's part of a job. functions: of the calls, by the name that a call gives. state: before the next
+    iteration."""
 
-    program: Program
     config: Config
+    program: Program
     world: World
+    tokenizer: Tokenizer
+    prompts: PromptSet
     models: RankModels
     scorer: Scorer | None
-    eos_ids: tuple[int, ...]
-    known: KnownTokens
-    decode: Callable[..., str] | None = None
-    stream: int | None = None
+    eos_ids: tuple[int, ...]  # that end a response
+    known: KnownTokens  # that may be drawn, and that all models know
+    functions: Mapping[str, PageFunction]
+    state: RunState
+    columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
+    stream: int | None = None  # of random numbers for the generate call; None: each call has its own
+    started: str = ""  # the time that chat templates write
+    products: Mapping[str, Any] = field(default_factory=dict)  # facts of the library of products, if it was chosen
+    steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
+    notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
+    evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
+
+    @property
+    def written_at(self) -> str:
+        """The time that a chat template has written into prompts; empty: none did."""
+        return self.prompts.written_at or (self.evaluation.prompts.written_at if self.evaluation else "")
 
     @property
     def workload(self) -> Workload:
         return self.program.workload
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The arguments of a page's functions besides data: options and state."""
+        return self.config.algorithm.numbers(self.config.options, self.state.of_algorithm)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -73,33 +95,33 @@ class CallContext:
         """Options of generation; other passes replay the stored sampling support instead of restricting again."""
         generation = self.config.generation
         restricted = {name: getattr(generation, name) for name in ("top_k", "top_p", "min_p", "stop")}
-        return self.sampling | restricted | {"decode": self.decode}
+        return self.sampling | restricted | {"decode": self.tokenizer.decode}
 
-    def layout(self, call: Call) -> Layout:
+    def layout(self, call: ModelCall) -> Layout:
         return self.program.placement.layouts[call.name]
 
     def micro_batch(self, layout: Layout) -> int:
         return layout.micro_batch or self.workload.micro_batch
 
-    def place(self, step: Run) -> Place:
+    def place(self, run: Run) -> Place:
         """The rows that a Run computes on this rank: slices of mini-batches and of columns."""
-        return self._slices(step, self.program.columns_of(step, self.world.rank))
+        return self._slices(run, self.program.columns_of(run, self.world.rank))
 
-    def place_seen(self, step: Run) -> Place:
+    def place_seen(self, run: Run) -> Place:
         """The rows that a Run reads for them."""
-        return self._slices(step, self.program.columns_seen(step, self.world.rank))
+        return self._slices(run, self.program.columns_seen(run, self.world.rank))
 
-    def _slices(self, step: Run, columns: range) -> Place:
-        rows = self.program.mini_batches_of(step)
+    def _slices(self, run: Run, columns: range) -> Place:
+        rows = self.program.mini_batches_of(run)
         return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
-    def meter(self, call: Call, data: Iteration) -> Meter:
+    def meter(self, call: ModelCall, data: Iteration) -> Meter:
         """Counts rows; discarded if another rank of the same shard reports them."""
         return data.meter if self.layout(call).reports(self.world.rank) else Meter()
 
-    def group(self, step: Run) -> dist.ProcessGroup | None:
+    def group(self, run: Run) -> dist.ProcessGroup | None:
         """The group of a Run, None if this rank computes alone."""
-        return self.world.group(step.group) if step.group else None
+        return self.world.group(run.group) if run.group else None
 
     def held(self, data: Iteration, key: str, place: Place) -> Tensor:
         """The rows of a key at a place. A rank without columns may have nothing of the key."""
@@ -112,7 +134,7 @@ class CallContext:
         if stop:
             ended_B |= responses_BG[:, -1] < 0
             for row in torch.nonzero(~ended_B).flatten().tolist():  # its last token may complete a stop text
-                ended_B[row] = has_stop(self.decode, responses_BG[row].tolist(), stop)
+                ended_B[row] = has_stop(self.tokenizer.decode, responses_BG[row].tolist(), stop)
         return ended_B
 
     def masks(self, words: Mapping[str, tuple[str, str]], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,15 @@
+"""An optimizer step of an engine on some micro-batches, as the runtime makes it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def engine_step(engine, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor], *, lr: float) -> float:
+    """loss(model, micro-batch): this rank's share of the global loss -> the norm of the gradient."""
+    engine.begin()
+    for index, micro_batch in enumerate(micro_batches):
+        output = engine.forward(lambda model, micro_batch=micro_batch: loss(model, micro_batch))
+        engine.backward(output, last=index == len(micro_batches) - 1)
+    return engine.update(lr=lr)
