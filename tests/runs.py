@@ -17,9 +17,9 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.run.loop import update
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
-from rlhf_spmd.runtime.run.train import update
 from rlhf_spmd.runtime.world.devices import RankDevice
 from rlhf_spmd.strategies import flattening
 from tests.trainee import whole_weights

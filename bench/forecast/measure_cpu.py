@@ -177,8 +177,8 @@ def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.forecast_report import given_counts
+    from rlhf_spmd.runtime.run.loop import update
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
-    from rlhf_spmd.runtime.run.train import update
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()

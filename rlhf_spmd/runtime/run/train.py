@@ -33,7 +33,6 @@ from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
-from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.records.console import Console, Result
@@ -42,8 +41,9 @@ from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Sample, Show
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
-from rlhf_spmd.runtime.run.metrics import Alarm, check_finite, metrics_of, num_timeouts, summarize, timeouts_note
-from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
+from rlhf_spmd.runtime.run.loop import Done, Loop
+from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of, num_timeouts, timeouts_note
+from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
@@ -118,19 +118,16 @@ def train(
     about |= {"surroundings": surroundings, "support": job.known.count}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Iterations(job, folder, console, known, aliases, about, history, asked)
+    running = Running(job, folder, console, known, aliases, about, history, asked)
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
     running.evaluate()  # before training, or what an interrupted run has left out
     running.find_best()
-    while len(history) < config.iterations:
-        if END.name in running.signals:
-            _ended(world, running.saver, folder, len(history), config.iterations)
-            return None
-        if running.evaluator.why_over:
-            break
-        running.run_next()
+    running.loop.run(running.is_over)
+    if running.is_told_to_end and len(history) < config.iterations:
+        _ended(world, running.saver, folder, len(history), config.iterations)
+        return None
     console.note(running.evaluator.why_over)
     running.evaluate()
     running.saver.finish()  # now, so that the run can be resumed whatever fails below
@@ -151,8 +148,8 @@ def train(
     return result
 
 
-class Iterations:
-    """The iterations of a run on this rank, with all that is written between them."""
+class Running:
+    """The loop of a run on this rank, and what listens to it: folder, console, alarms, evaluations and checkpoints."""
 
     def __init__(
         self,
@@ -166,22 +163,29 @@ class Iterations:
         asked: Asked | None,
     ):
         """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
-        history: the metrics of the iterations so far, to which each further one adds. The other
-        arguments are as in `train`."""
+        history: the metrics of the iterations so far. The other arguments are as in `train`."""
         world, options = job.world, job.config.checkpoint
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
-        self.aliases = aliases
-        self.history = history
+        self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
-        self.executor = Executor(job, self.recorder, asked)
-        self.evaluator = Evaluator(job, self.executor, folder, len(history))
+        executor = Executor(job, self.recorder, asked)
+        self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
         self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
         self.alarm = Alarm(known, history)
-        self.answers: list[dict] = []  # of the last iteration
-        self.signals: set[str] = set()  # that arrived in the last iteration
         self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
+        self.loop = Loop(job, executor, history)
+        self.loop.listeners = [self.write, self.evaluate_after, self.save, self.forget]
+
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether SIGTERM has arrived on some rank."""
+        return self.loop.last is not None and END.name in self.loop.last.signals
+
+    def is_over(self) -> bool:
+        """Whether the run ends before its last iteration."""
+        return self.is_told_to_end or bool(self.evaluator.why_over)
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
@@ -210,35 +214,39 @@ class Iterations:
                 "iterations, was not written to best/; the next better one will be"
             )
 
-    def run_next(self) -> None:
-        """One iteration: its metrics, an evaluation, samples and a checkpoint if they are due."""
-        number, job, config = len(self.history), self.job, self.job.config
-        began, data = time.perf_counter(), make_iteration(job, number)
-        self.answers = self.executor.iteration(data)
-        metrics = summarize(job, self.answers)
-        metrics["iteration_s"] = time.perf_counter() - began
-        check_finite(metrics, number)
-        self.rollouts.write(data)
-        update(job, self.answers)
-        self.history.append(metrics)
+    # ---- listeners --------------------------------------------------------------------------------------------------
+
+    def write(self, done: Done) -> None:
+        """Writes samples and metrics, and shows the metrics."""
+        self.rollouts.write(done.data)
         groups = {name: metric.group for name, metric in self.known.items()}
-        self.folder.write_metrics(number, metrics, groups, aliased(self.aliases, metrics))
-        self.console.iteration(number + 1, config.iterations, metrics)
-        for text in self.alarm.notes(metrics):
+        self.folder.write_metrics(done.number, done.metrics, groups, aliased(self.aliases, done.metrics))
+        self.console.iteration(done.number + 1, self.job.config.iterations, done.metrics)
+        for text in self.alarm.notes(done.metrics):
             self.console.note(text)
         self._warn()
-        self.signals = {name for answer in self.answers for name in answer["signals"]}
-        if END.name not in self.signals:  # then there is no time, and the resumed run evaluates
+
+    def evaluate_after(self, done: Done) -> None:
+        """Evaluates, if that is due."""
+        if END.name not in done.signals:  # then there is no time, and the resumed run evaluates
             self.evaluate()
-        is_best = self.evaluator.is_best(number + 1)
-        is_last = number + 1 == config.iterations or self.evaluator.why_over
-        if self.signals or self.saver.is_due(number + 1) or is_best or is_last:
+
+    def save(self, done: Done) -> None:
+        """Writes a checkpoint and the best model, if they are due."""
+        num = done.number + 1
+        is_best = self.evaluator.is_best(num)
+        is_last = num == self.job.config.iterations or self.evaluator.why_over
+        if done.signals or self.saver.is_due(num) or is_best or is_last:
             with self.recorder.span("checkpoint", "control"):
-                self.saver.save(number + 1, self.about | recorded.run_state(job.state), self.evaluator.best_iteration)
+                state = self.about | recorded.run_state(self.job.state)
+                self.saver.save(num, state, self.evaluator.best_iteration)
         if is_best:
-            save_models(job, self.folder, "best")
+            save_models(self.job, self.folder, "best")
         self.saver.check()
-        self.recorder.forget(number + 1 - TIMELINE_ITERATIONS)
+
+    def forget(self, done: Done) -> None:
+        """Keeps the spans of the last iterations alone."""
+        self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
 
 
 def open_folder(job: Job, origin: Origin) -> RunFolder:
@@ -343,11 +351,11 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
 
 
 def _write_timeline(
-    job: Job, folder: RunFolder, console: Console, running: Iterations, title: str, calibration: Calibration | None
+    job: Job, folder: RunFolder, console: Console, running: Running, title: str, calibration: Calibration | None
 ) -> Compared | None:
     """Writes the last iterations, if any were run, as a timeline and, given a calibration, compares them with their
     forecast (on rank 0). Collective."""
-    if not running.answers:
+    if running.loop.last is None:
         return None
     num = len(running.history)
     recent = range(num - TIMELINE_ITERATIONS, num)
@@ -359,7 +367,7 @@ def _write_timeline(
     found = at_hand(job.world, job.config, job.program, calibration, trained_s)
     if job.world.rank > 0:
         return None
-    lengths = forecast_report.token_counts(running.answers, job.prompts.prompts)
+    lengths = forecast_report.token_counts(running.loop.last.answers, job.prompts.prompts)
     if not job.program.workload.workflow.generate_calls:
         used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in running.history)
         lengths = forecast_report.given_counts(job.prompts, used)
@@ -367,15 +375,6 @@ def _write_timeline(
     folder.write_values("forecast.json", compared.to_json())
     console.note(compared.show())
     return compared
-
-
-def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Updates the algorithm's state between iterations, from global numbers only, so that every rank gets the same."""
-    config, state = job.config, job.state
-    num_sequences = config.rollout_batch * config.samples_per_prompt
-    state.of_algorithm = config.algorithm.after_iteration(
-        state.of_algorithm, config.options, *combine(answers), num_sequences
-    )
 
 
 def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:

@@ -1,0 +1,105 @@
+"""The loop of a run: one iteration after another. Folder, console, evaluations and checkpoints listen to it.
+
+An iteration executes the program on new data, sums up what all ranks counted, and updates the algorithm's state from
+these global numbers alone, so that it stays the same on every rank.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_spmd.config.options import Config
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.observe.device_clock import clock_of
+from rlhf_spmd.runtime.observe.metric_sums import combine
+from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.run.metrics import check_finite, summarize
+from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
+from rlhf_spmd.runtime.world.world import World
+
+COUNTED = 3  # measured iterations, after one that warms up; the same for all plans, because responses differ in length
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An iteration that is over. number: from 0. metrics: global, the same on every rank. answers: the messages of all
+    ranks. signals: that some rank has received meanwhile."""
+
+    number: int
+    data: Iteration
+    metrics: dict[str, Any]
+    answers: Sequence[Mapping[str, Any]]
+    signals: frozenset[str]
+
+
+class Loop:
+    """The iterations of a run on this rank. history: the metrics of those so far, to which each further one adds."""
+
+    def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]]):
+        self.job, self.executor, self.history = job, executor, history
+        self.last: Done | None = None  # the last iteration of this start
+        self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """All iterations that are left. is_over: asked before each, on every rank alike. Collective."""
+        while len(self.history) < self.job.config.iterations and not is_over():
+            self.run_next()
+
+    def run_next(self) -> None:
+        """One iteration, and what listens to it. Collective."""
+        job, number = self.job, len(self.history)
+        began, data = time.perf_counter(), make_iteration(job, number)
+        answers = self.executor.iteration(data)
+        metrics = summarize(job, answers)
+        metrics["iteration_s"] = time.perf_counter() - began
+        check_finite(metrics, number)
+        update(job, answers)
+        self.history.append(metrics)
+        signals = frozenset(name for answer in answers for name in answer["signals"])
+        self.last = Done(number, data, metrics, answers, signals)
+        for listener in self.listeners:
+            listener(self.last)
+
+
+def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Updates the algorithm's state between iterations, from global numbers only."""
+    config, state = job.config, job.state
+    num_sequences = config.rollout_batch * config.samples_per_prompt
+    state.of_algorithm = config.algorithm.after_iteration(
+        state.of_algorithm, config.options, *combine(answers), num_sequences
+    )
+
+
+# ---- without files, to measure --------------------------------------------------------------------------------------
+
+
+def iteration_s(config: Config, program: Program, world: World) -> float:
+    """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
+    groups. Frees the models before it returns."""
+    run = iteration_runner(config, program, world)
+    seconds = [run(number) for number in range(1 + COUNTED)][1:]
+    del run
+    gc.collect()
+    return statistics.median(seconds)
+
+
+def iteration_runner(config: Config, program: Program, world: World) -> Callable[[int], float]:
+    """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0,
+    and returns the seconds of the slowest rank. The world must have the program's groups."""
+    job = prepare(config, program, world)
+    executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
+
+    def iteration(number: int) -> float:
+        data = make_iteration(job, number)
+        world.barrier("the start of an iteration")
+        began = time.perf_counter()
+        executor.iteration(data)
+        return max(world.allgather(time.perf_counter() - began, "the seconds of an iteration"))
+
+    return iteration
