@@ -117,18 +117,23 @@ def prepare(
         notes=notes,
     )
     if evaluation is not None and held_out is not None:
-        job.evaluation = replace(
-            job,
-            config=of_evaluation,
-            program=evaluation,
-            prompts=held_out,
-            scorer=scorer_of_evaluation,
-            functions=of_evaluation.algorithm.functions(evaluation.workload.workflow),
-            state=RunState(None),
-            columns=evaluation.held(world.rank),
-            stream=random_streams.EVALUATION,
-        )
+        job.evaluation = _of_evaluation(job, of_evaluation, evaluation, held_out, scorer_of_evaluation)
     return job
+
+
+def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSet, scorer: Scorer | None) -> Job:
+    """The job with options, program and prompts of the run's evaluations."""
+    return replace(
+        job,
+        config=config,
+        program=program,
+        prompts=prompts,
+        scorer=scorer,
+        functions=config.algorithm.functions(program.workload.workflow),
+        state=RunState(None),
+        columns=program.held(job.world.rank),
+        stream=random_streams.EVALUATION,
+    )
 
 
 def _agree_on_functions(config: Config, world: World) -> None:

@@ -8,7 +8,7 @@ from bench.forecast.measure_cpu import searched
 from bench.forecast.measure_plans import CHOOSING, ROUNDS, TOP, Case, planned, rows_of, write_critic
 from bench.tables import text_table
 from rlhf_spmd.command_line.fitting_strategies import COMPARED
-from rlhf_spmd.command_line.plans import Alternative, fitted, most_promising
+from rlhf_spmd.command_line.plans import Alternative, Misfit, fitted, most_promising
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -60,7 +60,7 @@ def test_each_kind_of_placement_that_may_be_the_fastest_is_measured():
     rows = [row(f"plan {number}", "flattening", 1 + number / 100) for number in (1, 2, 3)]
     rows += [row("plan 4", "separation", 1.05), row("plan 5", "interleaving1", 1.06)]
     rows += [row("separation", "separation", 1.1), row("interleaving1", "interleaving1", 1.3)]
-    rows += [replace(made["flattening"], name="too large", forecast=None)]
+    rows += [Misfit("too large", "does not fit")]
     found = [[one.name for one in most_promising(rows, number)] for number in (1, 2, 3, 4, 5, 9)]
     assert found[:3] == [["plan 1"], ["plan 1", "separation"], ["plan 1", "plan 4", "separation"]]
     assert found[3] == ["plan 1", "plan 4", "plan 5", "separation"]

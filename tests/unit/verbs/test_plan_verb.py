@@ -13,7 +13,7 @@ import torch
 from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.command_line import plans
 from rlhf_spmd.command_line.fitting_strategies import COMPARED, options_to_try
-from rlhf_spmd.command_line.plans import auto, fitted
+from rlhf_spmd.command_line.plans import Alternative, Misfit, auto, fitted
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -152,20 +152,20 @@ def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file, monk
 def test_a_strategy_that_does_not_fit_says_how_many_bytes_are_missing():
     cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-70b"))
     found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
-    assert found.forecast is None and found.note.startswith("does not fit: a device lacks ")
+    assert isinstance(found, Misfit) and found.note.startswith("does not fit: a device lacks ")
     assert found.missing_bytes > 2**30
 
 
 def test_a_strategy_is_tried_with_more_sharding_until_it_fits():
     cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-13b"))
     found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
-    assert found.forecast is not None and "zero=3" in found.note
+    assert isinstance(found, Alternative) and "zero=3" in found.note
     assert fitted("flattening", workload, Cluster.parse("1x2"), machine()).note == ""  # a CPU's memory has no limit
 
 
 def test_one_rank_cannot_separate():
     found = fitted("separation", small_workload(), Cluster.parse("1x1"), machine())
-    assert found.forecast is None and "start at least 2 ranks" in found.note
+    assert isinstance(found, Misfit) and "start at least 2 ranks" in found.note
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -256,7 +256,6 @@ def test_parity_tolerance_is_the_users(overrides):
 @pytest.mark.parametrize("model", ["actor", "critic"])
 def test_a_gradient_that_is_not_finite_stops_the_run(model, overrides, monkeypatch):
     """Before it reaches the weights, and the message says where."""
-    run = RunOf(load(overrides))
     name, num_calls = {"actor": "policy_loss", "critic": "value_loss"}[model], itertools.count()
     loss = getattr(losses, name)
 
@@ -266,15 +265,15 @@ def test_a_gradient_that_is_not_finite_stops_the_run(model, overrides, monkeypat
         return total * (math.inf if next(num_calls) >= 4 else 1.0), sums  # 3 micro-batches per mini-batch
 
     monkeypatch.setattr(losses, name, spoiled)
-    before = None
-    step = run.job.models.engines[model].step
+    run, before = RunOf(load(overrides)), None
+    begin = run.job.models.engines[model].begin
 
-    def remembered(*arguments, **options):
+    def remembered():
         nonlocal before
         before = run.weights(model)
-        return step(*arguments, **options)
+        begin()
 
-    run.job.models.engines[model].step = remembered
+    run.job.models.engines[model].begin = remembered
     with pytest.raises(UserError, match=rf"{model}_train: .*epoch 0, mini-batch 1.*optimizer\.{model}_lr"):
         run.iteration()
     assert all(torch.equal(weight, before[n]) for n, weight in run.weights(model).items())
