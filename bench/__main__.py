@@ -32,6 +32,7 @@ ROOMS = {
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
         "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
         "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
+        "walk": "docs/one_iteration.md: the functions that lead from main to the model, as a run of the demo has them",
         "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
     },
     "faults": {

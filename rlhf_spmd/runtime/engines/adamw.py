@@ -87,6 +87,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
+        """One step with the gradients of the masters."""
         torch._foreach_add_(self._steps, 1)
         for weight_decay, parts in self._parts.items():
             torch._fused_adamw_(

@@ -68,6 +68,7 @@ class Executor:
         return answers
 
     def _execute(self, step: Instruction, data: Iteration) -> list[dict[str, Any]] | None:
+        """One instruction; an Agree returns the messages of all ranks."""
         if isinstance(step, Run):
             with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
                 passes = self.run(step, data)

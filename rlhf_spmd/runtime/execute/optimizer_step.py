@@ -146,6 +146,7 @@ def forward(job: Job, step: Step, index: int, received: Tensor | None) -> Tensor
     batch, is_last = sequences_of(step.call, step.micro_batches[index]), step.engine.model.parallel.is_last
 
     def through(model: Transformer) -> Tensor:
+        """The output of this stage; of the last one the loss."""
         output = sequences.forward(model, batch, received)
         return _loss(job, step, model, batch, output, index) if is_last else output
 

@@ -55,6 +55,7 @@ def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> Passes 
 
     @torch.no_grad()
     def one_pass(index: int, received_nD: Tensor | None) -> Tensor | None:
+        """One micro-batch through this stage -> the input of the next stage; the last one reads its output."""
         output_nD = forward(model, batches[index], received_nD)
         if not model.parallel.is_last:
             return output_nD
@@ -94,6 +95,7 @@ def _inference(job: Job, call: Infer, run: Run, data: Iteration, model: Transfor
     results: list[Tensor] = []
 
     def read(index: int, output_nD: Tensor) -> None:
+        """Keeps the readout of one micro-batch."""
         sets = None if kept is None else kept[parts[index]]
         results.append(read_output(call.function, model, batches[index], output_nD, sets, job.sampling))
 

@@ -36,6 +36,7 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> Passes | None:
         return sum(int((step.micro_batches[index][key] >= 0).sum()) for key in tokens)
 
     def update() -> None:
+        """The optimizer's part of the step, and whether it was the model's last one of the iteration."""
         optimizer_step.log(job, step, engine.update(lr=rate))
         if optimizer_step.should_stop(job, step):
             data.stopped.add(call.model)

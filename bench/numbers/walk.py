@@ -1,0 +1,135 @@
+"""docs/one_iteration.md: which functions lead from `main` to the model, to a loss, to a token and to a message, as a
+run of the demo on four ranks has executed them.
+
+Every rank notes its stack when it first enters one of these functions. Command: python -m bench walk (15 s; it writes
+the page); a test compares.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from bench.rows import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "one_iteration.md"
+OWN = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("rlhf_spmd", "kernels", "strategies"))
+RANKS = 4
+FORK, IN_LOOP = "Executor._execute", "Loop.run_next"  # where most ways part; a frame of all of them
+# heading -> a function, and one through which the way there leads
+WAYS = {
+    "A token is drawn": ("sample", "generate"),
+    "The model reads a micro-batch that is trained on": ("Transformer.forward", "optimizer_step.py"),
+    "The loss of a micro-batch": ("policy_loss", ""),
+    "Gradients are summed over ranks": ("all_reduce_buckets", ""),
+    "The optimizer changes the weights": ("AdamW.step", ""),
+    "Logprobs, values and scores are inferred": ("read_output", ""),
+    "Advantages are computed": ("estimate_advantages", ""),
+    "Rows are sent to another rank": ("Transfers.post", ""),
+    "A rank waits for rows": ("Transfers.wait", ""),
+    "New weights come to the ranks that generate": ("Mover.finish", ""),
+    "The state of the algorithm moves on": ("after_iteration", ""),
+}
+HEADING = f"""# One iteration
+
+The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;
+frames of torch and Python are left out. `python -m bench walk` writes this page from a run of the demo, PPO by
+separation on {RANKS} ranks (`make demo`), and a test compares.
+
+What each instruction means is in `rlhf_spmd/plan/program/instructions.py`; `tests/slow_ppo.py` is PPO without any of
+this, in the order of its formulas.
+
+## From `main` to an instruction
+
+"""
+
+
+class Notes:
+    """The stacks of this rank: [name, file, first line of its documentation] of each frame, by heading."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.found: dict[str, list[tuple[str, str, str]]] = {}
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        """For sys.setprofile."""
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(OWN):
+            return
+        if code.co_qualname == "RunFolder.close":
+            sys.setprofile(None)
+            path = self.folder / f"{os.getpid()}.json"
+            path.write_text(json.dumps(self.found), encoding="utf-8")
+            return
+        for heading, (target, through) in WAYS.items():
+            if heading in self.found or target not in (code.co_qualname, code.co_qualname.rpartition(".")[2]):
+                continue
+            stack = _stack(frame)
+            names = {name for name, _, _ in stack}
+            if IN_LOOP in names and through in {"", *names, *(Path(file).name for _, file, _ in stack)}:
+                self.found[heading] = stack
+
+
+def _stack(frame: FrameType | None) -> list[tuple[str, str, str]]:
+    """The frames of our own code from `main` on."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(OWN):
+            text = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else ""
+            name = code.co_qualname.replace(".<locals>", "")
+            found.append((name, Path(code.co_filename).relative_to(REPOSITORY).as_posix(), _sentence(text)))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _sentence(text: str) -> str:
+    words = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.?]) (?=[A-Z`]|\w+:)", words)[0].rstrip(".:").replace("|", "\\|")
+
+
+def stacks() -> dict[str, list[list[str]]]:
+    """Runs one iteration of the demo -> the frames of each way, of the first rank that took it."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train", "--preset", "tiny", "--strategy", "separation", "--runs", folder, "iterations=1"]
+        mpirun = Path(sys.executable).parent / "mpirun"
+        command = [mpirun, "-n", str(RANKS), sys.executable, "-m", "bench.numbers.walk", folder, *words]
+        subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    return {heading: next(one[heading] for one in notes if heading in one) for heading in WAYS}
+
+
+def page(ways: dict[str, list[list[str]]]) -> str:
+    """The page of these ways."""
+    longest = next(iter(ways.values()))
+    fork = [name for name, _, _ in longest].index(FORK)
+    parts = [HEADING + _table(longest[: fork + 1])]
+    for heading, frames in ways.items():
+        names = [name for name, _, _ in frames]
+        start = names.index(FORK) + 1 if FORK in names else names.index(IN_LOOP)
+        parts.append(f"## {heading}\n\n" + _table(frames[start:]))
+    return "\n".join(parts)
+
+
+def _table(frames: list[list[str]]) -> str:
+    rows = [f"| `{name}` | `{file}` | {text} |" for name, file, text in frames]
+    return "\n".join(["| function | file | what it does |", "|---|---|---|", *rows, ""])
+
+
+def main(arguments: list[str]) -> int:
+    ways = stacks()
+    PAGE.write_text(page(ways), encoding="utf-8")
+    print(json.dumps({"bench": "walk", "ok": True}))
+    return 0
+
+
+if __name__ == "__main__":
+    from rlhf_spmd.__main__ import main as program
+
+    sys.setprofile(Notes(Path(sys.argv[1])).note)
+    sys.argv[1:] = sys.argv[2:]
+    sys.exit(program())
