@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from types import ModuleType
-from typing import Any
+from typing import TypedDict, Unpack
 
 from rlhf_spmd.command_line.checks import check_both, evaluate_of
 from rlhf_spmd.command_line.fitting_strategies import (
@@ -28,6 +28,7 @@ from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.search.candidates import Allowed
 from rlhf_spmd.plan.search.planner import SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
@@ -62,6 +63,16 @@ class Misfit:
 Row = Alternative | Misfit  # of the table
 
 
+class SearchOptions(TypedDict, total=False):
+    """Options of search()."""
+
+    method: str
+    keep: int
+    budget: int
+    allowed: Allowed
+    evaluated_tokens: int
+
+
 def alternatives(
     workload: Workload,
     cluster: Cluster,
@@ -69,7 +80,7 @@ def alternatives(
     *,
     evaluate: Evaluate = no_evaluation,
     top: int | None = None,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> tuple[list[Row], SearchResult]:
     """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
     result of the search. evaluate: makes the program of the run's evaluations, which must fit, too. Raises UserError if
@@ -203,18 +214,23 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
     return strategy_source(program.placement, program.workload, program.cluster, "\n".join(lines))
 
 
-def evaluation_options(config: Config) -> dict[str, Any]:
-    """What alternatives() must know of the evaluations of a run. Raises UserError."""
-    tokens = evaluated(config).generation.max_new_tokens if config.eval.prompts else 0
-    return {"evaluate": evaluate_of(config), "evaluated_tokens": tokens}
+def evaluated_tokens(config: Config) -> int:
+    """The most tokens of a response in evaluations; 0: there are none. Raises UserError."""
+    return evaluated(config).generation.max_new_tokens if config.eval.prompts else 0
 
 
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
     """The fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic: every
     rank finds the same one. Raises UserError."""
     refuse_options(config)
-    options = {"method": "two_phase"} | evaluation_options(config)  # all ranks plan, and its work varies the least
-    rows, _ = alternatives(workload, cluster, calibration, **options)
+    rows, _ = alternatives(
+        workload,
+        cluster,
+        calibration,
+        evaluate=evaluate_of(config),
+        method="two_phase",  # all ranks plan, and its work varies the least
+        evaluated_tokens=evaluated_tokens(config),
+    )
     return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
 
 

@@ -178,11 +178,13 @@ class Algorithm:
             said: str = self.module.problem(**bound(self.module.problem, {"options": options} | run))
             return said
 
-    def calling(self, name: str, function: Callable[..., Any], **more: Any) -> AbstractContextManager[None]:
+    def calling(
+        self, name: str, function: Callable[..., Any], *, lets: tuple[type[Exception], ...] = ()
+    ) -> AbstractContextManager[None]:
         """For a call of a function that the page names; an error in a page of the package is one of the program."""
         if not self.from_file:
             return nullcontext()
-        return calling(f"algorithm {self.name}: {name}()", function, "fix the page", **more)
+        return calling(f"algorithm {self.name}: {name}()", function, "fix the page", lets=lets)
 
     # ---- what changes between iterations ----------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.command_line.checks import evaluate_of
 from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.command_line.plans import (
     KEEP,
     Alternative,
+    SearchOptions,
     alternatives,
-    evaluation_options,
+    evaluated_tokens,
     fastest,
     module_source,
     most_promising,
@@ -39,7 +41,8 @@ def run(parsed: argparse.Namespace) -> int:
     config, workload, cluster, calibration = read(parsed)
     out = _out(parsed, config, cluster)
     began = time.perf_counter()
-    rows, found = alternatives(workload, cluster, calibration, **evaluation_options(config), **_search_options(parsed))
+    options = _search_options(parsed, config)
+    rows, found = alternatives(workload, cluster, calibration, evaluate=evaluate_of(config), top=parsed.top, **options)
     winner = fastest(rows, cluster)
     plan_s = found.search_s
     simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
@@ -73,8 +76,9 @@ def _words(parsed: argparse.Namespace) -> list[str]:
     return [*(["--config", parsed.config] if parsed.config else []), *parsed.overrides]
 
 
-def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {"top": parsed.top, "method": parsed.method, "keep": max(parsed.top, KEEP)}
+def _search_options(parsed: argparse.Namespace, config: Config) -> SearchOptions:
+    tokens = evaluated_tokens(config)
+    return {"method": parsed.method, "keep": max(parsed.top, KEEP), "evaluated_tokens": tokens}
 
 
 def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
@@ -117,8 +121,8 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         if world.rank == 0:
             out = _out(parsed, config, cluster)
-            options = _search_options(parsed) | evaluation_options(config) | {"top": None}
-            rows, found = alternatives(workload, cluster, calibration, **options)
+            options = _search_options(parsed, config)
+            rows, found = alternatives(workload, cluster, calibration, evaluate=evaluate_of(config), **options)
             best = most_promising(rows, parsed.measure_top)
             shown = {row.name for row in rows[: parsed.top] + rows[len(found.plans) :] + best}
             rows = [row for row in rows if row.name in shown]

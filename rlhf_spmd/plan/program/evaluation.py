@@ -8,7 +8,7 @@ moves no weights; optimizer state and the other models stay where they are.
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout
@@ -18,6 +18,16 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Call, Compute, Generate, Measure, ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import ModelShape, Workload
+
+
+class Sizes(TypedDict, total=False):
+    """Fields of a Workload."""
+
+    rollout_batch: Required[int]
+    samples_per_prompt: Required[int]
+    max_response: int
+    prompt_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
 
 
 def evaluation_program(
@@ -50,8 +60,17 @@ def evaluation_program(
     if judged is not None:
         models[judged.model] = None
         layouts[judged.name] = Layout.data_parallel(layouts[judged.name].ranks)
-    sizes = {"rollout_batch": num_prompts, "samples_per_prompt": samples_per_prompt, "max_response": max_response}
-    return _program(training, calls, layouts, models, **sizes, prompt_lengths=(), response_lengths=())
+    return _program(
+        training,
+        calls,
+        layouts,
+        models,
+        rollout_batch=num_prompts,
+        samples_per_prompt=samples_per_prompt,
+        max_response=max_response,
+        prompt_lengths=(),
+        response_lengths=(),
+    )
 
 
 def precompute_program(training: Program, *, num_rows: int) -> Program:
@@ -71,7 +90,7 @@ def _program(
     calls: tuple[Call, ...],
     layouts: Mapping[str, Layout],
     models: Mapping[str, ModelShape | None],
-    **sizes: Any,
+    **sizes: Unpack[Sizes],
 ) -> Program:
     """The program of these calls, whose rows are one mini-batch. sizes: of the workload, in the place of training's."""
     workload, keys = training.workload, {key for call in calls for key in (*call.inputs, *call.outputs)}
@@ -82,8 +101,7 @@ def _program(
         {call.model: workload.workflow.heads[call.model] for call in calls if call.model},
     )
     num_sequences = sizes["rollout_batch"] * sizes["samples_per_prompt"]
-    sizes |= {"mini_batch": num_sequences, "epochs": 1, "max_kept": 0}
-    own = replace(workload, workflow=workflow, models=models, **sizes)
+    own = replace(workload, workflow=workflow, models=models, mini_batch=num_sequences, epochs=1, max_kept=0, **sizes)
     return compile_program(own, Placement(layouts), training.cluster)
 
 

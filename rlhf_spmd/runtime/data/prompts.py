@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, Unpack
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.readers import INSTEAD, TEXT, Record, number_of, read_records, without_nulls
-from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
+from rlhf_spmd.runtime.data.row_tokens import Reading, Render, RowOptions, read_row
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +163,17 @@ class _Rows:
     remarks: Counter[str] = field(default_factory=Counter)  # -> number of rows
 
 
+class SetOptions(RowOptions, total=False):
+    """The options of load_prompts besides the template."""
+
+    max_prompt_tokens: Required[int]
+    seed: int
+    weights: Sequence[float]
+    shuffle: bool
+    numbers: Mapping[str, NumberColumn]
+    marks: str
+
+
 def load_prompts(
     path: str | Path | Sequence[str],
     tokenizer: Tokenizer,
@@ -173,10 +184,12 @@ def load_prompts(
     shuffle: bool = True,
     numbers: Mapping[str, NumberColumn] = MappingProxyType({}),
     marks: str = "",
-    **how: Any,
+    render: Render | None = None,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    **rows: Unpack[RowOptions],
 ) -> PromptSet:
     """Reads .jsonl (an object per line), .parquet (a row) or .txt (a prompt per line, taken literally), one file or
-    several. seed, weights and shuffle determine the order (prompt_order.py). how: the other fields of Reading.
+    several. seed, weights and shuffle determine the order (prompt_order.py). rows: see RowOptions.
 
     Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
     an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
@@ -189,31 +202,32 @@ def load_prompts(
     has no such column.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
-    reading = Reading(tokenizer, max_prompt_tokens, marks=bool(marks), **how)
+    given: dict[str, Any] = {"render": render, "template_kwargs": template_kwargs, **rows}
+    reading = Reading(tokenizer, max_prompt_tokens, marks=bool(marks), **given)
     paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
-    rows, sizes = _Rows(answers={name: [] for name in reading.columns}, columns=numbers, marks=marks), []
-    rows.numbers = {name: [] for name in (*numbers, *filter(None, [marks]))}
+    read, sizes = _Rows(answers={name: [] for name in reading.columns}, columns=numbers, marks=marks), []
+    read.numbers = {name: [] for name in (*numbers, *filter(None, [marks]))}
     for file, name in zip(paths, _names(paths), strict=True):
-        before = len(rows.texts)
-        _read_file(rows, file, reading, name)
-        sizes.append(len(rows.texts) - before)
+        before = len(read.texts)
+        _read_file(read, file, reading, name)
+        sizes.append(len(read.texts) - before)
     return PromptSet(
-        TokenRows(np.frombuffer(rows.tokens, np.int32), np.array(rows.ends, dtype=np.int64)),
-        TextRows.of(rows.texts),
+        TokenRows(np.frombuffer(read.tokens, np.int32), np.array(read.ends, dtype=np.int64)),
+        TextRows.of(read.texts),
         seed,
         ",".join(map(str, paths)),
-        rows.num_truncated,
-        rows.num_dropped,
-        {name: TokenRows.of(answers) for name, answers in rows.answers.items()},
-        TextRows.of(rows.kept) if any(one != "{}" for one in rows.kept) else None,
+        read.num_truncated,
+        read.num_dropped,
+        {name: TokenRows.of(answers) for name, answers in read.answers.items()},
+        TextRows.of(read.kept) if any(one != "{}" for one in read.kept) else None,
         sizes=tuple(sizes),
         weights=tuple(weights),
         shuffle=shuffle,
-        numbers={name: NumberRows.of(values) for name, values in rows.numbers.items()},
-        num_cut=rows.num_cut,
-        num_silent=rows.num_silent,
-        column_names=tuple(rows.names),
-        remarks=tuple(f"{num} {remark}" for remark, num in rows.remarks.items()),
+        numbers={name: NumberRows.of(values) for name, values in read.numbers.items()},
+        num_cut=read.num_cut,
+        num_silent=read.num_silent,
+        column_names=tuple(read.names),
+        remarks=tuple(f"{num} {remark}" for remark, num in read.remarks.items()),
     )
 
 

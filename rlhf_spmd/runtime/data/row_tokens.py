@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.readers import (
@@ -42,6 +42,17 @@ if TYPE_CHECKING:
 Render = Callable[..., str]
 OTHER_TEXT = "whose {key!r} is not in their conversations, which are read instead"
 NOT_RENDERED = "of text, which no chat template renders, so that {names} have no effect"
+
+
+class RowOptions(TypedDict, total=False):
+    """The fields of a Reading that a user decides on."""
+
+    key: str
+    long_prompts: str
+    columns: Mapping[str, str]
+    max_response_tokens: int
+    eos_ids: tuple[int, ...]
+    turns: Literal["last", "all"]
 
 
 @dataclass(frozen=True, slots=True)

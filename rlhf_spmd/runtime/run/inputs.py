@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rlhf_spmd.config.options import Config, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
@@ -15,7 +15,7 @@ from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
-from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
 from rlhf_spmd.runtime.rewards.function import package_source, source_file
 from rlhf_spmd.runtime.world.world import World
 
@@ -45,11 +45,11 @@ def load_rendered(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     template_kwargs: Mapping[str, Any],
-    **how: Any,
+    **options: Unpack[SetOptions],
 ) -> PromptSet:
     """load_prompts, with a chat template for conversations. template_kwargs: data.chat_template_kwargs. Raises
     UserError."""
-    found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **how)
+    found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **options)
     remarks = (*found.remarks, *template.remarks(template_kwargs))
     return replace(found, remarks=remarks, written_at=template.written_at)
 
