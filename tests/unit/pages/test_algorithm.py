@@ -184,7 +184,7 @@ def test_a_function_may_be_named_with_its_file(tmp_path):
     path = write_page(tmp_path, ('"surrogate", prompts, responses, weights=', named), own)
     algorithm = load_algorithm(str(path))
     workflow = algorithm.workflow(algorithm.options())
-    call = workflow.train_call("actor")
+    (call,) = workflow.train_calls
     assert (call.function, call.module) == ("policy_loss", "losses")
     assert algorithm.functions(workflow)[call.name].function is losses.policy_loss
 
