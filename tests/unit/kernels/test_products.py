@@ -236,7 +236,7 @@ def test_copies_take_the_bytes_of_the_forecast(name, dtype):
     shape = ModelShape(2, 768, 1600, 8, 4, 96, 8000)
     call = SimpleNamespace(name="generate", model="actor")
     workload = SimpleNamespace(
-        workflow=SimpleNamespace(generate_calls=[call]), models={"actor": shape}, param_bytes=DTYPES[dtype].itemsize
+        workflow=SimpleNamespace(generate_calls=[call]), shape=lambda model: shape, param_bytes=DTYPES[dtype].itemsize
     )
     layouts = {"generate": Layout((0,), dp=1)}
     program = SimpleNamespace(workload=workload, placement=SimpleNamespace(layouts=layouts))

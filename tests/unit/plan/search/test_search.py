@@ -108,7 +108,7 @@ def test_streaming_agrees_with_programs():
     spans = [(8, 16) if call.kind == "train" else (0, 8) for call in model.calls]
     halves = [quickest_on(of, span) for of, span in zip(lists, spans, strict=True)]
     assert model.streams(halves)
-    program = compile_program(workload, model.placement(halves, stream=True), cluster)
+    program = compile_program(workload, replace(model.placement(halves), stream=True), cluster)
     assert model.streamed_s(halves) == pytest.approx(forecast(program, A100).makespan_s, rel=0.1)
     assert not model.streams([*halves[:-1], quickest_on(lists[-1], (0, 16))])
 

@@ -137,7 +137,7 @@ def test_what_an_engine_captures_is_not_timed():
     """CUDA graphs are captured with the first step of an engine: one engine serves all timings of as many rows, and its
     cache has gone when training is measured."""
     config = presets.load("tiny")
-    workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
+    workload, world = make_workload(config), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     shape = next(shape for shape in workload.models.values() if not shape.scalar_head)
     subject = TimedModel(world, config, workload, TOY, shape, 1, 1)
     caches = []
@@ -155,7 +155,7 @@ def test_a_training_step_of_every_page_is_timed(algorithm):
     """Also of one whose loss is divided by the sum of a column."""
     words = [f"models.teacher={embedded.path_of('tiny/actor')}"] if algorithm == "distill" else []
     config = presets.load("tiny", words, algorithm=algorithm)
-    workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
+    workload, world = make_workload(config), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     model = next(iter(workload.workflow.trained_models))
     subject = TimedModel(world, config, workload, TOY, workload.models[model], 1, 1)
     engine, rows = subject.engine(), subject.rows([(4, 4), (4, 2)])

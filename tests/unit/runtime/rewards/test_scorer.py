@@ -93,7 +93,7 @@ def test_the_heading_says_which_names_are_the_programs():
     """Of training and of evaluation, from the ranks that score, each once."""
     notes = {0: [], 1: ["prompts of a.py:f: the program's"], 2: ["prompts of a.py:f: the program's", "more"]}
     scorers = [SimpleNamespace(notes=notes[1]), None]
-    jobs = [SimpleNamespace(calls=SimpleNamespace(context=SimpleNamespace(scorer=scorer))) for scorer in scorers]
+    jobs = [SimpleNamespace(scorer=scorer) for scorer in scorers]
     world = SimpleNamespace(allgather=lambda mine, what: [notes[0], mine, notes[2]])
     job = SimpleNamespace(**vars(jobs[0]), evaluation=jobs[1], world=world, config=load([], "reward_function=a.py:f"))
     assert run_text._names_of_functions(job) == "prompts of a.py:f: the program's; more"
