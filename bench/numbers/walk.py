@@ -8,17 +8,16 @@ the page); a test compares.
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
 
-from bench.rows import REPOSITORY
+from bench.rows import REPOSITORY, on_ranks
 
 PAGE = REPOSITORY / "docs" / "one_iteration.md"
 OWN = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("rlhf_spmd", "kernels", "strategies"))
-RANKS = 4
+RANKS, ON_A_RANK = 4, "--on-a-rank"
 FORK, IN_LOOP = "Executor._execute", "Loop.run_next"  # where most ways part; a frame of all of them
 # heading -> a function, and one through which the way there leads
 WAYS = {
@@ -27,7 +26,7 @@ WAYS = {
     "The loss of a micro-batch": ("policy_loss", ""),
     "Gradients are summed over ranks": ("all_reduce_buckets", ""),
     "The optimizer changes the weights": ("AdamW.step", ""),
-    "Logprobs, values and scores are inferred": ("read_output", ""),
+    "Logprobs, values and scores are inferred": ("read_output", "infer.py"),
     "Advantages are computed": ("estimate_advantages", ""),
     "Rows are sent to another rank": ("Transfers.post", ""),
     "A rank waits for rows": ("Transfers.wait", ""),
@@ -93,14 +92,12 @@ def _sentence(text: str) -> str:
 
 
 def stacks() -> dict[str, list[list[str]]]:
-    """Runs one iteration of the demo -> the frames of each way, of the first rank that took it."""
+    """Runs one iteration of the demo -> the frames of each way; of several, the same one every time."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", "--preset", "tiny", "--strategy", "separation", "--runs", folder, "iterations=1"]
-        mpirun = Path(sys.executable).parent / "mpirun"
-        command = [mpirun, "-n", str(RANKS), sys.executable, "-m", "bench.numbers.walk", folder, *words]
-        subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-        notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
-    return {heading: next(one[heading] for one in notes if heading in one) for heading in WAYS}
+        on_ranks(RANKS, ["walk", ON_A_RANK, folder, *words])
+        notes = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.json")]
+    return {heading: min(one[heading] for one in notes if heading in one) for heading in WAYS}
 
 
 def page(ways: dict[str, list[list[str]]]) -> str:
@@ -121,15 +118,14 @@ def _table(frames: list[list[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == [ON_A_RANK]:
+        from rlhf_spmd.__main__ import main as program
+
+        folder, *words = arguments[1:]
+        sys.argv[1:] = words
+        sys.setprofile(Notes(Path(folder)).note)
+        return program()
     ways = stacks()
     PAGE.write_text(page(ways), encoding="utf-8")
     print(json.dumps({"bench": "walk", "ok": True}))
     return 0
-
-
-if __name__ == "__main__":
-    from rlhf_spmd.__main__ import main as program
-
-    sys.setprofile(Notes(Path(sys.argv[1])).note)
-    sys.argv[1:] = sys.argv[2:]
-    sys.exit(program())

@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -268,13 +268,19 @@ class Parameter:
     by_place: bool
 
 
-@cache
 def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """The parameters of a function."""
+    """The parameters of a function, which a user may have written as an object that has no hash."""
+    return _known_parameters(function) if isinstance(function, Hashable) else _parameters(function)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     return tuple(
         Parameter(one.name, word_of(one.name), one.default is one.empty, one.kind is one.POSITIONAL_ONLY)
         for one in inspect.signature(function).parameters.values()
     )
+
+
+_known_parameters = cache(_parameters)
 
 
 def words_of(function: Callable[..., Any]) -> frozenset[str]:

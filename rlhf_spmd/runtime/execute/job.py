@@ -72,6 +72,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
+        """Of the program."""
         return self.program.workload
 
     @property
@@ -98,9 +99,11 @@ class Job:
         return self.sampling | restricted | {"decode": self.tokenizer.decode}
 
     def layout(self, call: ModelCall) -> Layout:
+        """The layout of a call."""
         return self.program.placement.layouts[call.name]
 
     def micro_batch(self, layout: Layout) -> int:
+        """Sequences of a forward pass on one data-parallel shard."""
         return layout.micro_batch or self.workload.micro_batch
 
     def place(self, run: Run) -> Place:

@@ -189,6 +189,17 @@ def test_a_function_may_be_named_with_its_file(tmp_path):
     assert algorithm.functions(workflow)[call.name].function is losses.policy_loss
 
 
+def test_a_function_may_be_an_object_without_a_hash():
+    @dataclasses.dataclass
+    class Scaled:
+        factor: float
+
+        def __call__(self, logprobs_BG, mask_BG=None):
+            return self.factor * logprobs_BG
+
+    assert bound(Scaled(2.0), {"logprobs": 1, "other": 2}) == {"logprobs_BG": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("elsewhere.policy_loss", "functions are in advantages, "), ("losses.none", "is in losses.py; write it there")],
