@@ -8,7 +8,7 @@ runs on the CPU because of a broken driver, container or build of torch.
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ AMD_VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINA
 ALLOCATED = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "PBS_NGPUS")  # of any vendor
 NOTHING = ("", "-1", "NoDevFiles")  # values that hide all devices
 THREADS, MOST_THREADS = "OMP_NUM_THREADS", 4096
+# of torch's allocator on a device; the last is the documented name, but the others count more
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,7 @@ class VisibleDevice:
 
 def import_torch(threads: int | None, share: int) -> Any:
     """Imports torch with `threads` threads; None: OMP_NUM_THREADS, or `share`, this rank's fair share of the cores."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # The maximum of hardware queues: a message of one communicator must not queue behind another's.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Memory returns to the device page by page, even if other tensors are adjacent.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    set_defaults(os.environ)
     threads = threads or threads_wanted(os.environ) or share
     os.environ[THREADS] = str(threads)
     try:
@@ -49,6 +47,19 @@ def import_torch(threads: int | None, share: int) -> Any:
         raise UserError(f"torch can't be loaded: {error} Set the variable to one of its values, or unset it") from error
     torch.set_num_threads(threads)
     return torch
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Sets what torch, CUDA and NCCL read when they start, where the user has not set it."""
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # The maximum of hardware queues: a message of one communicator must not queue behind another's.
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Memory returns to the device page by page, even if other tensors are adjacent.
+    if not any(name in environ for name in ALLOCATOR):
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # Else NCCL registers the tensors of collectives in a captured graph (cuda_graphs.py), which may lie on pages of
+    # several mappings in such a segment: an illegal access to memory, also of Megatron-LM (issue 5474).
+    environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:

@@ -65,6 +65,24 @@ def test_other_threads_are_refused_by_name(text):
         visible_devices.threads_wanted({"OMP_NUM_THREADS": text})
 
 
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_a_users_options_of_the_allocator_count(name):
+    """torch reads only one of the names, and the documented one last."""
+    environ = {name: "max_split_size_mb:512"} if name else {}
+    visible_devices.set_defaults(environ)
+    found = {key: value for key, value in environ.items() if key.endswith("ALLOC_CONF")}
+    assert found == ({name: "max_split_size_mb:512"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_nccl_does_not_register_what_graphs_read():
+    environ: dict[str, str] = {}
+    visible_devices.set_defaults(environ)
+    assert environ["NCCL_GRAPH_REGISTER"] == "0"
+    environ["NCCL_GRAPH_REGISTER"] = "1"
+    visible_devices.set_defaults(environ)
+    assert environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
 def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeypatch):
     """NVIDIA's or AMD's: torch's names for both are the same."""
     about = SimpleNamespace(uuid="GPU-aa1", name="AMD Instinct MI300X", total_memory=206 * 10**9)
