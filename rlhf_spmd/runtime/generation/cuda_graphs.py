@@ -12,6 +12,7 @@ with each call and never stored, so the cache is freed with its engine, without 
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -71,8 +72,11 @@ class Graphs:
             graph.capture_begin(*(() if self._pool is None else (self._pool,)), capture_error_mode="thread_local")
             try:
                 hidden_BD = step(*inputs)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it says that the capture is invalid, but not why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._pool = self._pool or graph.pool()
         return graph, hidden_BD

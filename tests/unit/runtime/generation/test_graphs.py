@@ -4,11 +4,14 @@ What only a GPU shows (capture itself, memory of the driver) is in tests/gpu/tes
 """
 
 import gc
+import types
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import kv_attention
 from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
@@ -80,3 +83,30 @@ def test_the_cache_is_freed_with_its_engine(captured):
         assert [ref() for ref in held] == [None] * len(held)
     finally:
         gc.enable()
+
+
+def test_a_capture_that_fails_names_the_cause(monkeypatch):
+    """And not what its end says of it."""
+
+    class Graph:
+        def capture_begin(self, **_) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def step(*_) -> torch.Tensor:
+        if calls:
+            raise UserError("the cause")
+        calls.append("warm-up")
+        return torch.zeros(8, 1)
+
+    calls: list[str] = []
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(cuda_graphs, "_side_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    graphs = cuda_graphs.Graphs(3, 1, torch.device("cpu"))
+    with pytest.raises(UserError, match="the cause"):
+        graphs(step, torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
