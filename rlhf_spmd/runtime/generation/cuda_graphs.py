@@ -4,8 +4,10 @@ A decode step of a large model launches about ten kernels per layer, each for a 
 one by one takes longer than running them. A graph replays all of them for a fixed number of rows from fixed memory:
 inputs are copied there, and -1 marks missing rows.
 
-A graph must not outlive the KV cache that it reads, and must not keep that cache alive. The step is therefore passed
-with each call and never stored, so the cache is freed with its engine, without Python's cyclic collector.
+A graph reads the addresses that it was captured with, so it must not outlive what lies there. *The KV cache*: the graph
+must not keep it alive either. The step is therefore passed with each call and never stored, so the cache is freed with
+its engine, without Python's cyclic collector. *The weights*: ZeRO 3 gathers those of a frozen model anew for each Run,
+so `keep_for` drops graphs of weights that have moved. All else is the graph's own, or lives as long as the model.
 """
 
 # B rows (of a graph: a power of two), M blocks of a row's table, D hidden
@@ -43,7 +45,16 @@ class Graphs:
         self._tokens_B = torch.zeros(size, dtype=torch.int64, device=device)
         self._cached_B = torch.full((size,), -1, dtype=torch.int64, device=device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._addresses: tuple[int, ...] = ()  # of the weights that the graphs read
         self._pool = None  # memory that the graphs share: they never run at the same time
+
+    def keep_for(self, model: Transformer) -> None:
+        """Drops the graphs unless the model's weights are where they were. Call it before the first step of a pass
+        during which they stay there."""
+        addresses = tuple(p.data_ptr() for p in model.parameters())
+        if addresses != self._addresses:
+            self._captured.clear()
+            self._addresses, self._pool = addresses, None  # a pool ends with its last graph
 
     def __call__(self, step: PaddedStep, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
         """Runs the step for these rows -> hidden_BD, overwritten by the next call."""

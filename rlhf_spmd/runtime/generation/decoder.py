@@ -37,6 +37,11 @@ class Decoder:
             self._tables_BM = self._written_BM.to(self.device)
         self.copies = copies
 
+    def begin(self) -> None:
+        """Begins rounds between which the weights stay where they are."""
+        if self._graphs is not None:
+            self._graphs.keep_for(self.model)
+
     def round(
         self, tokens_B: Tensor, cached_B: Tensor, prompts: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
     ) -> Tensor | None:

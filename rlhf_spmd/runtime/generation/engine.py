@@ -41,7 +41,8 @@ PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
 
 
 class Engine:
-    """Generates with one copy of a model. Weights must not change between the tokens of a request."""
+    """Generates with one copy of a model. Weights must not change between the tokens of a request; between two calls of
+    `run` they may move to other memory."""
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class Engine:
     def run(self, until: range | None = None, *, progress: Callable[[int, int], None] | None = None) -> None:
         """Runs until these requests (None: all) have ended. progress: called after each round with the numbers of
         requests that ended and of tokens drawn."""
+        self.decoder.begin()
         missing = {number for number in until or () if not self.requests.is_ended(number)}
         with fast_attributes(self.model, self._copies.forwards):
             while missing or (until is None and not self.is_idle):

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.unit.runtime.generation.test_engine import MAX_NEW, draws, make_engine, run
-from tests.unit.runtime.generation.test_generate import make_model, make_prompts
+from tests.unit.runtime.generation.test_generate import make_model, make_prompts, rows
 
 SETTINGS = {
     "a block each": {"max_sequences": 8, "block_size": 30},
@@ -29,16 +29,21 @@ SETTINGS = {
 
 class StandIn:
     """Reads and writes the same memory at each replay, as a CUDA graph, and like one keeps no Python object alive but
-    the tensors of that memory."""
+    the tensors of that memory, and not those of the weights."""
 
     replays = 0
 
     def __init__(self, step, inputs: tuple[torch.Tensor, ...]):
         self.step, self.inputs = weakref.WeakMethod(step), inputs
+        self.addresses = self.addresses_now()
         self.hidden_BD = step(*inputs)
+
+    def addresses_now(self) -> list[int]:
+        return [p.data_ptr() for p in self.step().__self__.model.parameters()]
 
     def replay(self) -> None:
         type(self).replays += 1
+        assert self.addresses == self.addresses_now(), "the graph reads weights that are gone"
         self.hidden_BD.copy_(self.step()(*self.inputs))
 
 
@@ -83,6 +88,22 @@ def test_the_cache_is_freed_with_its_engine(captured):
         assert [ref() for ref in held] == [None] * len(held)
     finally:
         gc.enable()
+
+
+def test_graphs_end_with_the_weights_that_they_read(captured):
+    """ZeRO 3 gathers those of a frozen model for each mini-batch, while the engine of all of them lives on."""
+    expected, _, engine = responses(SETTINGS["blocks of 4"])
+    numbers = engine.submit(make_prompts(19), draws(19), Sampling(MAX_NEW, min_new_tokens=2))
+    weights, graphs = list(engine.model.parameters()), engine.decoder._graphs
+    captured_first, freed = dict(graphs._captured), []
+    engine.run(numbers[:5])
+    assert captured_first and captured_first.items() <= graphs._captured.items(), "they have not moved"
+    for mini_batch in (numbers[5:12], numbers[12:]):
+        for p in weights:
+            freed.append(p.data)  # so that the new memory is other memory
+            p.data = p.data.clone()
+        engine.run(mini_batch)
+    assert rows(engine.results(numbers)[0]) == expected
 
 
 def test_a_capture_that_fails_names_the_cause(monkeypatch):
