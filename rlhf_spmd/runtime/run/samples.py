@@ -11,6 +11,7 @@ from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.execute.handlers import infer
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
@@ -32,9 +33,11 @@ def sample_responses(job: Job) -> list[Shown]:
     tokens: list[list[int]] = []
     if rank in layouts[generating.name].ranks:
         rows, width = (np.arange(num), np.zeros(num, int)), job.config.generation.max_new_tokens
-        bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)
+        bits_BG = torch.from_numpy(random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)).to(device)
+        release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
-            responses_BG, *_ = generate_rows(model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.drawing)
+            free = job.config.generation.cache_fraction * free_bytes(device, job.world.computes.num_ranks)
+            responses_BG, *_ = generate_rows(model, prompts_BP, bits_BG, free_bytes=free, **job.drawing)
         tokens = responses_BG.tolist()
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
     everyone = job.world.allgather(tokens if rank == first else [], "the samples")

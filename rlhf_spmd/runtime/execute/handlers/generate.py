@@ -5,7 +5,7 @@
 import time
 
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import RESPONSES
 from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
@@ -37,6 +37,22 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     meter.maximum("generate_s", data.generate_s)
 
 
+def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction: float) -> float:
+    """The share of the memory now free that the KV cache of a call may take on a rank.
+
+    An engine lives from the first to the last Run of its call. Those that live at the same time, as two calls do that
+    alternate while streaming, get equal parts of `fraction` of what is free before the first of them takes its part.
+    num_alive: those that have taken it."""
+    names = {one.name for one in program.workload.workflow.generate_calls}
+    lives: dict[str, list[int]] = {}
+    for position, step in enumerate(program.instructions[rank]):
+        if isinstance(step, Run) and step.call in names:
+            lives.setdefault(step.call, []).append(position)
+    mine = lives[call]
+    num = sum(other[0] <= mine[-1] and mine[0] <= other[-1] for other in lives.values())
+    return fraction / (num - num_alive * fraction)
+
+
 def _all_of_iteration(
     job: Job, call: Generate, model: Transformer, run: Run, data: Iteration, columns: slice
 ) -> Rollout:
@@ -48,12 +64,13 @@ def _all_of_iteration(
         places = min(places, job.program.placement.decode_mini_batches * num_rows)
     own = {} if call.temperature is None else {"temperature": call.temperature}
     stream = random_streams.of_call(job.workload.workflow, call) if job.stream is None else job.stream
+    share = cache_share(job.program, job.world.rank, call.name, len(data.generations), generation.cache_fraction)
     return Rollout(
         model,
         data.store.at(call.prompts, (ALL, columns)),
         data.random_bits(stream, columns),
         max_sequences=max(min(places, num_rows * job.workload.num_mini_batches), 1),
         block_size=generation.block_size,
-        free_bytes=generation.cache_fraction * free_bytes(job.world.device, job.world.computes.num_ranks),
+        free_bytes=share * free_bytes(job.world.device, job.world.computes.num_ranks),
         **(job.drawing | own),
     )

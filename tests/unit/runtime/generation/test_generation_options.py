@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.runtime.execute.handlers.generate import cache_share
+from rlhf_spmd.runtime.run.samples import sample_responses
 from tests.folders import WORDS, write_all
 from tests.runs import RunOf, load
 
@@ -62,6 +68,28 @@ def test_a_cache_that_holds_no_sequence_is_refused(overrides, monkeypatch):
     monkeypatch.setattr("rlhf_spmd.runtime.execute.handlers.generate.free_bytes", lambda *_: 1000.0)
     with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
         responses_of(overrides)
+
+
+def test_the_cache_of_samples_has_the_same_limit(overrides, monkeypatch):
+    job = RunOf(load(overrides)).job
+    monkeypatch.setattr("rlhf_spmd.runtime.run.samples.free_bytes", lambda *_: 1000.0)
+    with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
+        sample_responses(job)
+
+
+@pytest.mark.parametrize("fraction", [0.9, 1.0])
+@pytest.mark.parametrize(("algorithm", "stream", "num"), [("remax", True, 2), ("remax", False, 1), ("grpo", True, 1)])
+def test_engines_that_live_at_the_same_time_get_equal_caches(algorithm, stream, num, fraction):
+    """The second one is made while the first has its cache."""
+    workload = make_workload(presets.load("tiny", algorithm=algorithm))
+    program = load_strategy("separation").compile(workload, Cluster.parse("1x4"), {"stream": stream})
+    free, taken = 60e9, []
+    for call in workload.workflow.generate_calls:
+        taken = taken if num > 1 else []  # the first one is over
+        rank = program.placement.layouts[call.name].ranks[-1]
+        share = cache_share(program, rank, call.name, len(taken), fraction)
+        taken.append(share * (free - sum(taken)))
+    assert taken == pytest.approx([fraction * free / num] * num)
 
 
 def test_a_model_that_nothing_can_end_is_refused(tmp_path):
