@@ -1,10 +1,10 @@
 """Detects a hung job: a thread on every rank checks, a few times per deadline, whether any rank is active.
 
 A rank is active when it begins an instruction, uses its processor or a disk, or waits for processes of its own that are
-active (`beat`); it reports this on the board. A rank that has been inactive for the deadline checks the others. If all
-have been inactive that long, the job hangs, and one rank reports which rank the others wait for. A rank that computes
-is not considered late, however long its peers wait, until torch's own timeouts end the wait after LONGEST_WAIT
-deadlines.
+active (`beat`); it reports this on the board. What threads use that spin while they wait does not count (`spun_s`). A
+rank that has been inactive for the deadline checks the others. If all have been inactive that long, the job hangs, and
+one rank reports which rank the others wait for. A rank that computes is not considered late, however long its peers
+wait, until torch's own timeouts end the wait after LONGEST_WAIT deadlines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rlhf_spmd.runtime.diagnosis.diagnose import RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks
-from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
+from rlhf_spmd.runtime.guard.supervise import process_fields, spun_s, waits_for_disk
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE
 from rlhf_spmd.runtime.observe.position_board import RankStatus
 
@@ -86,7 +86,7 @@ class Watch:
         """Notes and reports whether this rank was active since the last check -> seconds since its last activity."""
         now, world = time.monotonic(), self.world
         used = resource.getrusage(resource.RUSAGE_SELF)
-        work, disk = used.ru_utime + used.ru_stime, used.ru_majflt + used.ru_inblock + used.ru_oublock
+        work, disk = used.ru_utime + used.ru_stime - spun_s(), used.ru_majflt + used.ru_inblock + used.ru_oublock
         begun, beats = world.flight.count, self._beats
         busy = work - self._work >= BUSY_SHARE * world.deadline_s or disk != self._disk
         if now - self._active > world.deadline_s / 2 and not world.is_meeting:
@@ -115,7 +115,8 @@ class Watch:
         if self._is_silent(status) and self.world.nodes[rank] == self.world.node:
             fields = process_fields(status.process)
             used_s = fields[1] if fields else 0.0
-            before, self._used[rank] = self._used.get(rank), used_s
+            before = self._used.get(rank)
+            self._used[rank] = max(used_s, before or 0.0)  # beside threads that spin it may fall by some ticks
             return before is not None and used_s <= before
         return True
 

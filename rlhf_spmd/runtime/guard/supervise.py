@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +57,7 @@ FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which the rank also
 STACK_LINES = 6
 OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 OOM_TICKS = 20  # a rank that dies within this time after an out-of-memory kill on its host may have been its victim
+SPINNING = ("NCCL", "pt_nccl", "cuda")  # how the names of threads begin that use a processor while they wait
 CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
 
@@ -285,22 +286,43 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
 
 
 def process_fields(process: int) -> tuple[str, float, int] | None:
-    """State, processor seconds and bytes of memory of a process; None if it does not exist."""
+    """State, processor seconds (without those of `spun_s`) and bytes of memory of a process; None if it does not
+    exist."""
+    spun = spun_s(process)  # first: with what it uses in between, the process looks busy, never idle
     try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")  # holds its name
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
-    return fields[0], (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[21]) * PAGE_BYTES
+    _, fields = _name_and_fields(text)
+    return fields[0], _processor_s(fields) - spun, int(fields[21]) * PAGE_BYTES
+
+
+def spun_s(process: int | str = "self") -> float:
+    """Processor seconds of those threads of a process that use it to wait: NCCL's, between nodes for as long as a
+    message is pending, those of torch that look after them, and those of CUDA's driver."""
+    return sum(_processor_s(fields) for name, fields in _threads(process) if name.startswith(SPINNING))
 
 
 def waits_for_disk() -> bool:
     """Whether a thread of this process is in uninterruptible sleep, e.g. while a file is written."""
-    for path in Path("/proc/self/task").glob("*/stat"):
+    return any(fields[0] == "D" for _, fields in _threads("self"))
+
+
+def _threads(process: int | str) -> Iterator[tuple[str, list[str]]]:
+    """Name and fields of every thread of a process."""
+    for path in Path(f"/proc/{process}/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
-            if path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "D":
-                return True
-    return False
+            yield _name_and_fields(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _name_and_fields(text: str) -> tuple[str, list[str]]:
+    """The name in a file of the kernel's named `stat`, which may hold anything, and the fields behind it."""
+    start, _, rest = text.rpartition(")")
+    return start.partition("(")[2], rest.split()
+
+
+def _processor_s(fields: Sequence[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 def _num_oom_kills() -> int:

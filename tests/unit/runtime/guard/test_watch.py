@@ -1,10 +1,18 @@
-"""The thread that detects hangs survives failures around it."""
+"""The thread that detects hangs survives failures around it, and does not take a thread that spins for work."""
 
+import os
 import sys
+import threading
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 
 from rlhf_spmd.runtime.diagnosis.hang_watch import Watch
+from rlhf_spmd.runtime.guard.front import LIBC
+from rlhf_spmd.runtime.guard.supervise import PR_SET_NAME, process_fields
 from rlhf_spmd.runtime.observe.flight_recorder import Flight
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
@@ -67,3 +75,43 @@ def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capfd):
         watch.stop()
     text = "rank 0 (host here) could not check whether the job hangs (RuntimeError: no memory is shared)"
     assert capfd.readouterr().err.count(text) == 1
+
+
+@contextmanager
+def used_by_a_thread(name: bytes, seconds: float) -> Iterator[None]:
+    """Inside, there is a thread of this name that has used its processor for so long."""
+    has_spun, over = threading.Event(), threading.Event()
+
+    def spin() -> None:
+        LIBC.prctl(PR_SET_NAME, name)
+        while time.thread_time() < seconds:
+            pass
+        has_spun.set()
+        over.wait()
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        assert has_spun.wait(60)
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [(b"NCCL Progress 1", False), (b"pt_nccl_watchdg", False), (b"cuda-EvtHandlr", False), (b"a (NCCL) :)", True)],
+)
+def test_what_waits_for_a_peer_is_not_at_work(name, counts):
+    """A rank that waits in NCCL for another node keeps a processor busy."""
+    world, used_s = Alone(), 0.2
+    world.deadline_s = 10.0  # of which a hundredth is work
+    watch = Watch(world)
+    watch._update()
+    watch._active -= 100.0
+    before_s = process_fields(os.getpid())[1]
+    with used_by_a_thread(name, used_s):
+        assert (watch._update() < 50.0) == counts
+        found_s = process_fields(os.getpid())[1] - before_s
+        assert (found_s > used_s / 2) == counts
