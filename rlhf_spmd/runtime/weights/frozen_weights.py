@@ -6,6 +6,7 @@ optimizer, a flat part of each layer per rank and one all-gather of each per cal
 every forward, and so require the same number of forwards on every rank.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.transformer import Transformer
+
+PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class ShardedCopy:
@@ -61,11 +66,9 @@ class _Unit:
 
     def gather(self) -> None:
         flat = self.shard.new_empty(len(self.shard) * self._group.size())
-        dist.all_gather_into_tensor(flat, self.shard, group=self._group)
-        sizes = [shape.numel() for shape in self._shapes]
-        pieces = flat[: sum(sizes)].split(sizes)
-        for p, piece, shape in zip(self.weights, pieces, self._shapes, strict=True):
-            p.data = piece.view(shape)
+        all_gather(flat, self.shard, group=self._group)
+        for p, view in zip(self.weights, _views(flat, self._shapes), strict=True):
+            p.data = view
 
     def release(self) -> None:
         for p in self.weights:
@@ -79,8 +82,11 @@ class OffloadedCopy:
         """model: with all its weights; from now on it is empty except between `load` and `release`."""
         self._weights = list(model.parameters())
         self._device = self._weights[0].device
-        on_cpu = self._device.type == "cpu"
-        self.host = [p.detach() if on_cpu else p.detach().cpu().pin_memory() for p in self._weights]
+        self.host = [p.detach() for p in self._weights]
+        if self._device.type != "cpu":
+            flat = pinned_copy(self.host)
+            self.host = _views(flat, [p.shape for p in self._weights])
+            weakref.finalize(self, unpin, flat).atexit = False
         self._is_loaded = True
         self.release()
 
@@ -107,3 +113,30 @@ class OffloadedCopy:
         finally:
             if not was_loaded:
                 self.release()
+
+
+def pinned_copy(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copies tensors of one dtype into one flat tensor in pinned host memory, until `unpin`. It takes the memory of its
+    numbers; what torch's allocator pins is rounded up to a power of two (pytorch's issue 150517). Raises UserError."""
+    sizes = [weight.numel() for weight in weights]
+    flat = torch.empty(sum(sizes), dtype=weights[0].dtype)
+    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, PORTABLE))
+    if error:
+        raise UserError(
+            f"the driver cannot pin {flat.nbytes / 2**30:.1f} GiB of host memory for the weights of an offloaded model "
+            f"(cudaHostRegister: error {error}): drop the strategy's option for offloading, or start fewer ranks here"
+        )
+    for piece, weight in zip(flat.split(sizes), weights, strict=True):
+        piece.copy_(weight.flatten())
+    return flat
+
+
+def unpin(flat: torch.Tensor) -> None:
+    """Undoes what pinned the tensor of a `pinned_copy`, before its memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """The tensors of these shapes in a flat one, which may end in padding."""
+    sizes = [shape.numel() for shape in shapes]
+    return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
