@@ -6,6 +6,7 @@ two jobs compete for one. If all ranks share one network stack, all connections 
 """
 
 import ctypes
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from rlhf_spmd.runtime.world.network import (
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 60.0
+HEARTBEAT, HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480  # after which torch ends a rank, and its default
 STORE_BYTES = 1 << 14  # of a file store, for each rank: 1.8 kB measured with 64 ranks in 5 groups
 
 
@@ -178,6 +180,8 @@ def make_groups(
     from torch import distributed
 
     timeout = timedelta(seconds=timeout_s)
+    if device.kind == "cuda":  # a rank that the driver blocks (it loads a kernel, it frees memory) may wait as long
+        os.environ.setdefault(HEARTBEAT, str(max(math.ceil(timeout_s), HEARTBEAT_S)))
     if device.kind == "shared":
         from rlhf_spmd.runtime.world import host_group
 

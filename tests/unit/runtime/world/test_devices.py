@@ -1,5 +1,6 @@
 """Which device each rank gets, what is refused rather than run on the CPU, and who shares a device's memory."""
 
+import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.world import devices, visible_devices
 from rlhf_spmd.runtime.world.devices import RankDevice, check_program, choose_devices, describe_device
+from rlhf_spmd.runtime.world.groups import HEARTBEAT, make_groups
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 from tests.programs import make_workload
 
@@ -81,6 +83,27 @@ def test_nccl_does_not_register_what_graphs_read():
     environ["NCCL_GRAPH_REGISTER"] = "1"
     visible_devices.set_defaults(environ)
     assert environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "timeout_s", "given", "expected"),
+    [
+        ("cuda", 3000.5, None, "3001"),
+        ("cuda", 100.0, None, "480"),
+        ("cuda", 3000.0, "60", "60"),
+        ("cpu", 3000.0, None, None),
+    ],
+)
+def test_torch_waits_as_long_for_a_rank_as_its_groups(kind, timeout_s, given, expected, monkeypatch):
+    """Not 8 minutes, after which it would end a rank that may wait for ten deadlines."""
+    found = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: found.append(os.environ.get(HEARTBEAT)))
+    monkeypatch.setenv(HEARTBEAT, given or "")  # restored afterwards
+    if given is None:
+        monkeypatch.delenv(HEARTBEAT)
+    device = RankDevice(kind, 0 if kind == "cuda" else None, 1, 1)
+    make_groups({}, store=None, rank=0, size=1, device=device, timeout_s=timeout_s)
+    assert found == [expected]
 
 
 def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeypatch):
