@@ -8,8 +8,15 @@ strategies on a workstation.
 
 import ctypes
 import importlib.util
+import os
+import shutil
+import socket
+import stat
+import sysconfig
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 
 BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC of CUDA's driver
+COMPILERS = ("clang", "gcc")  # that Triton looks for if CC names none
+KERNELS = ("TRITON_CACHE_DIR", "TRITON_HOME")  # where Triton keeps compiled kernels: the folder, or the one above it
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "shared": "host"}  # of torch.distributed, by kind of device
 
 
@@ -104,19 +113,57 @@ def type_of(device: RankDevice, wanted: str) -> str:
 
 def select_device(device: RankDevice) -> Callable[[], int] | None:
     """Selects this rank's device in torch -> a function that returns the bytes torch has reserved there, None for the
-    CPU. Raises UserError if Triton, which compiles the GPU kernels, is missing."""
+    CPU. Raises UserError if its kernels cannot be compiled here."""
     import torch
 
     if device.index is None:
         return None
-    if importlib.util.find_spec("triton") is None:
-        raise UserError(
-            f"this rank computes on {device.name}, whose kernels need the package triton: install the version that "
-            f"torch {torch.__version__} requires (see pip show torch), or choose device=cpu"
-        )
+    if lack := lack_for_kernels(os.environ):
+        raise UserError(f"this rank computes on {device.name}, {lack}, or choose device=cpu")
+    keep_kernels_on_node(os.environ)
     sleep_while_waiting(device.index)
     torch.cuda.set_device(device.index)
     return partial(torch.cuda.memory_reserved, device.index)
+
+
+def lack_for_kernels(environ: Mapping[str, str]) -> str:
+    """What is missing to compile GPU kernels, and the fix; empty if nothing is: Triton and, for the code by which it
+    launches each kernel for the first time, a C compiler and Python's headers. It would fail in the first iteration."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return (
+            f"whose kernels need the package triton: install the version that torch {torch.__version__} requires (see "
+            "pip show torch)"
+        )
+    host, wanted = socket.gethostname(), environ.get("CC")
+    names = COMPILERS if wanted is None else (wanted,)
+    if not any(map(shutil.which, names)):
+        return (
+            f"whose kernels Triton launches by code that it compiles, but {host} has no C compiler "
+            f"({' or '.join(names)}): install gcc, or name a compiler in CC"
+        )
+    scheme = sysconfig.get_default_scheme()  # Debian's own one names a folder that need not exist
+    include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    if not os.path.isfile(os.path.join(include, "Python.h")):
+        return (
+            f"whose kernels Triton launches by code that it compiles, but {host} has no Python.h in {include}: install "
+            "the headers of this Python (python3-dev or python3-devel)"
+        )
+    return ""
+
+
+def keep_kernels_on_node(environ: MutableMapping[str, str]) -> None:
+    """Makes Triton keep compiled kernels in a folder of this node and user, where the user names no other: by default
+    they are in the home folder, mostly on a network's file system, to which all ranks of all nodes write at once."""
+    if any(name in environ for name in KERNELS):
+        return
+    path = os.path.join(tempfile.gettempdir(), f"rlhf_spmd_triton_{os.getuid()}")
+    with suppress(OSError):
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.lstat(path)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            environ[KERNELS[0]] = path  # nobody else may put code there
 
 
 def sleep_while_waiting(index: int) -> bool:

@@ -225,6 +225,50 @@ def test_a_gpu_needs_triton_and_says_so(monkeypatch):
         devices.select_device(RankDevice("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))
 
 
+@pytest.mark.parametrize(
+    ("compiler", "environ", "header", "words"),
+    [
+        ("gcc", {}, True, ""),
+        ("/opt/cc", {"CC": "/opt/cc"}, True, ""),
+        (None, {}, True, "has no C compiler (clang or gcc): install gcc, or name a compiler in CC"),
+        ("gcc", {"CC": "icx"}, True, "has no C compiler (icx): install gcc"),
+        ("gcc", {}, False, "install the headers of this Python (python3-dev or python3-devel)"),
+    ],
+)
+def test_a_gpu_needs_what_triton_compiles_launchers_with(compiler, environ, header, words, tmp_path, monkeypatch):
+    """Slim containers lack both; without a GPU neither is asked for."""
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: name if name == compiler else None)
+    monkeypatch.setattr(devices.sysconfig, "get_path", lambda *_: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    lack = devices.lack_for_kernels(environ)
+    assert words in lack and bool(lack) == bool(words)
+    monkeypatch.setattr(devices, "lack_for_kernels", lambda environ: "whose kernels need a thing: install it")
+    assert devices.select_device(RankDevice("cpu", None, 1, 1)) is None
+    with pytest.raises(UserError, match="computes on H100, whose kernels need a thing: install it, or choose device=c"):
+        devices.select_device(RankDevice("cuda", 0, 1, 1, "H100", 85 * 10**9))
+
+
+def test_compiled_kernels_stay_on_the_node(tmp_path, monkeypatch):
+    """In a folder that nobody else can write to: what is there is executed."""
+    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    for given in ({"TRITON_CACHE_DIR": "mine"}, {"TRITON_HOME": "mine"}):
+        devices.keep_kernels_on_node(environ := dict(given))
+        assert environ == given
+    folder = tmp_path / f"rlhf_spmd_triton_{os.getuid()}"
+    for _ in range(2):  # by each rank
+        devices.keep_kernels_on_node(environ := {})
+        assert environ == {"TRITON_CACHE_DIR": str(folder)} and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    devices.keep_kernels_on_node(environ := {})
+    assert environ == {}
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    devices.keep_kernels_on_node(environ)
+    assert environ == {}
+
+
 def test_a_process_sleeps_while_it_waits_for_its_device(monkeypatch):
     """By the driver's library, before torch starts CUDA; without one nothing changes."""
     told = []
