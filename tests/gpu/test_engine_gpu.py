@@ -1,4 +1,5 @@
-"""The generation engine on a GPU: tokens with CUDA graphs, memory after generation, waits for the device, its clock.
+"""The generation engine on a GPU: tokens with CUDA graphs, weights that move, memory after generation, waits for the
+device, its clock.
 
 What these tests compare with runs on the CPU as well, so that they are known to run where there is no GPU.
 """
@@ -17,6 +18,7 @@ from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.device_clock import DeviceClock
 from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy
 from tests.draws import random_responses
 from tests.unit.runtime.generation.test_generate import OFTEN, make_model, make_prompts, rows
 
@@ -53,6 +55,29 @@ def test_256_rows_with_preemption_forced():
     expected, engine = responses(300, eos_ids=(), **settings | {"num_blocks": 0})
     assert engine.num_preempted == 0
     assert found == expected
+
+
+def test_weights_may_move_between_mini_batches():
+    """As those of a frozen model that ZeRO 3 gathers for each: graphs of the weights before would read numbers that are
+    gone."""
+    expected, engine = responses(64, max_sequences=16)
+    numbers = engine.submit(make_prompts(64), random_responses(64, MAX_NEW), Sampling(MAX_NEW))
+    for mini_batch in (numbers[:32], numbers[32:]):
+        for p in engine.model.parameters():
+            gone, p.data = p.data, p.data.clone()
+            gone.fill_(torch.nan)
+        engine.run(mini_batch)
+    assert rows(engine.results(numbers)[0].cpu()) == expected
+
+
+def test_offloaded_weights_come_back():
+    model = make_model().to(DEVICE)
+    expected = [p.detach().clone() for p in model.parameters()]
+    copy = OffloadedCopy(model)
+    assert all(p.numel() == 0 for p in model.parameters())
+    assert {weight.is_pinned() for weight in copy.host} == {DEVICE == "cuda"}
+    copy.load()
+    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), expected, strict=True))
 
 
 @on_gpu
