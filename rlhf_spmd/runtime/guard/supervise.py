@@ -310,8 +310,13 @@ def waits_for_disk() -> bool:
 
 def _threads(process: int | str) -> Iterator[tuple[str, list[str]]]:
     """Name and fields of every thread of a process."""
-    for path in Path(f"/proc/{process}/task").glob("*/stat"):
-        with suppress(OSError):  # the thread has ended
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+    except OSError:  # the process has ended
+        return
+    for thread in threads:
+        with suppress(OSError):
+            path = Path(f"/proc/{process}/task/{thread}/stat")
             yield _name_and_fields(path.read_text(encoding="utf-8", errors="replace"))
 
 

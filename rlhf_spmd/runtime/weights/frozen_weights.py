@@ -6,6 +6,7 @@ optimizer, a flat part of each layer per rank and one all-gather of each per cal
 every forward, and so require the same number of forwards on every rank.
 """
 
+import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,8 +119,10 @@ class OffloadedCopy:
 def pinned_copy(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copies tensors of one dtype into one flat tensor in pinned host memory, until `unpin`. It takes the memory of its
     numbers; what torch's allocator pins is rounded up to a power of two (pytorch's issue 150517). Raises UserError."""
-    sizes = [weight.numel() for weight in weights]
-    flat = torch.empty(sum(sizes), dtype=weights[0].dtype)
+    sizes, dtype = [weight.numel() for weight in weights], weights[0].dtype
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, sum(sizes) * dtype.itemsize, flags=private)  # whole pages: none can be pinned twice
+    flat = torch.frombuffer(memory, dtype=dtype)
     error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, PORTABLE))
     if error:
         raise UserError(

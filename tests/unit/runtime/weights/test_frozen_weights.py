@@ -1,6 +1,7 @@
 """Weights that are kept in host memory for a GPU, on a CPU that plays one."""
 
 import gc
+import mmap
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,7 @@ def test_offloaded_weights_pin_the_bytes_that_the_plan_counts(tmp_path, monkeypa
         copies.append(OffloadedCopy(SimpleNamespace(parameters=lambda weights=weights: weights)))
         assert all(p.numel() == 0 for p in weights)
     assert len(copies) == len(driver.pinned) == 2  # the reference and the reward model
+    assert all(address % mmap.PAGESIZE == 0 for address in driver.pinned)  # it pins pages, and none twice
     assert sum(driver.pinned.values()) == static_bytes(program, 0)["offloaded"]
     for copy, weights in zip(copies, expected, strict=True):
         copy._device = torch.device("cpu")
