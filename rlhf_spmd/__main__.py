@@ -10,6 +10,7 @@ python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
+python -m rlhf_spmd coming-from verl.yaml > options.yaml
 python -m rlhf_spmd status runs/NAME
 python -m rlhf_spmd report runs/NAME --out report.html
 python -m rlhf_spmd postmortem runs/NAME
@@ -106,7 +107,7 @@ def _alone(arguments: list[str]) -> int:
             note = f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0"
             print(note, file=sys.stderr)
             return 0
-        status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}").run(parsed)
+        status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb.replace('-', '_')}").run(parsed)
         print(end="", flush=True)  # a broken pipe must be noticed here, inside the try
         return status
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
@@ -246,7 +247,19 @@ def _parser() -> argparse.ArgumentParser:
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
     convert.add_argument("folder", type=Path, metavar="FOLDER")
+    _add_coming_from(verbs)
     return parser
+
+
+def _add_coming_from(verbs: argparse._SubParsersAction) -> None:
+    text = "print a configuration of TRL, verl or OpenRLHF as a file of options"
+    coming = verbs.add_parser("coming-from", help=text)
+    text = "its YAML file, or a shell script that starts it; KEY=VALUE words replace its values"
+    coming.add_argument("file_there", metavar="FILE", help=text)
+    coming.add_argument(
+        "--program", choices=("trl", "verl", "openrlhf"), help="default: told from the names of options"
+    )
+    coming.add_argument("--algorithm", metavar="NAME", help="the algorithm here (default: told from the options)")
 
 
 def _given(text: str) -> str:

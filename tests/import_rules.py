@@ -155,7 +155,11 @@ OURS: dict[str, tuple[str, ...]] = {
         *("config.options", "config.evaluation_metrics", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
-    "rlhf_spmd.pages.option_suggestions": (),
+    "rlhf_spmd.migration": (
+        *("config.file", "files", "migration", "pages.algorithm", "pages.other_names", "plan.workload"),
+    ),
+    "rlhf_spmd.pages.option_suggestions": ("pages.other_names",),
+    "rlhf_spmd.pages.other_names": (),
     "rlhf_spmd.pages.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
     "rlhf_spmd.config.presets": (
