@@ -1,9 +1,10 @@
-"""The one program: train, generate, precompute, profile (on MPI ranks), check, plan, forecast, draw, algorithms,
-status, postmortem (no MPI, no torch), convert (GGUF files).
+"""The one program: train, evaluate, generate, precompute, profile (on MPI ranks), check, plan, forecast, draw,
+algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
+mpirun -n 2 python -m rlhf_spmd evaluate --model FOLDER eval.prompts=test.jsonl reward_function=FILE.py:NAME
 mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
 mpirun -n 4 python -m rlhf_spmd precompute --algorithm dpo --model FOLDER data.prompts=pairs.jsonl --out ref.safetensors
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
@@ -33,7 +34,13 @@ CALIBRATION_HELP = "measured constants of the machine (default: those shipped fo
 USER_STATUS = 2
 ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
-ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
+ON_RANKS = (
+    "train",
+    "evaluate",
+    "generate",
+    "precompute",
+    "profile",
+)  # verbs that run on the ranks of MPI
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -221,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
     _add_config(draw)
     _add_precompute(verbs)
+    _add_evaluate(verbs)
     profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
@@ -313,6 +321,20 @@ def _add_precompute(verbs: argparse._SubParsersAction) -> None:
     precompute.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
     precompute.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     _add_config(precompute)
+
+
+def _add_evaluate(verbs: argparse._SubParsersAction) -> None:
+    evaluate = verbs.add_parser("evaluate", help="evaluate a model once, as a run does (mpirun -n N ...)")
+    text = "random numbers as in a run's evaluation after N iterations (default: 0)"
+    evaluate.add_argument("--after", type=_whole, default=0, metavar="N", help=text)
+    evaluate.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
+    evaluate.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
+    _add_config(evaluate)
+
+
+def _whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:
