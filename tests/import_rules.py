@@ -204,7 +204,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.model.texts.tokenizer_files": ("tokenizers",),
     "rlhf_spmd.pages.option_values": ("pydantic",),
     "rlhf_spmd.plan": ("numpy",),
-    "rlhf_spmd.rewards": ("vaderSentiment", "math_verify"),
+    "rlhf_spmd.rewards": ("httpx", "vaderSentiment", "math_verify"),
     "rlhf_spmd.runtime": None,
 }
 FENCES = {
