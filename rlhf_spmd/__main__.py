@@ -198,9 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
     text = "placement of the calls (default: flattening); auto: plan one"
     train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
-    train.add_argument(
-        "--resume", metavar="RUN", type=_given, help="continue the run in this folder from its newest checkpoint"
-    )
+    text = "continue the run in this folder from its newest checkpoint; auto: start the run --name, or continue it"
+    train.add_argument("--resume", metavar="RUN|auto", type=_given, help=text)
     train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
