@@ -23,8 +23,8 @@ from pydantic.fields import FieldInfo
 from bench.rows import REPOSITORY
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
+from rlhf_spmd.pages import other_names
 from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
-from rlhf_spmd.pages.option_suggestions import ELSEWHERE
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.runtime.offline import options as offline_options
 
@@ -138,13 +138,15 @@ def names_elsewhere() -> tuple[dict, list[dict[str, Sequence[str]]]]:
     """A table of names in other systems, for docs/coming_from.md: its columns, and a row for what means the same."""
 
     def listed(key: str) -> Callable[[Mapping], str]:
-        return lambda row: ", ".join(f"`{one}`" for one in row[key])
+        return lambda row: ", ".join(f"`{one}`" for one in row[key]) or "-"
 
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, ours in ELSEWHERE.items():
-        alike.setdefault(ours, []).append(name)
-    rows = [{"elsewhere": names, "here": ours} for ours, names in alike.items()]
-    return {"there": listed("elsewhere"), "here": listed("here")}, rows
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for name in (name for name in other_names.names() if name.kind == "option" and any(name.theirs.values())):
+        row = rows.setdefault(name.ours, {"here": [*name.ours]} | {program: [] for program in other_names.PROGRAMS})
+        for program, theirs in name.theirs.items():
+            row[program] += theirs
+    heads = {"here": listed("here")} | {title: listed(key) for key, title in other_names.PROGRAMS.items()}
+    return heads, list(rows.values())
 
 
 def _tables(cls: type, verb: str = "") -> list[str]:

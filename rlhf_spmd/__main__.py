@@ -1,15 +1,17 @@
-"""The one program: train, generate, precompute, profile (on MPI ranks), check, plan, forecast, draw, algorithms,
-status, postmortem (no MPI, no torch), convert (GGUF files).
+"""The one program: train, evaluate, generate, precompute, profile (on MPI ranks), check, plan, forecast, draw,
+algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
+mpirun -n 2 python -m rlhf_spmd evaluate --model FOLDER eval.prompts=test.jsonl reward_function=FILE.py:NAME
 mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
 mpirun -n 4 python -m rlhf_spmd precompute --algorithm dpo --model FOLDER data.prompts=pairs.jsonl --out ref.safetensors
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
+python -m rlhf_spmd coming-from verl.yaml > options.yaml
 python -m rlhf_spmd status runs/NAME
 python -m rlhf_spmd report runs/NAME --out report.html
 python -m rlhf_spmd postmortem runs/NAME
@@ -32,7 +34,13 @@ CALIBRATION_HELP = "measured constants of the machine (default: those shipped fo
 USER_STATUS = 2
 ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
-ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
+ON_RANKS = (
+    "train",
+    "evaluate",
+    "generate",
+    "precompute",
+    "profile",
+)  # verbs that run on the ranks of MPI
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,7 +114,7 @@ def _alone(arguments: list[str]) -> int:
             note = f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0"
             print(note, file=sys.stderr)
             return 0
-        status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}").run(parsed)
+        status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb.replace('-', '_')}").run(parsed)
         print(end="", flush=True)  # a broken pipe must be noticed here, inside the try
         return status
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
@@ -190,9 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
     text = "placement of the calls (default: flattening); auto: plan one"
     train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
-    train.add_argument(
-        "--resume", metavar="RUN", type=_given, help="continue the run in this folder from its newest checkpoint"
-    )
+    text = "continue the run in this folder from its newest checkpoint; auto: start the run --name, or continue it"
+    train.add_argument("--resume", metavar="RUN|auto", type=_given, help=text)
     train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
@@ -220,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
     _add_config(draw)
     _add_precompute(verbs)
+    _add_evaluate(verbs)
     profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
@@ -246,7 +254,19 @@ def _parser() -> argparse.ArgumentParser:
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
     convert.add_argument("folder", type=Path, metavar="FOLDER")
+    _add_coming_from(verbs)
     return parser
+
+
+def _add_coming_from(verbs: argparse._SubParsersAction) -> None:
+    text = "print a configuration of TRL, verl or OpenRLHF as a file of options"
+    coming = verbs.add_parser("coming-from", help=text)
+    text = "its YAML file, or a shell script that starts it; KEY=VALUE words replace its values"
+    coming.add_argument("file_there", metavar="FILE", help=text)
+    coming.add_argument(
+        "--program", choices=("trl", "verl", "openrlhf"), help="default: told from the names of options"
+    )
+    coming.add_argument("--algorithm", metavar="NAME", help="the algorithm here (default: told from the options)")
 
 
 def _given(text: str) -> str:
@@ -300,6 +320,20 @@ def _add_precompute(verbs: argparse._SubParsersAction) -> None:
     precompute.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
     precompute.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     _add_config(precompute)
+
+
+def _add_evaluate(verbs: argparse._SubParsersAction) -> None:
+    evaluate = verbs.add_parser("evaluate", help="evaluate a model once, as a run does (mpirun -n N ...)")
+    text = "random numbers as in a run's evaluation after N iterations (default: 0)"
+    evaluate.add_argument("--after", type=_whole, default=0, metavar="N", help=text)
+    evaluate.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
+    evaluate.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
+    _add_config(evaluate)
+
+
+def _whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

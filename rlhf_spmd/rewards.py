@@ -4,10 +4,14 @@
 Functions that execute code are not among them: docs/data_and_rewards.md says how to call a sandbox.
 """
 
+import asyncio
 import functools
+import itertools
+import json
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -94,6 +98,76 @@ def matches(pattern: str) -> Callable[[list[str], list[str]], list[float]]:
         return [float(compiled.fullmatch(response.strip()) is not None) for response in responses]
 
     return matches_pattern
+
+
+def remote(
+    *urls: str, batch: int = 64, at_once: int = 8, timeout_s: float = 30.0, tries: int = 5, columns: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """A reward function that asks servers, in the protocol of OpenRLHF: the request is a POST of the JSON object
+    {"query": [...], "prompts": [...], "labels": [...]}, and the answer {"rewards": [...]}, one number for each query.
+
+    urls: of servers that give the same scores; requests go to them in turns. batch: responses of a request. at_once:
+    requests of a rank that are under way. timeout_s: seconds for one try; keep it below `deadline_s`. tries: of a
+    request, each at the next server, after pauses of 1, 2, 4, ... seconds; refusals (statuses 400 to 428 and 430 to
+    499) are not tried again. columns: of the data set, which are sent under their names, too. A request that fails
+    raises UserError, so the run ends.
+    """
+    if not urls:
+        raise UserError("rlhf_spmd.rewards.remote has no server: name one, such as remote('http://host:5000/score')")
+    turns = itertools.count()
+
+    async def remote_reward(queries: list[str], prompts: list[str], labels: list[Any], **others: Any) -> list[float]:
+        import httpx
+
+        sent = {"query": queries, "prompts": prompts, "labels": labels} | {name: others[name] for name in columns}
+        parts = [
+            {name: values[start : start + batch] for name, values in sent.items()}
+            for start in range(0, len(queries), batch)
+        ]
+        free = asyncio.Semaphore(at_once)
+        async with httpx.AsyncClient(timeout=timeout_s) as client:
+
+            async def answered(part: dict[str, list[Any]]) -> list[float]:
+                first = next(turns)
+                async with free:
+                    return await _asked(client, [urls[(first + more) % len(urls)] for more in range(tries)], part)
+
+            return [score for scores in await asyncio.gather(*map(answered, parts)) for score in scores]
+
+    return remote_reward
+
+
+async def _asked(client: Any, urls: Sequence[str], part: dict[str, list[Any]]) -> list[float]:
+    """The rewards of one request, which is tried at one server after the other."""
+    import httpx
+
+    said = ""
+    for number, url in enumerate(urls):
+        if number:
+            await asyncio.sleep(2.0 ** (number - 1))
+        try:
+            answer = await client.post(url, json=part)
+        except httpx.HTTPError as error:
+            said = f"{url}: {error or type(error).__name__}"
+            continue
+        if answer.is_success:
+            return _rewards_of(url, answer.text, len(part["query"]))
+        said = f"{url}: status {answer.status_code}, {answer.text[:200]!r}"
+        if answer.is_client_error and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            break
+    raise UserError(f"the reward server gave no scores, the last answer, after {number + 1} tries, is: {said}")
+
+
+def _rewards_of(url: str, text: str, num: int) -> list[float]:
+    """The numbers of an answer."""
+    try:
+        found = json.loads(text)["rewards"]
+        scores = [float(one) for one in found]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{url}: {text[:200]!r} is not a JSON object with a list of numbers, `rewards`") from None
+    if len(scores) != num or not all(map(math.isfinite, scores)):
+        raise UserError(f"{url}: {len(scores)} rewards came back for {num} responses, or some are not finite")
+    return scores
 
 
 def num_words(prompts: list[str], responses: list[str]) -> list[float]:

@@ -155,7 +155,11 @@ OURS: dict[str, tuple[str, ...]] = {
         *("config.options", "config.evaluation_metrics", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
-    "rlhf_spmd.pages.option_suggestions": (),
+    "rlhf_spmd.migration": (
+        *("config.file", "files", "migration", "pages.algorithm", "pages.other_names", "plan.workload"),
+    ),
+    "rlhf_spmd.pages.option_suggestions": ("pages.other_names",),
+    "rlhf_spmd.pages.other_names": (),
     "rlhf_spmd.pages.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
     "rlhf_spmd.config.presets": (
@@ -200,7 +204,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.model.texts.tokenizer_files": ("tokenizers",),
     "rlhf_spmd.pages.option_values": ("pydantic",),
     "rlhf_spmd.plan": ("numpy",),
-    "rlhf_spmd.rewards": ("vaderSentiment", "math_verify"),
+    "rlhf_spmd.rewards": ("httpx", "vaderSentiment", "math_verify"),
     "rlhf_spmd.runtime": None,
 }
 FENCES = {

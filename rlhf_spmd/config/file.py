@@ -117,6 +117,16 @@ def read_config_file(path: str) -> ConfigFile:
     return ConfigFile(path, given, tuple(settings.values()), str(page) if of_run and is_file(page) else None, of_run)
 
 
+def yaml_value(text: str) -> Any:
+    """Reads YAML into plain values, for files that are not options of this program. Raises UserError."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(" ".join(str(error).split())) from None
+
+
 def _text_of(path: str) -> str:
     if not path:
         raise UserError("--config is empty: give a file (a variable that is not set?)")

@@ -17,9 +17,12 @@ from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.text.program_listing import show_program
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
+from rlhf_spmd.runtime.checkpoint.resume import CONFIG, Resumed, read_run, refuse_other_start
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program
+
+AUTO = "auto"  # of --resume
+RUNS = "runs"  # the default of --runs
 
 
 def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
@@ -83,7 +86,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             strategy.name,
             strategy.source,
             described,
-            parsed.runs or "runs",
+            parsed.runs or RUNS,
             parsed.name,
             resumed,
             comes_with_package=strategy.comes_with_package,
@@ -102,14 +105,27 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
 
 def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
     """Config, strategy (None: to be planned) and the run to resume, if there is one. Raises UserError."""
-    resumed = None
-    if parsed.resume:
-        for name in ("config", "preset", "model", "algorithm", "runs", "name"):
+    resumed, is_auto = None, parsed.resume == AUTO
+    folder = _begun(parsed) if is_auto else parsed.resume
+    if folder:
+        for name in () if is_auto else ("config", "preset", "model", "algorithm", "runs", "name"):
             if getattr(parsed, name) is not None:
                 raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
-        resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
+        other = parsed.strategy is not None
+        resumed = read_run(folder, parsed.overrides, other_strategy=other, file=parsed.file if is_auto else None)
+        if is_auto:
+            words = parsed.file.words if parsed.file else {}
+            refuse_other_start(resumed, load_config(parsed), names_model=bool(parsed.model or words.get("model")))
     config = resumed.config if resumed else load_config(parsed)
     if resumed and parsed.strategy is None:
         strategy = load_strategy(str(resumed.folder / "strategy.py"))
         return config, replace(strategy, name=resumed.strategy), resumed
     return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or DEFAULT_STRATEGY), resumed
+
+
+def _begun(parsed: argparse.Namespace) -> str | None:
+    """The folder of the run that `--resume auto` continues; None if there is none yet. Raises UserError."""
+    if parsed.name is None:
+        raise UserError("--resume auto starts the run --name, or continues it: give --name NAME")
+    folder = Path(parsed.runs or RUNS) / parsed.name
+    return str(folder) if is_file(folder / CONFIG) else None

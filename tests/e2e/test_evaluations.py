@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.folders import WORDS, write_all
-from tests.page_runs import REALLOCATION, metrics, resume, trained
-from tests.run_mpi import mpi_command, run_limited
+from tests.page_runs import LIMIT_S, REALLOCATION, metrics, resume, trained
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 TIMES = ("generate_s", "evaluation_s")
 PLACEMENTS = {
@@ -62,6 +62,18 @@ def test_rows_and_the_last_line(one_rank, options):
     names = {"mean@3", "best@3", "pass@1", "pass@2", "pass@3"}
     assert {name.partition("/")[0] for name in rows[0] if "@" in name} == names
     assert rows[0]["mean@3"] == pytest.approx((5 * rows[0]["mean@3/x"] + 4 * rows[0]["mean@3/y"]) / 9)
+
+
+def test_the_verb_gives_the_numbers_of_training(one_rank, options):
+    """On two ranks, with the model that the run wrote."""
+    words = [*options, f"models.actor={one_rank / 'actor'}", "--after", "4"]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "evaluate", *words]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+    assert status == 0, stderr
+    mine, theirs = json.loads(stdout.splitlines()[-1]), timeless(one_rank)[-1]
+    assert mine["tokens_sha256"] == theirs["tokens_sha256"]
+    names = [name for name in theirs if "@" in name]
+    assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-6)
 
 
 def test_training_is_the_same_without_an_evaluation(one_rank, options, tmp_path):

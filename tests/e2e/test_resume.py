@@ -206,3 +206,21 @@ def test_without_a_checkpoint_it_begins_again(finished, tmp_path):
     assert "has no checkpoint yet: it starts again at iteration 0" in stdout
     found, expected = outcome(folder), outcome(finished)
     assert [name for name in expected if name != "samples.jsonl" and found[name] != expected[name]] == []
+
+
+def test_resume_auto_starts_a_run_and_goes_on(overrides, tmp_path):
+    """The same line, as a job that is put back into the queue gives it; only other options are refused, by name."""
+    line = [*overrides, "iterations=1", "--runs", tmp_path, "--name", "mine", "--resume", "auto"]
+    (tmp_path / "mine").mkdir()  # without config.json it is as if it were not there
+    assert "resumed" not in done(1, *line)
+    assert "after 1 of 2 iterations" in done(1, *line, "iterations=2", "--strategy", "flattening")
+    assert len((tmp_path / "mine" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    for more, message in [
+        (["ppo.kl_coef=0.5"], "ppo.kl_coef=0.5 would change the results of"),
+        (["--algorithm", "rloo", "samples_per_prompt=2"], "samples_per_prompt=2 would change the results of"),
+        (["--preset", "smollm2"], "was started with preset tiny, not smollm2: give --name a new name"),
+    ]:
+        status, _, stderr = train(1, *line, "iterations=2", *more)
+        assert status == 2 and message in stderr, stderr
+    status, _, stderr = train(1, *overrides, "--resume", "auto")
+    assert status == 2 and "give --name NAME" in stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.checks import check_options, foreign_functions
+from rlhf_spmd.config.file import ConfigFile
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
@@ -77,14 +78,14 @@ class Resumed:
         return str(path) if is_file(path) else None
 
 
-def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> Resumed:
+def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, file: ConfigFile | None = None) -> Resumed:
     """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
-    strategy are dropped. Raises UserError."""
+    strategy are dropped. file: of --config, whose options stand below the overrides. Raises UserError."""
     path = Path(folder)
-    for file in (path / CONFIG, path / STRATEGY):
-        if why := why_no_file(file):
+    for own in (path / CONFIG, path / STRATEGY):
+        if why := why_no_file(own):
             raise UserError(
-                f"{folder} is not a run folder: {file} {why}; give the folder of a run, or restore that file"
+                f"{folder} is not a run folder: {own} {why}; give the folder of a run, or restore that file"
             )
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
@@ -101,7 +102,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
         refuse_foreign(made_with, stored, checkpoint, path)
     if other_strategy:
         stored = dataclasses.replace(stored, strategy={})
-    config = configs.overridden(stored, overrides)
+    config = configs.overridden(file.applied(stored) if file else stored, overrides)
     refuse_changes(made_with, config, folder)
     check_options(config)
     done = checkpoint.iteration if checkpoint else 0
@@ -120,6 +121,19 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     started = "" if found is None else checked_time(*found)
     products = _recorded(path, about, checkpoint, PRODUCTS)
     return Resumed(path, config, name, checkpoint, state, tuple(notes), started, products)
+
+
+def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) -> None:
+    """Raises UserError if a command line starts another run than the one that it is to continue (`--resume auto`).
+    given: its config. names_model: it names the folder of the main model."""
+    run, config = resumed.folder, resumed.config
+    there = {"preset": config.preset, "algorithm": config.algorithm.name, "model": config.main_folder}
+    here = {"preset": given.preset, "algorithm": given.algorithm.name, "model": given.main_folder}
+    for name in there:
+        if here[name] != there[name] and (names_model or name != "model"):
+            raise UserError(f"{run} was started with {name} {there[name]}, not {here[name]}: give --name a new name")
+    if given.algorithm.source != config.algorithm.source:
+        raise UserError(f"the file of algorithm {here['algorithm']} has changed since {run} was started: restore it")
 
 
 def _recorded(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> tuple[Any, str] | None:

@@ -110,8 +110,11 @@ class RunFolder:
                 else:
                     return cls(path)
         except FileExistsError:
+            path = root / (name or "")
+            if (path / ".lock").is_file():
+                cls(path).lock()  # says so if that run goes on
             raise UserError(
-                f"{root / (name or '')} exists already and is never overwritten: give another name"
+                f"{path} exists already and is never overwritten: give another name, or go on with --resume {path}"
             ) from None
         except OSError as error:
             raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None

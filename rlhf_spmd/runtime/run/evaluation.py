@@ -9,26 +9,109 @@ of the run without a further message. The rows are in evaluations.jsonl; a run w
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
+from rlhf_spmd.config.options import Config, evaluated
+from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
+from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import check_finite
-from rlhf_spmd.runtime.run.prepare import given_rows
+from rlhf_spmd.runtime.run.prepare import given_rows, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
+from rlhf_spmd.runtime.world.world import World
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
+
+
+class Evaluation:
+    """The evaluation of all prompts of a job, whose program generates and scores responses, or measures losses."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        world = job.world
+        self.executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))  # not a part of a run's timeline
+        self.sources = sources_of(job.prompts, job.program.workload.rollout_batch)
+
+    @property
+    def scores(self) -> bool:
+        """Whether responses are generated and scored."""
+        return bool(self.job.program.workload.workflow.generate_calls)
+
+    def run(self, num_done: int) -> tuple[dict[str, float | str], Iteration]:
+        """The metrics, the same on all ranks, and this rank's rows. num_done: iterations before it, which choose its
+        random numbers. Collective."""
+        began = time.perf_counter()
+        self.executor.begin()
+        data = self._iteration(num_done)
+        answers = self.executor.iteration(data)
+        said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
+        metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
+        if not self.scores:
+            check_finite(metrics, num_done)
+        return metrics | {"evaluation_s": time.perf_counter() - began}, data
+
+    def _iteration(self, num_done: int) -> Iteration:
+        """All prompts of the set as one mini-batch."""
+        job, workload = self.job, self.job.program.workload
+        samples = workload.samples_per_prompt
+        prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
+        sample_MC = np.tile(np.arange(samples), workload.rollout_batch)[None]
+        store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
+        unused = torch.zeros((1, *prompt_MC.shape), dtype=torch.int64)  # nothing trains
+        return Iteration(
+            num_done,
+            job.config.seed,
+            prompt_MC=prompt_MC,
+            sample_MC=sample_MC,
+            source_EMC=unused,
+            store=store,
+            what="evaluation after iteration",
+        )
+
+    def _scored(self, data: Iteration) -> np.ndarray:
+        """The scores that this rank reports."""
+        program, rank = self.job.program, self.job.world.rank
+        call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
+        if call is None or not self.scores:
+            return np.empty(0, SCORED)
+        layout = program.placement.layouts[call.name]
+        if rank not in layout.ranks or not layout.reports(rank):
+            return np.empty(0, SCORED)
+        columns = layout.columns(rank, program.workload.mini_batch)
+        place = ALL, slice(columns.start, columns.stop)
+        found = np.zeros(len(columns), SCORED)
+        found["prompt"], found["sample"] = data.prompt_MC[place][0], data.sample_MC[place][0]
+        found["score"] = data.store.at(call.outputs[0], place)[0].cpu().numpy()
+        return found
+
+    def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
+        """The metrics of one evaluation, from the scores of all ranks."""
+        workload = self.job.program.workload
+        if not self.scores:
+            return dict(combine(answers)[0])
+        scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
+        scores[scored["prompt"], scored["sample"]] = scored["score"]
+        right_at = float(np.float32(self.job.config.eval.right_at))  # scores are float32
+        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, right_at))
+        logged, weights = combine(answers)
+        if TIMEOUTS in logged:
+            logged[TIMEOUTS] = float(round(logged[TIMEOUTS] * weights[TIMEOUTS]))
+        metrics |= {name: value for name, value in logged.items() if name != "score" and not name.endswith("_sq")}
+        metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
+        return metrics
 
 
 class Evaluator:
@@ -44,18 +127,16 @@ class Evaluator:
         self.rows: list[dict[str, Any]] = []  # of evaluations.jsonl
         if not self.is_wanted:
             return
-        always = metric_names(self.options.samples_per_prompt) if self._scores else []
+        generates = bool(self.job.program.workload.workflow.generate_calls)
+        always = metric_names(self.options.samples_per_prompt) if generates else []
         metrics = dict.fromkeys([*always, *filter(None, [self.best])])
         with self.job.world.together("reading the evaluations so far"):
             found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
         self.rows = self.job.world.bcast(found, what="the evaluations so far")
         folder.write_evaluations(self.rows)
-        world = self.job.world
-        recorder = Tracer(world.rank, world.hosts[world.rank])  # not a part of the timeline
-        self.executor = Executor(self.job, recorder)
+        self.evaluation = Evaluation(self.job)
         training.begin()
         self.rollouts = Rollouts(self.job, folder.path, "evaluation")
-        self.sources = sources_of(self.job.prompts, self.job.program.workload.rollout_batch)
 
     def evaluate(self, num_done: int) -> str:
         """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
@@ -63,17 +144,9 @@ class Evaluator:
         is_due = num_done % self.options.every == 0 or num_done == self.last
         if not self.is_wanted or not is_due or num_done in {row["iteration"] for row in self.rows}:
             return ""
-        began = time.perf_counter()
-        self.executor.begin()
-        data = self._iteration(num_done)
-        answers = self.executor.iteration(data)
-        said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
+        metrics, data = self.evaluation.run(num_done)
         self.training.begin()
         self.rollouts.write(data)
-        metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
-        if not self._scores:
-            check_finite(metrics, num_done)
-        metrics["evaluation_s"] = time.perf_counter() - began
         self.rows.append({"iteration": num_done} | metrics)
         self.folder.write_evaluations(self.rows)
         return self._line(num_done, metrics)
@@ -113,67 +186,12 @@ class Evaluator:
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
 
     @property
-    def _scores(self) -> bool:
-        """Whether responses are generated and scored."""
-        return bool(self.job.program.workload.workflow.generate_calls)
-
-    @property
     def _names(self) -> list[str]:
         """The metrics that are shown."""
-        if self._scores:
+        if self.evaluation.scores:
             return metric_names(self.options.samples_per_prompt)
         shown = self.job.config.algorithm.metrics.items()
         return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
-
-    def _iteration(self, num_done: int) -> Iteration:
-        """All prompts of the set as one mini-batch."""
-        job, workload = self.job, self.job.program.workload
-        samples = workload.samples_per_prompt
-        prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
-        sample_MC = np.tile(np.arange(samples), workload.rollout_batch)[None]
-        store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
-        unused = torch.zeros((1, *prompt_MC.shape), dtype=torch.int64)  # nothing trains
-        return Iteration(
-            num_done,
-            job.config.seed,
-            prompt_MC=prompt_MC,
-            sample_MC=sample_MC,
-            source_EMC=unused,
-            store=store,
-            what="evaluation after iteration",
-        )
-
-    def _scored(self, data: Iteration) -> np.ndarray:
-        """The scores that this rank reports."""
-        program, rank = self.job.program, self.job.world.rank
-        call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
-        if call is None or not self._scores:
-            return np.empty(0, SCORED)
-        layout = program.placement.layouts[call.name]
-        if rank not in layout.ranks or not layout.reports(rank):
-            return np.empty(0, SCORED)
-        columns = layout.columns(rank, program.workload.mini_batch)
-        place = ALL, slice(columns.start, columns.stop)
-        found = np.zeros(len(columns), SCORED)
-        found["prompt"], found["sample"] = data.prompt_MC[place][0], data.sample_MC[place][0]
-        found["score"] = data.store.at(call.outputs[0], place)[0].cpu().numpy()
-        return found
-
-    def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
-        """The metrics of one evaluation, from the scores of all ranks."""
-        workload = self.job.program.workload
-        if not self._scores:
-            return dict(combine(answers)[0])
-        scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
-        scores[scored["prompt"], scored["sample"]] = scored["score"]
-        right_at = float(np.float32(self.options.right_at))  # scores are float32
-        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, right_at))
-        logged, weights = combine(answers)
-        if TIMEOUTS in logged:
-            logged[TIMEOUTS] = float(round(logged[TIMEOUTS] * weights[TIMEOUTS]))
-        metrics |= {name: value for name, value in logged.items() if name != "score" and not name.endswith("_sq")}
-        metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
-        return metrics
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """For the console."""
@@ -184,9 +202,19 @@ class Evaluator:
             parts.append(f"{name} {metrics[name]:.4g}{each}")
         num = self.job.program.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
-        rows = "prompts" if self._scores else "rows"
+        rows = "prompts" if self.evaluation.scores else "rows"
         return f"evaluation {when}: {', '.join(parts)}; {num} {rows}, {metrics['evaluation_s']:.1f} s"
 
 
 def _iterations(num: int) -> str:
     return "1 iteration" if num == 1 else f"{num} iterations"
+
+
+def evaluate_once(config: Config, program: Program, world: World, num_done: int) -> dict[str, Any]:
+    """Runs an evaluation program once -> its metrics. num_done: the random numbers are those of a run's evaluation
+    after so many iterations. Collective; raises UserError."""
+    job = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
+    for note in job.notes if world.rank == 0 else ():
+        print(f"warning: {note}", flush=True)
+    metrics, _ = Evaluation(replace(job, stream=random_streams.EVALUATION)).run(num_done)
+    return {"prompts": program.workload.rollout_batch, **metrics}

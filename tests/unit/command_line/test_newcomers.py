@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,13 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import keys_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import algorithm_names
-from rlhf_spmd.pages.option_suggestions import ELSEWHERE
+from rlhf_spmd.pages.other_names import names
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
+from rlhf_spmd.strategies import separation
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}
@@ -160,6 +162,9 @@ def test_a_name_of_the_hub_says_to_download_it(capsys):
         ("algorithm.adv_estimator=grpo", "did you mean '--algorithm'?"),
         ("ppo.klcoef=0.1", "did you mean 'ppo.kl_coef'?"),
         ("num_generations=8", "did you mean 'samples_per_prompt'?"),
+        ("lora_rank=8", "(LoRA: all weights are trained"),
+        ("push_to_hub=true", "(uploads: send the folder"),
+        ("vllm_num_engines=4", "(one generation engine runs in the same processes)"),
         ("temprature=0.7", "did you mean 'generation.temperature'?"),
         ("generation.new_tokens=7", "did you mean 'generation.max_new_tokens' or 'generation.min_new_tokens'?"),
         ("--device=cpu", "did you mean device=VALUE, without dashes?"),
@@ -191,9 +196,10 @@ def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, h
 
 def test_names_of_other_systems_stand_for_options_that_there_are():
     ours = {key for name in algorithm_names() for key in keys_of(presets.load("tiny", algorithm=name))}
-    ours |= {"--model", "--algorithm", "--name", "--runs", "strategy.recompute", "strategy.zero"}
-    assert {name for names in ELSEWHERE.values() for name in names} <= ours
-    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in presets.all_keys()}, "such a name has one meaning"
+    ours |= {"--model", "--algorithm", "--name", "--runs", "--layout"}
+    ours |= {f"strategy.{key}" for key in signature(separation.place).parameters}
+    ours |= {f"*.{key.rpartition('.')[2]}" for key in ours}
+    assert {one for name in names() for one in name.ours} <= ours
 
 
 def test_an_empty_model_is_no_model(capsys):

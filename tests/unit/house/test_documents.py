@@ -27,7 +27,20 @@ PROMISING = [README, *DOCS, ROOT / "CONTRIBUTING.md"]  # their commands and the 
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 MOST_LINES, MOST_COLUMNS = 200, 120
 OURS = ("rlhf_spmd", "kernels", "strategies", "bench", "tests", "slurm", "docs")  # folders whose files are named
-VERBS = ("train", "generate", "profile", "check", "plan", "convert", "draw", "rollouts", "status", "postmortem")
+VERBS = (
+    "train",
+    "evaluate",
+    "coming-from",
+    "generate",
+    "profile",
+    "check",
+    "plan",
+    "convert",
+    "draw",
+    "rollouts",
+    "status",
+    "postmortem",
+)
 VERBS += ("algorithms", "forecast", "precompute", "report")
 
 

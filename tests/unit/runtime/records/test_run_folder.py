@@ -52,7 +52,11 @@ def test_names_are_made_and_never_reused(tmp_path, monkeypatch):
     mine = RunFolder.create(root, strategy="flattening", name="mine")
     assert mine.path == root / "mine"
     mine.write_values("config.json", {})
-    with pytest.raises(UserError, match="mine exists already and is never overwritten"):
+    with pytest.raises(UserError, match="mine exists already and .* with --resume .*mine"):
+        RunFolder.create(root, strategy="flattening", name="mine")
+    assert [entry.name for entry in mine.path.iterdir()] == ["config.json"]
+    mine.lock()
+    with pytest.raises(UserError, match="is in use by another run"):
         RunFolder.create(root, strategy="flattening", name="mine")
 
 
@@ -66,7 +70,7 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
         assert RunFolder.create(tmp_path, strategy="flattening", name="job-1").path == first.path
     assert {path.name for path in first.path.iterdir()} == {".lock", "strategy.py"}
     (first.path / "notes.txt").write_text("somebody else's", encoding="utf-8")
-    with pytest.raises(UserError, match="job-1 exists already"):
+    with pytest.raises(UserError, match="is in use by another run"):  # the first one has locked it
         RunFolder.create(tmp_path, strategy="flattening", name="job-1")
 
 

@@ -1,0 +1,1 @@
+"""Configurations of TRL, verl and OpenRLHF, read as options of this program (the verb `coming-from`)."""

@@ -1,0 +1,619 @@
+"""How values of other programs' options become values of ours, where they are not copied: the rules of
+pages/other_names.toml.
+
+Each function takes `Here` and the value, and returns options with their values. It raises `Differs` for a value without
+a counterpart.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from rlhf_spmd.migration.sources import Source, Value, number_of, text_of
+from rlhf_spmd.pages.algorithm import Algorithm
+from rlhf_spmd.pages.other_names import Kind, Name
+
+ALGORITHMS = {  # advantage estimators of verl and OpenRLHF -> algorithm, and its options
+    "gae": ("ppo", {}),
+    "grpo": ("grpo", {}),
+    "group_norm": ("grpo", {}),
+    "dr_grpo": ("grpo", {"grpo.scale": "none"}),
+    "rloo": ("rloo", {}),
+    "remax": ("remax", {}),
+    "reinforce": ("reinforce_plus_plus", {}),
+    "reinforce_plus_plus": ("reinforce_plus_plus", {}),
+    "reinforce_baseline": ("reinforce_plus_plus", {"reinforce_plus_plus.baseline": "group"}),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus", {"reinforce_plus_plus.baseline": "group"}),
+}
+LOSSES = {  # of TRL's DPO and GRPO
+    "sigmoid": {"dpo.loss": "sigmoid"},
+    "ipo": {"dpo.loss": "ipo", "dpo.per_token": "true"},
+    "sigmoid_norm": {"dpo.loss": "sigmoid", "dpo.per_token": "true"},
+    "grpo": {"*.aggregation": "seq-mean-token-mean"},
+    "dapo": {"*.aggregation": "token-mean"},
+    "dr_grpo": {"*.aggregation": "seq-mean-token-sum-norm"},
+    "cispo": {"*.surrogate": "cispo"},
+}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+SCHEDULES |= {"cosine_with_min_lr": "cosine"}
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "float": "float32"}
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+TRL_GENERATIONS = 8  # TRL's default of num_generations
+GPUS = 8  # of a node, where nothing says how many (OpenRLHF's default)
+FREE = re.compile(r"[\w.-]+")  # names of run folders
+Options = Mapping[str, Value]
+
+
+class Differs(Exception):
+    """A value that no option here has. kind: what it is then."""
+
+    def __init__(self, kind: Kind, why: str) -> None:
+        super().__init__(why)
+        self.kind, self.why = kind, why
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Options that stand as comments, for the user to complete."""
+
+    options: Options
+    why: str
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a rule reads. name: the entry of the option that it translates."""
+
+    source: Source
+    algorithm: Algorithm
+    name: Name
+    extra: Mapping[str, Value] = field(default_factory=dict)
+
+    @cached_property
+    def learns_given(self) -> bool:
+        """Whether the algorithm learns from responses of the data set."""
+        return bool(self.algorithm.responses)
+
+    @cached_property
+    def ours(self) -> tuple[str, ...]:
+        """The options of the entry that this algorithm has."""
+        own = [one.replace("*", self.algorithm.name) for one in self.name.ours]
+        return tuple(one for one in own if has_option(self.algorithm, one))
+
+    @property
+    def devices(self) -> int:
+        """How many devices it is written for."""
+        nodes, of_node = layout_of(self.source)
+        return nodes * of_node
+
+    @property
+    def samples(self) -> int:
+        """Responses to a prompt."""
+        keys = {"trl": "num_generations", "verl": "actor_rollout_ref.rollout.n", "openrlhf": "n_samples_per_prompt"}
+        default = TRL_GENERATIONS if self.source.program == "trl" and self.algorithm.name != "ppo" else 1
+        return 1 if self.learns_given else int(self.source.number(keys[self.source.program], default))
+
+    @property
+    def mini_batch(self) -> int:
+        """Sequences of an optimizer step; 0: not given."""
+        number = self.source.number
+        if self.source.program == "verl":
+            return int(number("actor_rollout_ref.actor.ppo_mini_batch_size")) * self.samples
+        if self.source.program == "openrlhf":
+            return int(number("train_batch_size", 128))
+        return int(number("per_device_train_batch_size", 8) * number("gradient_accumulation_steps", 1)) * self.devices
+
+    @property
+    def rollout_batch(self) -> int:
+        """Prompts (or rows) of an iteration; 0: not given."""
+        if self.learns_given:
+            return self.mini_batch
+        if self.source.program == "trl":
+            generated = self.source.number("generation_batch_size") or self.mini_batch
+            return max(1, round(generated / self.samples))
+        return int(self.source.number("data.train_batch_size") or self.source.number("rollout_batch_size"))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an iteration."""
+        return max(1, round(self.rollout_batch * self.samples / max(1, self.mini_batch)))
+
+
+def layout_of(source: Source) -> tuple[int, int]:
+    """Nodes, and devices of a node."""
+    if source.program == "verl":
+        return int(source.number("trainer.nnodes", 1)), int(source.number("trainer.n_gpus_per_node", 8))
+    if source.program == "openrlhf":
+        return int(source.number("actor_num_nodes", 1)), int(source.number("actor_num_gpus_per_node", GPUS))
+    return 1, int(source.number("num_processes", GPUS))
+
+
+def has_option(algorithm: Algorithm, key: str) -> bool:
+    """Whether an option of an algorithm, such as grpo.clip_low, is one of this; true for all other options."""
+    group, _, leaf = key.partition(".")
+    if group == algorithm.name:
+        return leaf in algorithm.options.__dataclass_fields__
+    return group not in ("ppo", "grpo", "rloo", "remax", "reinforce_plus_plus", "sft", "dpo", "reward_model", "distill")
+
+
+def _each(here: Here, value: Value) -> Options:
+    return dict.fromkeys(here.ours, value)
+
+
+def copied(here: Here, value: Value) -> Options:
+    """The value as it is."""
+    return _each(here, text_of(value))
+
+
+def number(here: Here, value: Value) -> Options:
+    """A number; it is left out where none is set."""
+    text = text_of(value)
+    if not text:
+        raise Differs("no_effect", "it is not set")
+    if math.isnan(number_of(text, math.nan)):
+        raise Differs("unavailable", f"{text} is not a number")
+    return _each(here, text)
+
+
+def numbers(here: Here, value: Value) -> Options:
+    """Numbers, separated by commas."""
+    if not text_of(value):
+        raise Differs("no_effect", "it is not set")
+    return _each(here, text_of(value).replace(" ", ","))
+
+
+def mapping(here: Here, value: Value) -> Options:
+    """A mapping."""
+    if not isinstance(value, Mapping):
+        raise Differs("no_effect" if not text_of(value) else "unavailable", "it is not a mapping")
+    return _each(here, value)
+
+
+# ---- models, data, rewards -------------------------------------------------------------------------------------------
+
+
+def folder(here: Here, value: Value) -> Options | Later:
+    """A folder of a model; a name of the hub must be downloaded first."""
+    text = text_of(value)
+    key = here.ours[0].removeprefix("--")
+    if key.startswith("models.") and key.removeprefix("models.") not in here.algorithm.roles:
+        raise Differs("no_effect", f"{here.algorithm.name} has no such model")
+    if Path(text).is_dir():
+        return {key: text}
+    return Later({key: text}, "a folder is wanted: `hf download NAME --local-dir FOLDER`")
+
+
+def files(here: Here, value: Value) -> Options | Later:
+    """Files of prompts; data sets of the hub must be written to files first."""
+    texts = [one.strip(" '\"[]") for one in text_of(value).split(",")]
+    texts = [one for one in texts if one]
+    if not texts:
+        raise Differs("no_effect", "it is not set")
+    found = {here.ours[0]: ",".join(texts)}
+    if all(Path(one).is_file() for one in texts):
+        return found
+    return Later(found, "a file is wanted: .jsonl, .parquet or .txt")
+
+
+def mixture(here: Here, value: Value) -> Options | Later:
+    """Several data sets with weights."""
+    sets = value.get("datasets", []) if isinstance(value, Mapping) else []
+    ids = [text_of(one.get("id")) for one in sets]
+    weights = [text_of(one.get("weight", 1)) for one in sets]
+    return Later(
+        {"data.prompts": ",".join(ids), "data.weights": ",".join(weights)}, "files are wanted, one for each data set"
+    )
+
+
+def truncation(here: Here, value: Value) -> Options:
+    """What verl does with prompts that are too long, where they are not filtered."""
+    if here.source.text("data.filter_overlong_prompts") == "true" or text_of(value) == "error":
+        raise Differs("no_effect", "prompts that are too long are filtered, or an error, as by default")
+    if text_of(value) != "left":
+        raise Differs("unavailable", f"{text_of(value)}: a prompt that is too long loses its first tokens, or its row")
+    return {"data.long_prompts": "truncate"}
+
+
+def reward_function(here: Here, value: Value) -> Options | Later:
+    """Functions: of a file, or names that another program knows."""
+    text = text_of(value)
+    if text.startswith("http"):
+        return Later({"reward_function": "FILE.py:score"}, f"write `score = rlhf_spmd.rewards.remote({text!r})`")
+    if text.endswith(".py"):
+        return _function(text, "reward_func")
+    if not text:
+        raise Differs("no_effect", "it is not set")
+    names = ",".join(f"FILE.py:{one}" for one in text.split(","))
+    return Later({"reward_function": names}, "write these functions into a file")
+
+
+def verl_reward_function(here: Here, value: Value) -> Options | Later:
+    """A function of a file."""
+    text = text_of(value)
+    if not text:
+        raise Differs("no_effect", "it is not set")
+    source = here.source
+    default = source.text("reward.custom_reward_function.name", "compute_score")
+    return _function(text, source.text("custom_reward_function.name", default))
+
+
+def _function(path: str, name: str) -> Options | Later:
+    found = {"reward_function": f"{path}:{name}"}
+    return found if Path(path).is_file() else Later(found, "this file is not here")
+
+
+# ---- lengths and batches ---------------------------------------------------------------------------------------------
+
+
+def total_length(here: Here, value: Value) -> Options:
+    """A limit of prompt and response together: what the prompt leaves, or a half for each."""
+    total = int(number_of(value))
+    if total < 2:
+        raise Differs("no_effect", "it is not set")
+    keys = {"trl": "max_prompt_length", "openrlhf": "prompt_max_len"}
+    prompt = int(here.source.number(keys.get(here.source.program, ""), total // 2))
+    return {"data.max_prompt": str(prompt), "generation.max_new_tokens": str(max(1, total - prompt))}
+
+
+def openrlhf_epochs(here: Here, value: Value) -> Options:
+    """Passes over an iteration's rows, or over the data set where the responses are those of the set."""
+    return {"data.epochs" if here.learns_given else f"{here.algorithm.name}.epochs": text_of(value)}
+
+
+def iterations(here: Here, value: Value) -> Options:
+    """A step there is an iteration here."""
+    if number_of(value) <= 0:
+        raise Differs("no_effect", "no limit")
+    return {"iterations": text_of(value)}
+
+
+def optimizer_steps(here: Here, value: Value) -> Options:
+    """Optimizer steps there are iterations here, of one or more steps."""
+    if number_of(value) <= 0:
+        raise Differs("no_effect", "no limit")
+    return {"iterations": str(max(1, round(number_of(value) / here.steps)))}
+
+
+def episodes(here: Here, value: Value) -> Options:
+    """Responses of the whole run."""
+    return {"iterations": str(max(1, round(number_of(value) / (here.rollout_batch * here.samples))))}
+
+
+def rollout_batch(here: Here, value: Value) -> Options:
+    """Prompts of an iteration."""
+    return {"rollout_batch": str(here.rollout_batch)}
+
+
+def mini_batch(here: Here, value: Value) -> Options:
+    """Sequences of an optimizer step over all devices."""
+    found = {"mini_batch": str(here.mini_batch)}
+    alone = here.source.program == "trl" or here.learns_given  # no option there says it
+    return {**found, "rollout_batch": str(here.rollout_batch)} if alone else found
+
+
+def micro_batch(here: Here, value: Value) -> Options:
+    """Sequences of a forward pass on one device."""
+    if here.source.program == "trl":
+        return {**mini_batch(here, value), "micro_batch": text_of(value)}
+    of_all = "actor_rollout_ref.actor.ppo_micro_batch_size" in here.source.values
+    return {"micro_batch": str(max(1, int(number_of(value)) // (here.devices if of_all else 1)))}
+
+
+def every(here: Here, value: Value) -> Options:
+    """Iterations between two; -1 is never."""
+    text = text_of(value)
+    what = here.ours[0]
+    if here.source.program == "trl":
+        strategy = here.source.text("save_strategy" if what == "checkpoint.every" else "eval_strategy", "steps")
+        if strategy not in ("steps", ""):
+            raise Differs("no_effect", f"it does not count where the strategy is {strategy}")
+        if 0 < number_of(text) < 1:
+            raise Differs("unavailable", f"a share of the run: set {what} to a number of iterations")
+        text = str(max(1, round(number_of(text) / here.steps)))
+    if number_of(text) > 0:
+        return {what: text}
+    if what == "checkpoint.every":
+        return {what: "0"}
+    raise Differs("no_effect", "no evaluation: leave eval.prompts out")
+
+
+def each_iteration(here: Here, value: Value) -> Options:
+    """Something that is written in every iteration."""
+    if not text_of(value):
+        raise Differs("no_effect", "it is not set")
+    return _each(here, "1")
+
+
+# ---- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(here: Here, value: Value) -> Options:
+    """Of the model that trains first."""
+    role = next(name for name, role in here.algorithm.roles.items() if role.lr is not None)
+    return {f"optimizer.{role}_lr": text_of(value)}
+
+
+def warmup_steps(here: Here, value: Value) -> Options:
+    """Optimizer steps; verl counts iterations."""
+    if number_of(value) <= 0:
+        raise Differs("no_effect", "it is off")
+    factor = here.steps if here.source.program == "verl" else 1
+    return {"optimizer.warmup_steps": str(round(number_of(value) * factor))}
+
+
+def warmup_ratio(here: Here, value: Value) -> Options:
+    """A share of the run's optimizer steps."""
+    if number_of(value) <= 0:
+        raise Differs("no_effect", "it is off")
+    steps = here.source.number("max_steps") or here.source.number("trainer.total_training_steps") * here.steps
+    if steps <= 0:
+        raise Differs("unavailable", f"a share of the run: set optimizer.warmup_steps to {text_of(value)} of its steps")
+    return {"optimizer.warmup_steps": str(round(steps * number_of(value)))}
+
+
+def schedule(here: Here, value: Value) -> Options:
+    """Of the learning rate."""
+    text = text_of(value)
+    if text not in SCHEDULES:
+        raise Differs("unavailable", f"the schedule {text}: constant, linear or cosine")
+    return {"optimizer.schedule": SCHEDULES[text]}
+
+
+def betas(here: Here, value: Value) -> Options:
+    """Two numbers."""
+    texts = re.findall(r"[\d.e-]+", text_of(value))
+    if len(texts) != len(here.ours):
+        raise Differs("unavailable", "two numbers are wanted")
+    return dict(zip(here.ours, texts, strict=True))
+
+
+def weight_decay_of_matrices(here: Here, value: Value) -> Options:
+    """Not of norms and biases."""
+    if number_of(value) == 0:
+        raise Differs("no_effect", "it is 0, as by default")
+    return {"optimizer.weight_decay": text_of(value), "optimizer.weight_decay_on": "matrices"}
+
+
+# ---- the algorithm ---------------------------------------------------------------------------------------------------
+
+
+def algorithm(here: Here, value: Value) -> Options:
+    """The algorithm, with options that its name there stands for."""
+    name, options = ALGORITHMS[text_of(value)]
+    return {"algorithm": name, **options}
+
+
+def kl_of(here: Here, value: Value) -> Options:
+    """OpenRLHF's init_kl_coef: in the reward, or with use_kl_loss in the loss."""
+    name, in_loss = here.algorithm.name, here.source.text("use_kl_loss") == "true"
+    found = number(here, value)
+    if has_option(here.algorithm, f"{name}.kl_in"):
+        return {**found, f"{name}.kl_in": "loss" if in_loss else "reward"}
+    if number_of(value) and in_loss != (name == "grpo"):
+        where = "a term of the loss" if name == "grpo" else "in the reward"
+        raise Differs("unavailable", f"the KL divergence of {name} is {where}: set {name}.kl_coef yourself")
+    return found
+
+
+def verl_kl_loss(here: Here, value: Value) -> Options:
+    """The KL divergence in the loss."""
+    if here.source.text("actor_rollout_ref.actor.use_kl_loss") != "true" or number_of(value) == 0:
+        raise Differs("no_effect", "the loss has no KL divergence")
+    return _kl(here, value, "loss")
+
+
+def verl_kl_reward(here: Here, value: Value) -> Options:
+    """The KL divergence in the reward."""
+    in_loss = here.source.text("actor_rollout_ref.actor.use_kl_loss") == "true"
+    in_reward = here.source.text("algorithm.use_kl_in_reward", "" if in_loss else "true") == "true"
+    if not in_reward or number_of(value) == 0:
+        raise Differs("no_effect", "the reward has no KL divergence")
+    return _kl(here, value, "reward")
+
+
+def _kl(here: Here, value: Value, where: str) -> Options:
+    """kl_coef, where the algorithm has the KL divergence in the same place."""
+    name = here.algorithm.name
+    if has_option(here.algorithm, f"{name}.kl_in"):
+        return {f"{name}.kl_coef": text_of(value), f"{name}.kl_in": where}
+    if (name == "grpo") != (where == "loss"):
+        place = "loss" if name == "grpo" else "reward"
+        raise Differs("unavailable", f"a KL divergence in the {where}: {name}.kl_coef is one in the {place}")
+    return {f"{name}.kl_coef": text_of(value)}
+
+
+def beta(here: Here, value: Value) -> Options:
+    """DPO's beta; of the others the weight of the KL divergence."""
+    key = "dpo.beta" if here.algorithm.name == "dpo" else f"{here.algorithm.name}.kl_coef"
+    if not has_option(here.algorithm, key):
+        raise Differs("no_effect", f"{here.algorithm.name} has no reference")
+    return {key: text_of(value)}
+
+
+def clip(here: Here, value: Value) -> Options:
+    """The range of ratios, on both sides unless another option gives the upper one."""
+    lower = ("actor_rollout_ref.actor.clip_ratio_low",)
+    upper = ("epsilon_high", "actor_rollout_ref.actor.clip_ratio_high")
+    given = {"clip_low": lower, "clip_high": upper}
+    keys = [key for key in here.ours if not {*given.get(key.partition(".")[2], ())} & here.source.values.keys()]
+    if not keys:
+        raise Differs("no_effect", "other options give both sides")
+    return dict.fromkeys(keys, text_of(value))
+
+
+def clip_pair(here: Here, value: Value) -> Options:
+    """Both sides of the range of ratios."""
+    texts = re.findall(r"[\d.e-]+", text_of(value))
+    if here.algorithm.name == "ppo":
+        if len({*texts}) > 1:
+            raise Differs("unavailable", "ppo.clip_ratio is the same on both sides")
+        return {"ppo.clip_ratio": texts[0]}
+    return betas(here, value)
+
+
+def discount(here: Here, value: Value) -> Options:
+    """Of PPO; the other algorithms have none."""
+    if here.algorithm.name != "ppo":
+        raise Differs("no_effect", f"{here.algorithm.name} has no generalised advantage estimation")
+    return number(here, value)
+
+
+def aggregation(here: Here, value: Value) -> Options:
+    """verl's loss_agg_mode."""
+    text = text_of(value)
+    if text not in AGGREGATIONS or not here.ours:
+        raise Differs("unavailable", f"{text}: the loss is one of {', '.join(AGGREGATIONS)}")
+    return {here.ours[0]: text}
+
+
+def trl_loss_type(here: Here, value: Value) -> Options:
+    """Losses of DPO and GRPO."""
+    text = text_of(value)
+    found = {key.replace("*", here.algorithm.name): one for key, one in LOSSES.get(text, {}).items()}
+    if not found or not all(has_option(here.algorithm, key) for key in found):
+        if here.algorithm.name == "sft" and text in ("nll", ""):
+            raise Differs("no_effect", "the likelihood is the only loss")
+        raise Differs("unavailable", f"the loss {text}")
+    return found
+
+
+def importance_weights(here: Here, value: Value) -> Options:
+    """Weights of generator's against recomputed logprobs."""
+    if text_of(value) != "true":
+        raise Differs("no_effect", "it is off")
+    name = here.algorithm.name
+    return {f"{name}.importance_weights": "token", f"{name}.old_logprobs": "recompute"}
+
+
+def overlong(here: Here, value: Value) -> Options:
+    """A penalty of long responses."""
+    _need_overlong(here)
+    return {f"{here.algorithm.name}.overlong_buffer": text_of(value), f"{here.algorithm.name}.overlong": "shape"}
+
+
+def overlong_penalty(here: Here, value: Value) -> Options:
+    """Its size."""
+    _need_overlong(here)
+    return number(here, value)
+
+
+def _need_overlong(here: Here) -> None:
+    if not here.ours:
+        raise Differs("unavailable", f"{here.algorithm.name} has no penalty of long responses")
+    enabled = [text_of(value) for key, value in here.source.values.items() if re.search(r"overlong_\w+\.enable$", key)]
+    if enabled and "true" not in enabled:
+        raise Differs("no_effect", "it is off")
+
+
+# ---- sampling, logs, placement ---------------------------------------------------------------------------------------
+
+
+def top_k(here: Here, value: Value) -> Options:
+    """-1 and 0 are off."""
+    if number_of(value) <= 0:
+        raise Differs("no_effect", "it is off")
+    return {"generation.top_k": text_of(value)}
+
+
+def eval_temperature(here: Here, value: Value) -> Options:
+    """0 where nothing is sampled."""
+    sampled = here.source.text("actor_rollout_ref.rollout.val_kwargs.do_sample", "false") == "true"
+    return {"eval.temperature": text_of(value) if sampled or here.source.program != "verl" else "0"}
+
+
+def wandb_project(here: Here, value: Value) -> Options | Later:
+    """Where the log goes to Weights & Biases."""
+    used = [here.source.text(key) for key in ("trainer.logger", "report_to", "use_wandb")]
+    found = {"wandb": text_of(value)}
+    logs = "wandb" in ",".join(used) or here.source.text("use_wandb") not in ("", "false")
+    return found if logs else Later(found, "nothing is logged to it there")
+
+
+def run_name(here: Here, value: Value) -> Options:
+    """The name of the run folder."""
+    text = text_of(value)
+    if not FREE.fullmatch(text):
+        raise Differs("unavailable", f"{text!r} is not the name of a folder")
+    return {"name": text}
+
+
+def dtype(here: Here, value: Value) -> Options:
+    """float32 or bfloat16."""
+    text = text_of(value)
+    if text in ("", "auto"):
+        raise Differs("no_effect", "it is not set")
+    if text not in DTYPES:
+        raise Differs("unavailable", f"{text}: use dtype=bfloat16")
+    return {"dtype": DTYPES[text]}
+
+
+def recompute(here: Here, value: Value) -> Options:
+    """Activations are computed again."""
+    if text_of(value) != "true":
+        raise Differs("no_effect", "it is off")
+    return {"strategy.recompute": "true"}
+
+
+def parallel(here: Here, value: Value) -> Options:
+    """Parallel sizes, which the strategy `reallocation` takes for training and generation apart."""
+    if number_of(value, 1) <= 1:
+        raise Differs("no_effect", "it is 1")
+    if here.learns_given:
+        raise Differs("no_effect", f"{here.algorithm.name} generates nothing")
+    return {"strategy": "reallocation", here.ours[0]: text_of(value)}
+
+
+def token_budget(here: Here, value: Value) -> Options:
+    """Tokens of a forward pass, which the strategy `reallocation` takes."""
+    source = here.source
+    used = source.text("actor_rollout_ref.actor.use_dynamic_bsz"), source.text("use_dynamic_batch")
+    if "true" not in used:
+        raise Differs("no_effect", "micro-batches are counted in sequences")
+    return {"strategy": "reallocation", "strategy.tokens": text_of(value)}
+
+
+def layout(here: Here, value: Value) -> Options:
+    """Nodes and devices."""
+    return {"layout": "{}x{}".format(*layout_of(here.source))}
+
+
+Rule = Callable[[Here, Value], Options | Later]
+RULES: Mapping[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        *(
+            copied,
+            number,
+            numbers,
+            mapping,
+            folder,
+            files,
+            mixture,
+            truncation,
+            importance_weights,
+            reward_function,
+            verl_reward_function,
+        ),
+        *(total_length, openrlhf_epochs, iterations, optimizer_steps, episodes, rollout_batch, mini_batch, micro_batch),
+        *(every, each_iteration, learning_rate, warmup_steps, warmup_ratio, schedule, betas),
+        *(weight_decay_of_matrices, algorithm, kl_of, verl_kl_loss, verl_kl_reward, beta, clip, clip_pair, discount),
+        *(aggregation, trl_loss_type, overlong, overlong_penalty, top_k, eval_temperature, wandb_project, run_name),
+        *(dtype, recompute, parallel, token_budget, layout),
+    )
+}
+
+
+def from_values(here: Here, value: Value) -> Options:
+    """A value of the table of the entry; an empty one is the default here."""
+    text = text_of(value)
+    known: Sequence[str] = [*here.name.values]
+    if text not in known:
+        raise Differs("unavailable", f"{text or 'null'} is not one of {', '.join(known)}")
+    if not here.name.values[text]:
+        raise Differs("no_effect", "that is the default")
+    if not here.ours:
+        raise Differs("unavailable", f"{here.algorithm.name} has no such option")
+    return _each(here, here.name.values[text])

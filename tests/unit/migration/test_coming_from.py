@@ -1,0 +1,150 @@
+"""The verb `coming-from`: three configurations of each other program become files that `check` takes."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.migration.sources import read_source
+from rlhf_spmd.migration.translate import counts, translate
+
+EXAMPLES = sorted(Path(__file__).with_name("examples").iterdir())
+PROMISED = 0.9  # share of the options that are known
+
+
+def options_of(name: str, *words: str, algorithm: str | None = None) -> dict:
+    """The options of an example, with words of a command line."""
+    path = Path(__file__).with_name("examples") / name
+    return dict(translate(read_source(str(path), words), algorithm).options)
+
+
+def source_of(tmp_path: Path, text: str, name: str = "job.sh", words: tuple[str, ...] = ()):
+    """A file with this text."""
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return read_source(str(path), words)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_check_takes_the_file_and_nearly_every_option_is_known(path, tmp_path, capsys):
+    assert main(["coming-from", str(path)]) == 0
+    text = capsys.readouterr().out
+    options = tmp_path / "options.yaml"
+    options.write_text(text, encoding="utf-8")
+    assert main(["check", "--config", str(options)]) == 0, capsys.readouterr()
+    kinds = counts(translate(read_source(str(path))).lines)
+    assert kinds["option"] >= 12
+    assert sum(kinds.values()) - kinds["unknown"] >= PROMISED * sum(kinds.values())
+    named = [line.removeprefix("# ").partition(":")[0] for line in text.splitlines()]
+    assert read_source(str(path)).values.keys() <= {*named}, "every option is answered"
+
+
+def test_values_of_verl():
+    options = options_of("verl_grpo.sh")
+    assert options["algorithm"] == "grpo" and options["layout"] == "2x8"
+    assert options["rollout_batch"] == "256" and options["mini_batch"] == str(64 * 6), "prompts there, sequences here"
+    assert options["grpo.kl_coef"] == "0.002" and options["grpo.kl_estimator"] == "k3"
+    assert options["data.long_prompts"] == "drop" and options["wandb"] == "math"
+    assert (options["strategy"], options["strategy.generation_tp"]) == ("reallocation", "2")
+
+
+def test_values_of_verl_in_yaml():
+    options = options_of("verl_ppo.yaml")
+    assert options["ppo.kl_coef"] == "0.001" and options["ppo.clip_ratio"] == "0.2" and options["ppo.epochs"] == "2"
+    assert options["runs"] == "checkpoints/examples", "${...} of the same file"
+    assert float(options["optimizer.critic_lr"]) == 1e-5 and "data.epochs" not in options
+
+
+def test_variables_and_products_of_a_script():
+    options = options_of("verl_dapo.sh")
+    assert options["generation.max_new_tokens"] == str(1024 * 6)
+    assert options["grpo.overlong_buffer"] == str(1024 * 2) and options["grpo.overlong"] == "shape"
+    assert options["strategy.tokens"] == str(1024 * 7) and options["layout"] == "4x8"
+    assert options["optimizer.warmup_steps"] == str(10 * 256 // 32), "iterations there, optimizer steps here"
+
+
+def test_values_of_trl():
+    options = options_of("trl_grpo.yaml")
+    assert options["mini_batch"] == str(14 * 8 * 7) and options["rollout_batch"] == str(14 * 8)
+    assert options["grpo.kl_coef"] == "0.01" and options["samples_per_prompt"] == "7"
+    given = options_of("trl_dpo.yaml")
+    assert given["algorithm"] == "dpo" and given["dpo.beta"] == "0.05"
+    assert (given["data.max_prompt"], given["generation.max_new_tokens"]) == ("512", "512"), "of 1024 together"
+    assert options_of("trl_sft.yaml")["data.turns"] == "all"
+
+
+def test_optimizer_steps_of_trl_are_iterations_here():
+    """512 responses of an iteration, 256 of a step: two steps for each iteration."""
+    words = ("generation_batch_size=512", "per_device_train_batch_size=32", "gradient_accumulation_steps=1")
+    words += ("num_processes=8", "num_generations=8", "max_steps=100", "save_steps=50", "save_strategy=steps")
+    options = options_of("trl_grpo.yaml", *words)
+    assert (options["rollout_batch"], options["mini_batch"]) == ("64", "256")
+    assert (options["iterations"], options["checkpoint.every"]) == ("50", "25")
+    assert options["optimizer.warmup_steps"] == "10", "a tenth of 100 optimizer steps"
+
+
+def test_values_of_openrlhf():
+    options = options_of("openrlhf_reinforce.sh")
+    assert options["algorithm"] == "reinforce_plus_plus" and options["reinforce_plus_plus.baseline"] == "group"
+    assert options["reinforce_plus_plus.kl_in"] == "loss" and options["layout"] == "1x4"
+    assert options["reinforce_plus_plus.clip_high"] == "0.27"
+    given = options_of("openrlhf_dpo.sh")
+    assert given["algorithm"] == "dpo" and float(given["optimizer.actor_lr"]) == 6e-7
+    assert given["mini_batch"] == given["rollout_batch"] == "128"
+
+
+def test_another_algorithm_may_be_named():
+    assert options_of("trl_grpo.yaml", algorithm="rloo")["rloo.kl_coef"] == "0.01"
+
+
+def test_files_and_folders_that_are_here_are_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x"}\n', encoding="utf-8")
+    (tmp_path / "reward.py").write_text("def reward_func(queries): ...\n", encoding="utf-8")
+    text = (
+        "python -m openrlhf.cli.train_ppo_ray --pretrain base --prompt_data a.jsonl,b.jsonl --remote_rm_url reward.py"
+    )
+    found = translate(source_of(tmp_path, f"{text} --num_episodes 3")).options
+    assert found["model"] == "base" and found["data.prompts"] == "a.jsonl,b.jsonl" and found["data.epochs"] == "3"
+    assert found["reward_function"] == "reward.py:reward_func" and "preset" not in found
+
+
+def test_unknown_options_are_named(tmp_path):
+    source = source_of(tmp_path, "python -m verl.trainer.main_ppo data.train_batch_size=8 trainer.warp_drive=on")
+    line = next(line for line in translate(source).lines if line.key == "trainer.warp_drive")
+    assert line.kind is None
+    assert "# Unknown, and left out:\n# trainer.warp_drive: true" in translate(source).text("job.sh")
+
+
+def test_values_that_refer_to_nothing_are_left_over(tmp_path):
+    source = source_of(tmp_path, "data: {train_batch_size: 8, val_files: '${oc.env:HOME}/x'}", "job.yaml")
+    assert source.left["data.val_files"] == "${oc.env:HOME}/x is not a value of this file"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "- 1", "holds no options"),
+        ("a.yaml", "a: [", "is not YAML"),
+        ("a.yaml", "data: {a: '${data.b}', b: '${data.a}'}", "refers to itself"),
+        ("a.sh", "echo hello", "has no options of TRL, verl or OpenRLHF"),
+        ("a.sh", "python train.py --pretrain 'x", "No closing quotation"),
+    ],
+)
+def test_refusals(name, text, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        source_of(tmp_path, text, name)
+
+
+def test_an_estimator_that_is_not_here_is_refused(tmp_path):
+    source = source_of(tmp_path, "python -m verl.trainer.main_ppo algorithm.adv_estimator=opo")
+    with pytest.raises(UserError, match="name one with --algorithm"):
+        translate(source)
+
+
+def test_a_missing_file_is_refused(capsys):
+    assert main(["coming-from", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml: there is no such file" in capsys.readouterr().err
