@@ -1,9 +1,8 @@
-"""What is read of a model's output: logprobs, values or scores, and what a loss asks for."""
+"""What is read of a model's output: logprobs, values or scores, and a loss that asks for them."""
 
-# B sequences of a micro-batch, G response tokens
+# B sequences of a micro-batch, G response tokens, n tokens of a tp rank's share, D hidden
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,8 +13,10 @@ from rlhf_spmd.pages.algorithm import mask_words, readout_words
 from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, MOST_LIKELY, SCORES, VALUES
 from rlhf_spmd.plan.workflow import LossCall
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.page_functions import called, loss_of
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
+OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 
 
 def sequences_of(call: LossCall, rows: Rows) -> Sequences:
@@ -33,17 +34,16 @@ def row_lengths(call: LossCall, rows: Rows) -> list[int]:
 
 
 def read_output(
-    what: str,
-    model: Transformer,
-    batch: Sequences,
-    output: Tensor,
-    kept_BGK: Tensor | None,
-    sampling: Mapping[str, Any],
-) -> Tensor:
-    """Logprobs, values or scores, from the output of the last stage."""
-    if what == LOGPROBS:
-        return _each(response_logprobs(model, batch, output, kept_BGK, **sampling))[0]
-    return {VALUES: response_values, SCORES: sequence_scores}[what](model, batch, output)
+    job: Job, model: Transformer, batch: Sequences, output_nD: Tensor, asked: Collection[str], kept_BGK: Tensor | None
+) -> Rows:
+    """What is asked of the output of the last stage, by word. An lm head always gives logprobs. kept_BGK: the sampling
+    support of the tokens, if sampling was restricted."""
+    if model.head == "scalar":
+        return {word: OF_SCALARS[word](model, batch, output_nD) for word in asked}
+    words = [LOGPROBS, *(word for word in (ENTROPY, MOST_LIKELY) if word in asked)]
+    entropy, top = ENTROPY in asked, MOST_LIKELY in asked
+    made = response_logprobs(model, batch, output_nD, kept_BGK, entropy=entropy, top=top, **job.sampling)
+    return dict(zip(words, made if isinstance(made, tuple) else (made,), strict=True))
 
 
 def stored_arguments(job: Job, call: LossCall, rows: Rows) -> Rows:
@@ -53,32 +53,20 @@ def stored_arguments(job: Job, call: LossCall, rows: Rows) -> Rows:
     return {name: rows[key] for name, key in call.arguments} | masks
 
 
-def read_for_loss(
-    job: Job, call: LossCall, model: Transformer, batch: Sequences, output: Tensor, rows: Rows
-) -> tuple[Rows, Rows]:
-    """What is read of the model's output for a loss: all of it, and the arguments of the loss."""
-    asked, words = job.functions[call.name].words, readout_words(job.workload.workflow, call)
-    words = {word: which for word, which in words.items() if word in asked}
-    outputs = _outputs(job, call, model, batch, output, rows, {what for _, what in words.values()})
-    read = {
-        word: outputs[what].chunk(len(call.responses))[call.responses.index(key)] for word, (key, what) in words.items()
+def read_loss(
+    job: Job, call: LossCall, model: Transformer, batch: Sequences, output_nD: Tensor, rows: Rows, prepared: Rows
+) -> tuple[Tensor, Mapping[str, tuple], Rows]:
+    """The loss of some rows, its sums for the log, and what was read of the output of the last stage. prepared:
+    arguments in the place of stored ones."""
+    algorithm, function = job.config.algorithm, job.functions[call.name]
+    words = {
+        word: which for word, which in readout_words(job.workload.workflow, call).items() if word in function.words
     }
-    return outputs, read
-
-
-def _outputs(
-    job: Job, call: LossCall, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, asked: set[str]
-) -> Rows:
-    """Logprobs (and what else is asked of an lm head), or what is asked of a scalar head, for all responses, one key
-    after the other."""
-    if job.workload.workflow.heads[call.model] == "lm":
-        kept_BGK = rows[call.kept] if call.kept else None
-        top = MOST_LIKELY in asked
-        made = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, top=top, **job.sampling)
-        names = [LOGPROBS, *([ENTROPY] if call.entropy else []), *([MOST_LIKELY] if top else [])]
-        return dict(zip(names, _each(made), strict=True))
-    return {what: read_output(what, model, batch, output, None, job.sampling) for what in asked}
-
-
-def _each(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
+    kept_BGK = rows[call.kept] if call.kept else None
+    asked = dict.fromkeys(what for _, what in words.values())
+    outputs = read_output(job, model, batch, output_nD, asked, kept_BGK)
+    given = job.numbers | stored_arguments(job, call, rows) | prepared
+    for word, (key, what) in words.items():
+        given[word] = outputs[what].chunk(len(call.responses))[call.responses.index(key)]
+    made = called(algorithm, call.function, function.function, given)
+    return *loss_of(algorithm, call.function, made, learns=torch.is_grad_enabled()), outputs
