@@ -95,7 +95,7 @@ class Runs:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self.world.barrier("a clean folder")
         texts = {"config.json": "{}", "strategy.py": ""}
-        saver = Saver(run.job.world, run.job.models, self.folder, every=0, keep=1, texts=texts)
+        saver = Saver(run.job, self.folder, texts)
         saver.save(run.number, {"inputs": recorded.inputs(run.job)} | recorded.run_state(run.state))
         saver.finish()
 

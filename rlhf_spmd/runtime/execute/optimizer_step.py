@@ -99,13 +99,10 @@ class OptimizerStep(Passes):
         self.engine, self.rate, self.stopped = engine, rate, stopped
         self.reports = job.layout(call).reports(job.world.rank)
         self.meter = meter if self.reports else Meter()  # another rank reports the rows
+        is_used_B = rows[call.prompts][:, 0] >= 0  # a place of a step with a budget of tokens may have no row
         if call.only:
-            is_used_B = rows[call.only] != 0
-            rows = {key: value[is_used_B] for key, value in rows.items()}
-        if job.config.mini_batch_tokens:
-            is_used_B = rows[call.prompts][:, 0] >= 0
-            rows = {key: value[is_used_B] for key, value in rows.items()}
-        self.rows = rows
+            is_used_B &= rows[call.only] != 0
+        self.rows = rows = {key: value[is_used_B] for key, value in rows.items()}
         algorithm, function = job.config.algorithm, job.functions[call.name]
         nothing = Store(job.workload, {}, rows[call.prompts].device)
         counted_rows = rows if self.reports else {key: nothing.make(key).flatten(0, 1) for key in call.inputs}

@@ -78,11 +78,11 @@ def _check_log(who: str, log: Mapping, *, scalars: bool = False) -> None:
     for name, pair in log.items():
         if not isinstance(name, str) or OWN_NAMES.fullmatch(name):
             raise UserError(f"{who} returned a sum named {name!r} for the log, where that name is taken; rename it")
-        good = isinstance(pair, tuple) and len(pair) == 2
-        good = good and all(
-            isinstance(part, Real) or (isinstance(part, Tensor) and not part.is_complex()) for part in pair
-        )
-        if good and scalars:
-            good = not any(isinstance(part, Tensor) and part.dim() for part in pair)
-        if not good:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_real(part, scalars) for part in pair)):
             raise UserError(f"{who} returned the sum {name} as {pair!r:.60}; return (sum, weight), two numbers")
+
+
+def _is_real(part: Any, scalar: bool) -> bool:
+    if isinstance(part, Tensor):
+        return not part.is_complex() and not (scalar and part.dim())
+    return isinstance(part, Real)

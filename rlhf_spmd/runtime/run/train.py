@@ -164,7 +164,7 @@ class Running:
     ):
         """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
         history: the metrics of the iterations so far. The other arguments are as in `train`."""
-        world, options = job.world, job.config.checkpoint
+        world = job.world
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
@@ -172,7 +172,7 @@ class Running:
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
-        self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
+        self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
         self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
         self.loop = Loop(job, executor, history)
