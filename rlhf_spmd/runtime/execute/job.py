@@ -18,7 +18,7 @@ from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
-from rlhf_spmd.pages.algorithm import PageFunction
+from rlhf_spmd.pages.functions import PageFunction
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.algorithm import Algorithm, bound
+from rlhf_spmd.pages.algorithm import Algorithm
+from rlhf_spmd.pages.functions import bound
 
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_spmd.model.sequences import Sequences, lengths_of, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.pages.algorithm import mask_words, readout_words
+from rlhf_spmd.pages.functions import mask_words, readout_words
 from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, MOST_LIKELY, SCORES, VALUES
 from rlhf_spmd.plan.workflow import LossCall
 from rlhf_spmd.runtime.execute.job import Job

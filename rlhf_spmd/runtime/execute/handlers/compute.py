@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_spmd.pages.algorithm import mask_words
+from rlhf_spmd.pages.functions import mask_words
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SUMS
 from rlhf_spmd.plan.workflow import Compute
