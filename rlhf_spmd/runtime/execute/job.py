@@ -76,11 +76,6 @@ class Job:
         return self.program.workload
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """The arguments of a page's functions besides data: options and state."""
-        return self.config.algorithm.numbers(self.config.options, self.state.of_algorithm)
-
-    @property
     def sampling(self) -> dict[str, Any]:
         """Options of generation that every pass applies again."""
         generation = self.config.generation

@@ -13,7 +13,6 @@ weights nor the optimizer's state move. Only the schedule of the learning rate c
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,31 +21,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.algorithms.controllers import learning_rate
-from rlhf_spmd.algorithms.logprob_parity import parity
-from rlhf_spmd.algorithms.masks import response_mask
-from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS, LOGPROBS, PLACES_USED, STEP_TOKENS, SUMS
-from rlhf_spmd.plan.workflow import LossCall, Train
+from rlhf_spmd.plan.runtime_words import LOGPROBS, PLACES_USED, STEP_TOKENS, SUMS
+from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.execute.page_functions import called
+from rlhf_spmd.runtime.execute.page_functions import (
+    Rows,
+    called,
+    read_loss,
+    row_lengths,
+    sequences_of,
+    stored_arguments,
+)
+from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
-from rlhf_spmd.runtime.execute.readout import Rows, read_loss, row_lengths, sequences_of, stored_arguments
 from rlhf_spmd.runtime.observe.metric_sums import Meter
-
-# Limits in nats: of one token, and of the mean over many. In bfloat16 a logit between 16 and 32 has a last digit of
-# 0.125, so rounding moves one token in a thousand by half a nat (bench/LOG.md); a fault moves the mean by nats.
-PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0}
-MEAN_TOLERANCE = {"bfloat16": 0.5}
-LARGEST = sys.float_info.max
-MEAN_TOKENS = 256  # the mean of fewer tokens is not checked
 
 
 def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | None":
@@ -103,15 +99,14 @@ class OptimizerStep(Passes):
         if call.only:
             is_used_B &= rows[call.only] != 0
         self.rows = rows = {key: value[is_used_B] for key, value in rows.items()}
-        algorithm, function = job.config.algorithm, job.functions[call.name]
+        functions = job.functions[call.name]
         nothing = Store(job.workload, {}, rows[call.prompts].device)
         counted_rows = rows if self.reports else {key: nothing.make(key).flatten(0, 1) for key in call.inputs}
         counted = [divisor_of(call, counted_rows)]
-        if function.sums is not None:
-            given = stored_arguments(job, call, counted_rows) | job.numbers
-            counted.append(called(algorithm, f"{call.function}_sums", function.sums, given))
+        if functions.sums is not None:
+            counted.append(called(job, call, stored_arguments(job, call, counted_rows), "sums"))
         of_divisor, sums = job.reduced(torch.cat(counted), run).tensor_split([len(counted[0])])
-        self.divisor = checked_divisor(of_divisor.tolist(), call, algorithm.name)  # 0: there is no row
+        self.divisor = checked_divisor(of_divisor.tolist(), call, job.config.algorithm.name)  # 0: there is no row
         self.stats: list[Mapping[str, tuple]] = []
         self.inputs: dict[int, Tensor] = {}  # of a stage's micro-batches between forward and backward
         self.outputs: dict[int, Tensor] = {}
@@ -119,9 +114,9 @@ class OptimizerStep(Passes):
             return
         made: Rows = {}
         # only the last stage has all of them
-        if function.prepare is not None and all(key in rows for key in call.inputs):
-            given = stored_arguments(job, call, rows) | job.numbers | {SUMS: sums, "divisor": of_divisor[0]}
-            made = called(algorithm, f"{call.function}_prepare", function.prepare, given)
+        if functions.prepare is not None and all(key in rows for key in call.inputs):
+            given = stored_arguments(job, call, rows) | {SUMS: sums, "divisor": of_divisor[0]}
+            made = called(job, call, given, "prepare")
         self.micro_batches, self.prepared = _micro_batches(job, call, run, rows, made)
         self.batches = [sequences_of(call, part) for part in self.micro_batches]
 
@@ -221,44 +216,3 @@ def _micro_batches(job: Job, call: Train, run: Run, rows: Rows, prepared: Rows) 
         chunks.append(blank)
         made.append(zeros)
     return chunks, made
-
-
-# ---- the parity of generation and training -------------------------------------------------------------------------
-
-
-def parity_gate(
-    config: Config, old_BG: Tensor, new_BG: Tensor, responses_BG: Tensor, meter: Meter, *, corrected: bool = False
-) -> None:
-    """Raises UserError unless both passes agree; called while the weights are still those that generated.
-    corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that
-    is not a number."""
-    limit = PARITY_TOLERANCE[config.dtype] if config.parity_tolerance is None else config.parity_tolerance
-    found = parity(old_BG, new_BG, response_mask(responses_BG))
-    meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
-    meter.maximum("parity_max_abs", found.max_abs)
-    is_free = corrected and config.parity_tolerance is None
-    if found.max_abs > (LARGEST if is_free else limit):
-        place = found.row, found.position
-        fix = (
-            f"the limit is parity_tolerance={limit:g}: raise it if this is rounding, use float32, "
-            "or let the loss correct it (importance_weights or rejection of the algorithm)"
-        )
-        raise UserError(
-            f"generation and training disagree: token {int(responses_BG[place])} at position {found.position} has "
-            f"logprob {float(old_BG[place]):.6f} from the generator and {float(new_BG[place]):.6f} in training, "
-            f"{found.max_abs:.2e} nats apart; "
-            + (fix if math.isfinite(found.max_abs) else "lower the learning rates, or look at the model")
-        )
-    mean_limit = MEAN_TOLERANCE.get(config.dtype, math.inf) if found.num_tokens >= MEAN_TOKENS else math.inf
-    if found.mean_abs > mean_limit and not corrected and config.parity_tolerance is None:
-        raise UserError(
-            f"generation and training disagree by {found.mean_abs:.2e} nats per token in the mean of "
-            f"{found.num_tokens:,} tokens, more than rounding gives (the limit is {mean_limit:g} in "
-            f"{config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, "
-            "which is then the only limit"
-        )
-
-
-def corrects(call: LossCall) -> bool:
-    """Whether the loss of a call gets the generator's logprobs beside the old ones, to correct the difference."""
-    return (GENERATOR_LOGPROBS, call.drawn) in call.arguments

@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import PRODUCTS, PROGRAM, STARTED, Resumed, refuse_other_inputs
+from rlhf_spmd.runtime.checkpoint.resume import PRODUCTS, PROGRAM, STARTED, Resumed, refuse_older, refuse_other_inputs
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.execute.job import Job, RunState
@@ -117,6 +117,23 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
                 "another program" if name == "stable program" else f"{name} {now[name]} instead of {before[name]}"
             )
     return f"{', '.join(parts)}: from here on numbers may differ in their last digits" if parts else ""
+
+
+def open_folder(job: Job, origin: Origin) -> RunFolder:
+    """Makes or reopens the run folder, and locks it. Collective; raises UserError."""
+    world, path = job.world, str(origin.resumed.folder) if origin.resumed else ""
+    if not path:
+        with world.together("making the run folder"):
+            if world.rank == 0:
+                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).shown)
+        path = world.bcast(path, what="the run folder")
+    folder = RunFolder(path, writes=world.rank == 0)
+    with world.together("opening the run folder"):
+        folder.find()
+        folder.lock()
+        if origin.resumed is not None and folder.writes:
+            refuse_older(origin.resumed)
+    return folder
 
 
 def start_or_resume(

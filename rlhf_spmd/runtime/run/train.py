@@ -17,7 +17,6 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.checkpoint.resume import (
     not_compared,
     refuse_fewer,
-    refuse_older,
 )
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -71,7 +70,7 @@ def train(
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
-    folder = open_folder(job, origin)
+    folder = recorded.open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named)
@@ -224,23 +223,6 @@ class Running:
     def forget(self, done: Done) -> None:
         """Keeps the spans of the last iterations alone."""
         self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
-
-
-def open_folder(job: Job, origin: Origin) -> RunFolder:
-    """Makes or reopens the run folder, and locks it. Collective; raises UserError."""
-    world, path = job.world, str(origin.resumed.folder) if origin.resumed else ""
-    if not path:
-        with world.together("making the run folder"):
-            if world.rank == 0:
-                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).shown)
-        path = world.bcast(path, what="the run folder")
-    folder = RunFolder(path, writes=world.rank == 0)
-    with world.together("opening the run folder"):
-        folder.find()
-        folder.lock()
-        if origin.resumed is not None and folder.writes:
-            refuse_older(origin.resumed)
-    return folder
 
 
 def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.execute.page_functions import called, results_of
 def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     """Runs the function of a call on this rank's columns, with all rows that its scope asks for. If it ends with sums
     over the batch, collective over the Run's group."""
-    algorithm, workflow, functions = job.config.algorithm, job.workload.workflow, job.functions[call.name]
+    workflow = job.workload.workflow
     place, seen = job.place(run), job.place(run, seen=True)
     own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
     shape, num_samples = shape_of(seen), job.workload.samples_per_prompt
@@ -30,29 +30,26 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     rows = {key: data.store.at(key, seen).flatten(0, 1) for key in call.inputs}
     words = job.masks(mask_words(workflow, call), rows)
     arguments = {name: rows[key] for name, key in call.arguments} | words
-    given = job.numbers | {name: tensor.unflatten(0, leading) for name, tensor in arguments.items()}
-    made = called(algorithm, call.function, functions.function, given)
+    given = {name: tensor.unflatten(0, leading) for name, tensor in arguments.items()}
     shapes = {key: (*leading, *job.workload.row_shape(key)) for key in call.outputs}
-    results, log = results_of(algorithm, call.function, made, shapes)
+    results, log = results_of(job, call, given, shapes)
     layout = job.program.layout_of(run)
     # of ranks that all see the same rows, one counts
     counts = layout.reports(job.world.rank)
     counts &= call.scope not in ("mini_batch", "batch") or layout.dp_index(job.world.rank) == 0
     if call.sums:
-        assert functions.sums is not None and functions.finish is not None, "check_functions"
         counted = given | results
         if call.scope == "group":  # counted by the rank that owns its first sample
-            counted = {name: x[is_own[:, 0]] if isinstance(x, Tensor) else x for name, x in counted.items()}
-        sums = called(algorithm, f"{call.function}_sums", functions.sums, counted)
+            counted = {name: value[is_own[:, 0]] for name, value in counted.items()}
+        sums = called(job, call, counted, "sums")
         sums = job.reduced(sums if counts else torch.zeros_like(sums), run)
-        made = called(algorithm, f"{call.function}_finish", functions.finish, given | results | {SUMS: sums})
-        results, _ = results_of(algorithm, f"{call.function}_finish", made, shapes)
+        results, _ = results_of(job, call, given | results | {SUMS: sums}, shapes, "finish")
     for key in call.outputs:
         whole = results[key].flatten(0, len(leading) - 1).unflatten(0, shape)
         data.store.at(key, place)[:] = whole[:, own]
     if counts and run.consumer == job.program.placement.sites(call, workflow)[0]:
         for name, (total, weight) in log.items():
-            data.meter.log(name, *_own_part(total, weight, is_own), algorithm.over(name))
+            data.meter.log(name, *_own_part(total, weight, is_own), job.config.algorithm.over(name))
 
 
 def _own_part(total: Tensor | float, weight: Tensor | float, is_own: Tensor) -> tuple[Tensor | float, Tensor | float]:

@@ -17,8 +17,8 @@ from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.execute.job import Job, shape_of
+from rlhf_spmd.runtime.execute.page_functions import Rows, read_loss, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.passes import Passes
-from rlhf_spmd.runtime.execute.readout import Rows, read_loss, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.rewards.response_scores import Judged
 
 
