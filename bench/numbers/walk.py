@@ -66,8 +66,8 @@ this, in the order of its formulas: read it first.
 
 ## Files to read
 
-At most {MOST_FILES} files of at most {MOST_LINES:,} lines together are enough to follow PPO by separation from `main` to the
-model and to a loss: its page and strategy, what the instructions mean, and every file of `runtime/run`,
+At most {MOST_FILES} files of at most {MOST_LINES:,} lines together are enough to follow PPO by separation from
+`main` to the model and to a loss: its page and strategy, what the instructions mean, and every file of `runtime/run`,
 `runtime/execute`, `runtime/engines`, `plan` and `algorithms` on that way. What comes before it (the command line), what
 lies below it (the model, the kernels) and the other ways of this page can wait.
 
