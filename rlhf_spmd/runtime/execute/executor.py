@@ -57,12 +57,14 @@ class Executor:
                     release_unused(self.world.device)  # while no message is under way
                 if isinstance(step, Run):
                     self.run(step, data)
-                elif isinstance(step, Post | Wait):
-                    word, category = ("post", "transfer") if isinstance(step, Post) else ("wait", "wait")
+                elif isinstance(step, Post):
                     what = self.program.transfers[step.transfer].what
-                    with self.recorder.span(f"{word} {what}", category, transfer=step.transfer):
-                        one = self.transfers.post if isinstance(step, Post) else self.transfers.wait
-                        one(step.transfer, data)
+                    with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
+                        self.transfers.post(step.transfer, data)
+                elif isinstance(step, Wait):
+                    what = self.program.transfers[step.transfer].what
+                    with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
+                        self.transfers.wait(step.transfer, data)
                 elif isinstance(step, Load):
                     with self.recorder.span(f"load {step.model}", "transfer"):
                         for copy in self.job.models.offloaded_copies(step.model):

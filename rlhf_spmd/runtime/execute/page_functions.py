@@ -70,7 +70,7 @@ def called(job: Job, call: LossCall | Compute, given: Mapping[str, Any], compani
     program."""
     functions, algorithm = job.functions[call.name], job.config.algorithm
     function = getattr(functions, companion or "function")
-    arguments = bound(function, algorithm.numbers(job.config.options, job.state.of_algorithm) | given)
+    arguments = bound(function, {**algorithm.numbers(job.config.options, job.state.of_algorithm), **given})
     with algorithm.calling(_name(call, companion), function, lets=(torch.OutOfMemoryError,)):
         return function(**arguments)
 
