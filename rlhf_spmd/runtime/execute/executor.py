@@ -56,7 +56,10 @@ class Executor:
                 if position == 0:
                     release_unused(self.world.device)  # while no message is under way
                 if isinstance(step, Run):
-                    self.run(step, data)
+                    with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
+                        passes = self.run(step, data)
+                    if passes is not None:
+                        through_stages(passes, self.recorder)
                 elif isinstance(step, Post):
                     what = self.program.transfers[step.transfer].what
                     with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
@@ -84,30 +87,27 @@ class Executor:
         self.world.progress(f"{data.title}: over", data.number)
         return answers
 
-    def run(self, run: Run, data: Iteration) -> None:
-        """Executes a Run of any call, with all of its passes."""
+    def run(self, run: Run, data: Iteration) -> Passes | None:
+        """Executes a Run of any call. Returns its passes if they go through stages."""
         call = self.program.workload.workflow.call(run.call)
         passes: Passes | None = None
-        with self.recorder.span(run.call, "compute", epoch=run.epoch, mini_batch=run.mini_batch):
-            if isinstance(call, Generate):
-                generate.generate(self.job, call, run, data)
-            elif isinstance(call, Compute):
-                compute.compute(self.job, call, run, data)
-            elif isinstance(call, Train):
-                passes = optimizer_step.begin(self.job, call, run, data)
-            else:
-                passes = infer.begin(self.job, call, run, data)
-            if passes is None:
-                return
-            if self.job.layout(passes.call).pp == 1:
-                with passes.within():
-                    for index in range(len(passes.batches)):
-                        passes.forward(index)
-                        if isinstance(call, Train):
-                            passes.backward(index)
-                passes.close()
-                return
-        through_stages(passes, self.recorder)
+        if isinstance(call, Generate):
+            generate.generate(self.job, call, run, data)
+        elif isinstance(call, Compute):
+            compute.compute(self.job, call, run, data)
+        elif isinstance(call, Train):
+            passes = optimizer_step.begin(self.job, call, run, data)
+        else:
+            passes = infer.begin(self.job, call, run, data)
+        if passes is None or self.job.layout(passes.call).pp > 1:
+            return passes
+        with passes.within():
+            for index in range(len(passes.batches)):
+                passes.forward(index)
+                if isinstance(call, Train):
+                    passes.backward(index)
+        passes.close()
+        return None
 
     def _agree(self, data: Iteration, what: str) -> list[dict[str, Any]]:
         """Exchanges messages at the end -> for each rank its numbers and, under "rows", a record of each response that
