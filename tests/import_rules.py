@@ -42,7 +42,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config.options", "kernels", "config.model_folders", "model", "plan"),
-    "execute": ("pages.algorithm", "algorithms", "config.options", "kernels", "model", "plan", "pages.user_module"),
+    "execute": (
+        *("pages.algorithm", "pages.functions", "pages.user_module"),
+        *("algorithms", "config.options", "kernels", "model", "plan"),
+    ),
     "checkpoint": (
         *("pages.algorithm", "pages.option_values", "config.options", "config.checks", "files", "model", "plan"),
     ),
@@ -118,7 +121,9 @@ TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
-    "rlhf_spmd.pages.algorithm": ("plan", "algorithms.page", "pages.user_module"),  # it finds the others by name
+    # it finds the others by name
+    "rlhf_spmd.pages.algorithm": ("plan", "algorithms.page", "pages.functions", "pages.user_module"),
+    "rlhf_spmd.pages.functions": ("plan",),
     "rlhf_spmd.algorithms": PAGES,
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),

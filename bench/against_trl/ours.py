@@ -20,7 +20,7 @@ from bench.against_trl.widened import widened
 from rlhf_spmd.config import presets
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.engines.flat_engine import FlatEngine
-from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute import parity_gate
 from rlhf_spmd.runtime.execute.handlers import generate
 from rlhf_spmd.runtime.execute.iteration import ALL
 from rlhf_spmd.runtime.weights import rank_models
@@ -87,7 +87,7 @@ def in_precision(dtype: str) -> Iterator[None]:
     """Lets a run compute in float64, which no user can ask for."""
     with (
         patch.dict(rank_models.DTYPES, {"float64": torch.float64}),
-        patch.dict(optimizer_step.PARITY_TOLERANCE, {"float64": 1e-4}),
+        patch.dict(parity_gate.PARITY_TOLERANCE, {"float64": 1e-4}),
     ):
         assert dtype in rank_models.DTYPES, dtype
         yield

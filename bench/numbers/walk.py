@@ -5,6 +5,7 @@ Every rank notes its stack when it first enters one of these functions. Command:
 the page); a test compares.
 """
 
+import ast
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from bench.rows import REPOSITORY, on_ranks
 PAGE = REPOSITORY / "docs" / "one_iteration.md"
 OWN = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("rlhf_spmd", "kernels", "strategies"))
 RANKS, ON_A_RANK = 4, "--on-a-rank"
-FORK, IN_LOOP = "Executor._execute", "Loop.run_next"  # where most ways part; a frame of all of them
+FORK, IN_LOOP = "Executor.iteration", "Loop.run"  # where most ways part; a frame of all of them
 # heading -> a function, and one through which the way there leads
 WAYS = {
     "A token is drawn": ("sample", "generate"),
@@ -33,6 +34,27 @@ WAYS = {
     "New weights come to the ranks that generate": ("Mover.finish", ""),
     "The state of the algorithm moves on": ("after_iteration", ""),
 }
+# What a reader needs for PPO by separation: the texts of an iteration, and every file of these rooms on the way from
+# `main` to the model and to a loss. Kernels, and the inside of a model, are below.
+ROOMS = tuple(
+    f"rlhf_spmd/{one}/" for one in ("algorithms", "plan", "runtime/engines", "runtime/execute", "runtime/run")
+)
+TO_THE_MODEL = ("The model reads a micro-batch that is trained on", "The loss of a micro-batch")
+TO_READ = (
+    "rlhf_spmd/algorithms/ppo.py",
+    "strategies/separation.py",
+    "rlhf_spmd/plan/program/instructions.py",
+    "rlhf_spmd/runtime/run/train.py",
+    "rlhf_spmd/runtime/run/loop.py",
+    "rlhf_spmd/runtime/execute/executor.py",
+    "rlhf_spmd/runtime/execute/handlers/generate.py",
+    "rlhf_spmd/runtime/execute/optimizer_step.py",
+    "rlhf_spmd/runtime/execute/page_functions.py",
+    "rlhf_spmd/runtime/engines/flat_engine.py",
+    "rlhf_spmd/algorithms/advantages.py",
+    "rlhf_spmd/algorithms/losses.py",
+)
+MOST_FILES, MOST_LINES = 12, 2200
 HEADING = f"""# One iteration
 
 The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;
@@ -40,9 +62,14 @@ frames of torch and Python are left out. `python -m bench walk` writes this page
 separation on {RANKS} ranks (`make demo`), and a test compares.
 
 What each instruction means is in `rlhf_spmd/plan/program/instructions.py`; `tests/slow_ppo.py` is PPO without any of
-this, in the order of its formulas.
+this, in the order of its formulas: read it first.
 
-## From `main` to an instruction
+## Files to read
+
+At most {MOST_FILES} files of at most {MOST_LINES:,} lines together are enough to follow PPO by separation from
+`main` to the model and to a loss: its page and strategy, what the instructions mean, and every file of `runtime/run`,
+`runtime/execute`, `runtime/engines`, `plan` and `algorithms` on that way. What comes before it (the command line), what
+lies below it (the model, the kernels) and the other ways of this page can wait.
 
 """
 
@@ -86,6 +113,16 @@ def _stack(frame: FrameType | None) -> list[tuple[str, str, str]]:
     return found[::-1]
 
 
+def _about(file: str) -> str:
+    return _sentence(ast.get_docstring(ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))) or "")
+
+
+def to_read_more(ways: dict[str, list[list[str]]]) -> set[str]:
+    """Files on the way to the model that a reader is not told to read."""
+    on_the_way = {file for heading in TO_THE_MODEL for _, file, _ in ways[heading] if file.startswith(ROOMS)}
+    return on_the_way - set(TO_READ)
+
+
 def _sentence(text: str) -> str:
     words = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"(?<=[.?]) (?=[A-Z`]|\w+:)", words)[0].rstrip(".:").replace("|", "\\|")
@@ -104,7 +141,9 @@ def page(ways: dict[str, list[list[str]]]) -> str:
     """The page of these ways."""
     longest = next(iter(ways.values()))
     fork = [name for name, _, _ in longest].index(FORK)
-    parts = [HEADING + _table(longest[: fork + 1])]
+    read = ["| file | what |", "|---|---|", *(f"| `{file}` | {_about(file)} |" for file in TO_READ)]
+    start = "\n## From `main` to an instruction\n\n" + _table(longest[: fork + 1])
+    parts = [HEADING + "\n".join(read) + "\n" + start]
     for heading, frames in ways.items():
         names = [name for name, _, _ in frames]
         start = names.index(FORK) + 1 if FORK in names else names.index(IN_LOOP)

@@ -83,7 +83,7 @@ def measure(config: Config, program: Program, world: World) -> dict:
     guard(world, on=True)
     with tempfile.TemporaryDirectory(prefix="guards_") as folder:
         run = Path(world.bcast(folder, what="the folder"))
-        saver = Saver(world, job.models, run, every=1, keep=1, texts={"config.json": "{}", "strategy.py": ""})
+        saver = Saver(job, run, {"config.json": "{}", "strategy.py": ""})
         for number in range(NUM_PAIRS + NUM_WARM):
             for saves in (True, False) if number % 2 else (False, True):
                 if not saves:

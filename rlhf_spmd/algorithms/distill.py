@@ -49,7 +49,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     if options.task_coef:
         rewards["scores"] = model("reward").infer("scores", prompts, responses)
     advantages = compute(
-        "distillation_advantages",
+        "group_advantages.distillation_advantages",
         responses=responses,
         logprobs=old,
         teacher_logprobs=teacher,
@@ -58,7 +58,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         **rewards,
     )
     actor.train(
-        "surrogate_loss",
+        "surrogates.surrogate_loss",
         prompts,
         responses,
         advantages=advantages,

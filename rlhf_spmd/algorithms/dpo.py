@@ -42,7 +42,7 @@ def workflow(
     ref_chosen = reference.infer("logprobs", prompts, chosen, output="ref_chosen_logprobs")
     ref_rejected = reference.infer("logprobs", prompts, rejected, output="ref_rejected_logprobs")
     model("actor").train(
-        "direct_preference_loss",
+        "preferences.direct_preference_loss",
         prompts,
         chosen,
         rejected,

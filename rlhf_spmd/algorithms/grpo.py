@@ -47,7 +47,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     """One iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages, used = compute(
-        "group_advantages",
+        "group_advantages.group_advantages",
         responses=responses,
         scores=scores,
         makes={"advantages": "row", "used": "row"},
@@ -60,7 +60,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         starts = compute("group_starts", scores=scores, makes={"starts": "row"}, scope="group")
         used = compute("first_groups", used=used, starts=starts, makes={"trained": "row"}, scope="mini_batch")
     model("actor").train(
-        "surrogate_loss",
+        "surrogates.surrogate_loss",
         prompts,
         responses,
         advantages=advantages,

@@ -58,7 +58,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     scores = reward.infer("scores", prompts, responses)
     values = critic.infer("values", prompts, responses)
     advantages, returns = compute(
-        "estimate_advantages",
+        "advantages.estimate_advantages",
         responses=responses,
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
@@ -70,7 +70,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
     entropy = options.entropy_coef > 0
     actor.train(
-        "policy_loss",
+        "losses.policy_loss",
         prompts,
         responses,
         old_logprobs=logprobs,
@@ -79,7 +79,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         stop=stop,
         **corrections,
     )
-    critic.train("value_loss", prompts, responses, old_values=values, returns=returns)
+    critic.train("losses.value_loss", prompts, responses, old_values=values, returns=returns)
 
 
 def problem(options: Options, *, rollout_batch: int, samples_per_prompt: int) -> str:

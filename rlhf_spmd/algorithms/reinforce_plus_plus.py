@@ -32,7 +32,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     """One iteration. Whitening needs the whole batch, so nothing streams."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
-        "batch_advantages",
+        "group_advantages.batch_advantages",
         responses=responses,
         scores=scores,
         makes={"advantages": "token"},
@@ -44,7 +44,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         loss["ref_logprobs"] = kl["ref_logprobs"]
     divisor = policy_gradient.divisor(options)
     model("actor").train(
-        "surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
+        "surrogates.surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
     )
 
 

@@ -28,7 +28,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     greedy_responses, _ = model("actor").generate(prompts, name="greedy", temperature=0.0)
     greedy_scores = model("reward").infer("scores", prompts, greedy_responses, output="greedy_scores")
     advantages = compute(
-        "greedy_baseline_advantages",
+        "group_advantages.greedy_baseline_advantages",
         responses=responses,
         scores=scores,
         greedy_scores=greedy_scores,
@@ -37,7 +37,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     )
     divisor = policy_gradient.divisor(options)
     model("actor").train(
-        "surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
+        "surrogates.surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
     )
 
 

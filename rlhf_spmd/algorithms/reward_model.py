@@ -35,7 +35,7 @@ def workflow(
     margins: Data,
 ) -> None:
     """One iteration."""
-    model("reward").train("bradley_terry_loss", prompts, chosen, rejected, margins=margins, divisor="rows")
+    model("reward").train("preferences.bradley_terry_loss", prompts, chosen, rejected, margins=margins, divisor="rows")
 
 
 METRICS = {

@@ -28,7 +28,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     """One iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
-        "leave_one_out_advantages",
+        "group_advantages.leave_one_out_advantages",
         responses=responses,
         scores=scores,
         makes={"advantages": "row"},
@@ -37,7 +37,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     )
     divisor = policy_gradient.divisor(options)
     model("actor").train(
-        "surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
+        "surrogates.surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
     )
 
 

@@ -28,7 +28,7 @@ def workflow(
 ) -> None:
     """One iteration."""
     model("actor").train(
-        "likelihood_loss", prompts, responses, trained=trained, divisor=trained, entropy=options.log_entropy
+        "likelihood.likelihood_loss", prompts, responses, trained=trained, divisor=trained, entropy=options.log_entropy
     )
 
 

@@ -75,8 +75,9 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators([program, *filter(None, [evaluation])]))
 
+    from rlhf_spmd.runtime.run.recorded import Origin
     from rlhf_spmd.runtime.run.run_text import Command  # torch, which start_torch has prepared for
-    from rlhf_spmd.runtime.run.train import Origin, train
+    from rlhf_spmd.runtime.run.train import train
 
     result = train(
         config,

@@ -200,7 +200,7 @@ def test_steps_without_a_row_move_nothing(placement, world, folder, make_group):
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             world.barrier("a clean folder")
             texts = {"config.json": "{}", "strategy.py": ""}
-            saver = Saver(run.job.world, run.job.models, folder, every=0, keep=1, texts=texts)
+            saver = Saver(run.job, folder, texts)
             saver.save(run.number, {})
             saver.finish()
             resumed, its_engine = begin()

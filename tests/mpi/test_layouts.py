@@ -25,7 +25,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines import flat_engine
-from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute import parity_gate
 from rlhf_spmd.runtime.weights import rank_models
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.strategies import flattening, separation
@@ -306,7 +306,7 @@ def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tupl
     """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
     settings = with_value(settings, "ppo.epochs", 1)
     monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
-    monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
+    monkeypatch.setitem(parity_gate.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm
 
     def noted(engine):

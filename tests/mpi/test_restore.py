@@ -23,7 +23,6 @@ from rlhf_spmd.runtime.checkpoint.resume import _state
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.run import recorded
-from rlhf_spmd.runtime.run.train import state_after
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.strategies import flattening, interleaving1, reallocation, separation
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, with_groups
@@ -95,14 +94,14 @@ class Runs:
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self.world.barrier("a clean folder")
         texts = {"config.json": "{}", "strategy.py": ""}
-        saver = Saver(run.job.world, run.job.models, self.folder, every=0, keep=1, texts=texts)
+        saver = Saver(run.job, self.folder, texts)
         saver.save(run.number, {"inputs": recorded.inputs(run.job)} | recorded.run_state(run.state))
         saver.finish()
 
     def resumed(self, placement: str) -> RunOf:
         run, checkpoint = self.make(placement), newest(self.folder / "checkpoints")
         restore(run.job.models, checkpoint)
-        run.state = state_after(run.job, checkpoint.iteration, _state(checkpoint, run.config))
+        run.state = recorded.state_after(run.job, checkpoint.iteration, _state(checkpoint, run.config))
         run.number = checkpoint.iteration
         return run
 

@@ -14,20 +14,17 @@ from typing import Any
 from rlhf_spmd.runtime.checkpoint import checkpoint_files as files
 from rlhf_spmd.runtime.checkpoint.train_state import collect, write_tensors
 from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT
-from rlhf_spmd.runtime.weights.rank_models import RankModels
-from rlhf_spmd.runtime.world.world import World
+from rlhf_spmd.runtime.execute.job import Job
 
 
 class Saver:
     """Writes the checkpoints of one run. All ranks call `save` after the same iterations, and `finish` at the end."""
 
-    def __init__(self, world: World, models: RankModels, run: Path, *, every: int, keep: int, texts: Mapping[str, str]):
-        """run: the run folder. every: iterations between checkpoints; 0: only on a signal and at the end. texts: small
-        files that are
-        copied into each checkpoint."""
-        self.world, self.models, self.run, self.root = world, models, run, run / "checkpoints"
-        self.every, self.keep, self.texts = every, keep, dict(texts)
-        self.writers = [rank for rank in range(world.size) if models.program.trained(rank)]
+    def __init__(self, job: Job, run: Path, texts: Mapping[str, str]):
+        """run: the run folder. texts: small files that are copied into each checkpoint."""
+        self.job, self.world, self.run, self.root, self.texts = job, job.world, run, run / "checkpoints", dict(texts)
+        self.options = job.config.checkpoint
+        self.writers = [rank for rank in range(job.world.size) if job.program.trained(rank)]
         self.last: int | None = None  # iterations done at the last `save`
         self._thread: threading.Thread | None = None
         self._mine_written = threading.Event()
@@ -35,7 +32,7 @@ class Saver:
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint is due after this many iterations."""
-        return self.every > 0 and iteration % self.every == 0
+        return self.options.every > 0 and iteration % self.options.every == 0
 
     def save(self, iteration: int, state: Mapping[str, Any], best: int | None = None) -> None:
         """Starts a checkpoint after this many iterations: copies this rank's share and returns. First waits until the
@@ -43,7 +40,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
         self.check()
-        tensors, about = collect(self.models)
+        tensors, about = collect(self.job.models)
         self.last = iteration
         self._mine_written.clear()
         arguments = (iteration, tensors, about, dict(state), best)
@@ -103,4 +100,4 @@ class Saver:
             os.fsync(descriptor)
             os.close(descriptor)
         files.commit(self.root, iteration, written)
-        files.keep_newest(self.root, self.keep, best)
+        files.keep_newest(self.root, self.options.keep, best)

@@ -5,7 +5,6 @@ deadline passed, the ranks that have not arrived.
 """
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
-from rlhf_spmd.plan.program.pipeline import body
 from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
 from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
-from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.handlers import compute, generate, infer
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.execute.pipeline_runtime import Passage, Passes
+from rlhf_spmd.runtime.execute.passes import Passes, through_stages
 from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
@@ -51,14 +50,35 @@ class Executor:
         self.recorder.iteration = data.number
         self.transfers.num_bytes_sent, self.transfers.num_messages_sent = 0, 0
         answers: list[dict[str, Any]] = []
-        last = len(self.instructions) - 1
         for position, step in enumerate(self.instructions):
             self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
             try:
                 if position == 0:
                     release_unused(self.world.device)  # while no message is under way
-                answers = self._execute(step, data) or answers
-                if position == last:
+                if isinstance(step, Run):
+                    with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
+                        passes = self.run(step, data)
+                    if passes is not None:
+                        through_stages(passes, self.recorder)
+                elif isinstance(step, Post):
+                    what = self.program.transfers[step.transfer].what
+                    with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
+                        self.transfers.post(step.transfer, data)
+                elif isinstance(step, Wait):
+                    what = self.program.transfers[step.transfer].what
+                    with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
+                        self.transfers.wait(step.transfer, data)
+                elif isinstance(step, Load):
+                    with self.recorder.span(f"load {step.model}", "transfer"):
+                        for copy in self.job.models.offloaded_copies(step.model):
+                            copy.load()
+                elif isinstance(step, Offload):
+                    for copy in self.job.models.offloaded_copies(step.model):
+                        copy.release()
+                elif isinstance(step, Agree):
+                    with self.recorder.span(step.what, "control"):
+                        answers = self._agree(data, f"{data.title}: {step.what}")
+                if position == len(self.instructions) - 1:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:
                 raise
@@ -67,80 +87,36 @@ class Executor:
         self.world.progress(f"{data.title}: over", data.number)
         return answers
 
-    def _execute(self, step: Instruction, data: Iteration) -> list[dict[str, Any]] | None:
-        """One instruction; an Agree returns the messages of all ranks."""
-        if isinstance(step, Run):
-            with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
-                passes = self.run(step, data)
-            if passes is not None:
-                self._through_stages(step, passes)
-        elif isinstance(step, Post):
-            what = self.program.transfers[step.transfer].what
-            with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
-                self.transfers.post(step.transfer, data)
-        elif isinstance(step, Wait):
-            what = self.program.transfers[step.transfer].what
-            with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
-                self.transfers.wait(step.transfer, data)
-        elif isinstance(step, Load):
-            with self.recorder.span(f"load {step.model}", "transfer"):
-                for copy in self.job.models.offloaded_copies(step.model):
-                    copy.load()
-        elif isinstance(step, Offload):
-            for copy in self.job.models.offloaded_copies(step.model):
-                copy.release()
+    def run(self, run: Run, data: Iteration) -> Passes | None:
+        """Executes a Run of any call. Returns its passes if they go through stages."""
+        call = self.program.workload.workflow.call(run.call)
+        passes: Passes | None = None
+        if isinstance(call, Generate):
+            generate.generate(self.job, call, run, data)
+        elif isinstance(call, Compute):
+            compute.compute(self.job, call, run, data)
+        elif isinstance(call, Train):
+            passes = optimizer_step.begin(self.job, call, run, data)
         else:
-            assert isinstance(step, Agree)
-            with self.recorder.span(step.what, "control"):
-                return self._agree(data, f"{data.title}: {step.what}")
+            passes = infer.begin(self.job, call, run, data)
+        if passes is None or self.job.layout(passes.call).pp > 1:
+            return passes
+        with passes.within():
+            for index in range(len(passes.batches)):
+                passes.forward(index)
+                if isinstance(call, Train):
+                    passes.backward(index)
+        passes.close()
         return None
 
     def _agree(self, data: Iteration, what: str) -> list[dict[str, Any]]:
         """Exchanges messages at the end -> for each rank its numbers and, under "rows", a record of each response that
         it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
-        message = json.dumps(self._message(data)).encode() + b"\n" + self._digests(data).tobytes()
+        sent = {"bytes": self.transfers.num_bytes_sent, "messages": self.transfers.num_messages_sent}
+        numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
+        message = json.dumps(numbers).encode() + b"\n" + self._digests(data).tobytes()
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
-
-    def run(self, run: Run, data: Iteration) -> Passes | None:
-        """Executes a Run; with stages: begins it, and returns its passes."""
-        passes: Passes | None = None
-        match self.program.workload.workflow.call(run.call):
-            case Generate() as call:
-                generate.generate(self.job, call, run, data)
-            case Compute() as call:
-                compute.compute(self.job, call, run, data)
-            case Train() as call:
-                passes = train.begin(self.job, call, run, data)
-            case call:
-                passes = infer.begin(self.job, call, run, data)
-        if passes is None or self.program.layout_of(run).pp > 1:
-            return passes
-        passes.run()
-        return None
-
-    def _through_stages(self, step: Run, passes: Passes) -> None:
-        """A Run with stages: executes its body for the number of micro-batches that its ranks agree on."""
-        call, layout = self.program.workload.workflow.placed_call(step.call), self.program.layout_of(step)
-        about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
-        bare = replace(step, group=None, mini_batch=None, epoch=0)  # bodies differ in nothing else
-        rank = self.world.rank
-        passage = Passage(body(layout, call, bare, layout.dp_index(rank), passes.num_micro_batches), passes, rank)
-        with passes.within:
-            for inner in passage.instructions:
-                if isinstance(inner, Run):
-                    with self.recorder.span(step.call, "compute", **about, micro_batch=inner.micro_batch):
-                        passage.execute(inner)
-                else:
-                    with self.recorder.span(str(inner), "wait" if isinstance(inner, Wait) else "transfer"):
-                        passage.execute(inner)
-        if passes.backward is None:
-            passes.close()
-
-    def _message(self, data: Iteration) -> dict[str, Any]:
-        """This rank's numbers."""
-        sent = {"bytes": self.transfers.num_bytes_sent, "messages": self.transfers.num_messages_sent}
-        return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
 
     def _digests(self, data: Iteration) -> np.ndarray:
         """Records of the responses that this rank generated and reports; those of a second generate call count as

@@ -18,7 +18,7 @@ from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
-from rlhf_spmd.pages.algorithm import PageFunction
+from rlhf_spmd.pages.functions import PageFunction
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK
@@ -76,11 +76,6 @@ class Job:
         return self.program.workload
 
     @property
-    def numbers(self) -> dict[str, Any]:
-        """The arguments of a page's functions besides data: options and state."""
-        return self.config.algorithm.numbers(self.config.options, self.state.of_algorithm)
-
-    @property
     def sampling(self) -> dict[str, Any]:
         """Options of generation that every pass applies again."""
         generation = self.config.generation
@@ -106,30 +101,23 @@ class Job:
         """Sequences of a forward pass on one data-parallel shard."""
         return layout.micro_batch or self.workload.micro_batch
 
-    def place(self, run: Run) -> Place:
-        """The rows that a Run computes on this rank: slices of mini-batches and of columns."""
-        return self._slices(run, self.program.columns_of(run, self.world.rank))
-
-    def place_seen(self, run: Run) -> Place:
-        """The rows that a Run reads for them."""
-        return self._slices(run, self.program.columns_seen(run, self.world.rank))
-
-    def _slices(self, run: Run, columns: range) -> Place:
-        rows = self.program.mini_batches_of(run)
+    def place(self, run: Run, *, seen: bool = False) -> Place:
+        """The rows that a Run computes on this rank, or (seen) that it reads for them: slices of mini-batches and of
+        columns."""
+        rows, columns = self.program.mini_batches_of(run), self.program.columns_of(run, self.world.rank)
+        if seen:
+            columns = self.program.columns_seen(run, self.world.rank)
         return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
     def meter(self, call: ModelCall, data: Iteration) -> Meter:
         """Counts rows; discarded if another rank of the same shard reports them."""
         return data.meter if self.layout(call).reports(self.world.rank) else Meter()
 
-    def group(self, run: Run) -> dist.ProcessGroup | None:
-        """The group of a Run, None if this rank computes alone."""
-        return self.world.group(run.group) if run.group else None
-
-    def held(self, data: Iteration, key: str, place: Place) -> Tensor:
-        """The rows of a key at a place. A rank without columns may have nothing of the key."""
-        assert key in data.store or place[1].start == place[1].stop, f"{key} is read before it is there"
-        return data.store.at(key, place)
+    def reduced(self, tensor: Tensor, run: Run, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """The sum (or another reduction) of a tensor over the ranks of a Run, in place. Collective over them."""
+        if run.group:
+            dist.all_reduce(tensor, op=op, group=self.world.group(run.group))
+        return tensor
 
     def ended(self, responses_BG: Tensor) -> Tensor:
         """True where a response ended by itself, False where it was truncated: bool [B]."""

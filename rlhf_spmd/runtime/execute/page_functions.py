@@ -1,11 +1,13 @@
-"""Calls the functions that an algorithm's page names, and checks what they return.
+"""Calls the functions that an algorithm's page names: reads what they ask for, and checks what they return.
 
 A function of a user's page may raise anything and return anything. Each mistake becomes one message that names the
 function, and what it should return.
 """
 
+# B sequences of a micro-batch, G response tokens, n tokens of a tp rank's share, D hidden
+
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
@@ -13,30 +15,108 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.algorithm import Algorithm, bound
+from rlhf_spmd.model.sequences import Sequences, lengths_of, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.pages.functions import bound, mask_words, readout_words
+from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, MOST_LIKELY, SCORES, VALUES
+from rlhf_spmd.plan.workflow import Compute, LossCall
+from rlhf_spmd.runtime.execute.job import Job
 
+Rows = dict[str, Tensor]  # data key -> [B, ...]
+OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
     r"iteration|gen_tokens.*|response_length|ended_fraction|parity_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
 )
 
 
-def called(algorithm: Algorithm, name: str, function: Callable, available: Mapping[str, Any]) -> Any:
-    """What a function returns for the available values. Raises UserError naming the line if a user's function fails;
-    an error in a page of the package is an error of the program."""
-    arguments = bound(function, available)
-    with algorithm.calling(name, function, lets=(torch.OutOfMemoryError,)):
+def sequences_of(call: LossCall, rows: Rows) -> Sequences:
+    """The sequences of some rows. If a call reads two responses to a prompt, all first ones come before the second."""
+    prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
+    if len(call.responses) == 1:
+        return Sequences.join(prompts_BP[0], responses_BG[0])
+    return Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+
+
+def row_lengths(call: LossCall, rows: Rows) -> list[int]:
+    """Tokens of each row: of the prompt with each response that the call reads."""
+    of_each = (lengths_of(rows[call.prompts], rows[key]) for key in call.responses)
+    return [sum(one) for one in zip(*of_each, strict=True)]
+
+
+def read_output(
+    job: Job, model: Transformer, batch: Sequences, output_nD: Tensor, asked: Collection[str], kept_BGK: Tensor | None
+) -> Rows:
+    """What is asked of the output of the last stage, by word. An lm head always gives logprobs. kept_BGK: the sampling
+    support of the tokens, if sampling was restricted."""
+    if model.head == "scalar":
+        return {word: OF_SCALARS[word](model, batch, output_nD) for word in asked}
+    words = [LOGPROBS, *(word for word in (ENTROPY, MOST_LIKELY) if word in asked)]
+    entropy, top = ENTROPY in asked, MOST_LIKELY in asked
+    made = response_logprobs(model, batch, output_nD, kept_BGK, entropy=entropy, top=top, **job.sampling)
+    return dict(zip(words, made if isinstance(made, tuple) else (made,), strict=True))
+
+
+def stored_arguments(job: Job, call: LossCall, rows: Rows) -> Rows:
+    """The arguments of a loss and its companions that stored rows give."""
+    tokens = {key: rows[key] for key in call.responses}
+    masks = job.masks(mask_words(job.workload.workflow, call), tokens)
+    return {name: rows[key] for name, key in call.arguments} | masks
+
+
+def called(job: Job, call: LossCall | Compute, given: Mapping[str, Any], companion: str = "") -> Any:
+    """What the function of a call, or its companion ("sums", "prepare", "finish"), returns for data, options and state.
+    Raises UserError naming the line if a user's function fails; an error in a page of the package is an error of the
+    program."""
+    functions, algorithm = job.functions[call.name], job.config.algorithm
+    function = getattr(functions, companion or "function")
+    arguments = bound(function, {**algorithm.numbers(job.config.options, job.state.of_algorithm), **given})
+    with algorithm.calling(_name(call, companion), function, lets=(torch.OutOfMemoryError,)):
         return function(**arguments)
 
 
+def read_loss(
+    job: Job, call: LossCall, model: Transformer, batch: Sequences, output_nD: Tensor, rows: Rows, prepared: Rows
+) -> tuple[Tensor, Mapping[str, tuple], Rows]:
+    """The loss of some rows, its sums for the log, which it need not have, and what was read of the output of the last
+    stage. prepared: arguments in the place of stored ones. Raises UserError."""
+    asked_for = job.functions[call.name].words
+    words = {word: what for word, what in readout_words(job.workload.workflow, call).items() if word in asked_for}
+    kept_BGK = rows[call.kept] if call.kept else None
+    outputs = read_output(job, model, batch, output_nD, dict.fromkeys(what for _, what in words.values()), kept_BGK)
+    given = stored_arguments(job, call, rows) | prepared
+    for word, (key, what) in words.items():
+        given[word] = outputs[what].chunk(len(call.responses))[call.responses.index(key)]
+    made = called(job, call, given)
+    total, log = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    who = f"algorithm {job.config.algorithm.name}: {call.function}()"
+    needs_gradient = torch.is_grad_enabled()  # not where a loss is only measured
+    if not isinstance(total, Tensor) or total.dim() or (needs_gradient and not total.requires_grad):
+        what = f"a {type(total).__name__}"
+        if isinstance(total, Tensor):
+            what = f"a tensor of shape {list(total.shape)}" if total.dim() else "a number without gradient"
+        raise UserError(
+            f"{who} returned {what}; return the sum of the loss over the mask, a tensor without dimensions that "
+            "depends on the model's output, and, if you like, sums for the log after it"
+        )
+    if not isinstance(log, Mapping):
+        raise UserError(
+            f"{who} returned a {type(log).__name__} after the loss; return a dict of sums for the log there"
+        )
+    _check_log(who, log, scalars=True)
+    return total, log, outputs
+
+
 def results_of(
-    algorithm: Algorithm, name: str, made: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, Tensor], Mapping[str, tuple]]:
-    """The results of a compute and its sums for the log. shapes: of each result, by key, in order. Raises UserError."""
+    job: Job, call: Compute, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], companion: str = ""
+) -> tuple[Rows, Mapping[str, tuple]]:
+    """The results of a compute or of its companion, and its sums for the log. shapes: of each result, by key, in order.
+    Raises UserError."""
+    made = called(job, call, given, companion)
     made = made if isinstance(made, tuple) else (made,)
     log = made[-1] if isinstance(made[-1], Mapping) else {}
     results = made[: len(made) - isinstance(made[-1], Mapping)]
-    who = f"algorithm {algorithm.name}: {name}()"
+    who = f"algorithm {job.config.algorithm.name}: {_name(call, companion)}()"
     if len(results) != len(shapes):
         raise UserError(
             f"{who} returned {len(results)} results, but the workflow makes {', '.join(shapes)} of them; return as "
@@ -52,25 +132,8 @@ def results_of(
     return dict(zip(shapes, results, strict=True)), log
 
 
-def loss_of(algorithm: Algorithm, name: str, made: Any, *, learns: bool = True) -> tuple[Tensor, Mapping[str, tuple]]:
-    """A loss and its sums for the log, which it need not have. learns: whether it must have a gradient. Raises
-    UserError."""
-    total, log = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
-    who = f"algorithm {algorithm.name}: {name}()"
-    if not isinstance(total, Tensor) or total.dim() or (learns and not total.requires_grad):
-        what = f"a {type(total).__name__}"
-        if isinstance(total, Tensor):
-            what = f"a tensor of shape {list(total.shape)}" if total.dim() else "a number without gradient"
-        raise UserError(
-            f"{who} returned {what}; return the sum of the loss over the mask, a tensor without dimensions that "
-            "depends on the model's output, and, if you like, sums for the log after it"
-        )
-    if not isinstance(log, Mapping):
-        raise UserError(
-            f"{who} returned a {type(log).__name__} after the loss; return a dict of sums for the log there"
-        )
-    _check_log(who, log, scalars=True)
-    return total, log
+def _name(call: LossCall | Compute, companion: str) -> str:
+    return f"{call.function}_{companion}" if companion else call.function
 
 
 def _check_log(who: str, log: Mapping, *, scalars: bool = False) -> None:
@@ -78,11 +141,11 @@ def _check_log(who: str, log: Mapping, *, scalars: bool = False) -> None:
     for name, pair in log.items():
         if not isinstance(name, str) or OWN_NAMES.fullmatch(name):
             raise UserError(f"{who} returned a sum named {name!r} for the log, where that name is taken; rename it")
-        good = isinstance(pair, tuple) and len(pair) == 2
-        good = good and all(
-            isinstance(part, Real) or (isinstance(part, Tensor) and not part.is_complex()) for part in pair
-        )
-        if good and scalars:
-            good = not any(isinstance(part, Tensor) and part.dim() for part in pair)
-        if not good:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_real(part, scalars) for part in pair)):
             raise UserError(f"{who} returned the sum {name} as {pair!r:.60}; return (sum, weight), two numbers")
+
+
+def _is_real(part: Any, scalar: bool) -> bool:
+    if isinstance(part, Tensor):
+        return not part.is_complex() and not (scalar and part.dim())
+    return isinstance(part, Real)

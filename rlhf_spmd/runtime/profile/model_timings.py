@@ -31,9 +31,9 @@ from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
-from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.job import Job, RunState
-from rlhf_spmd.runtime.execute.readout import Rows, read_output, sequences_of
+from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
+from rlhf_spmd.runtime.execute.page_functions import Rows, read_output, sequences_of
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.metric_sums import Meter
@@ -124,7 +124,7 @@ class TimedModel:
         """One micro-batch of an inference call."""
         batch, kept = sequences_of(self.call, rows), rows[self.call.kept] if self.call.kept else None
         what = VALUES if self.shape.scalar_head else LOGPROBS
-        read_output(what, self.model, batch, forward(self.model, batch), kept, self.job.sampling)
+        read_output(self.job, self.model, batch, forward(self.model, batch), [what], kept)
 
     def train(self, engine: TrainEngine, rows: Rows, *, update: bool = False) -> None:
         """One optimizer step of one micro-batch without the update; or only the update."""
@@ -133,13 +133,13 @@ class TimedModel:
         num, program = len(rows[self.call.prompts]), self.job.program
         workload = replace(program.workload, mini_batch=num, micro_batch=num)
         job = replace(self.job, program=replace(program, workload=workload))
-        step = optimizer_step.begin(job, self.call, run, engine, rows, rate=1e-9, meter=Meter())
+        step = OptimizerStep(job, self.call, run, engine, rows, rate=1e-9, meter=Meter(), stopped=set())
         if update:
-            optimizer_step.log(job, step, engine.update(lr=step.rate))
+            step.log(engine.update(lr=step.rate))
             return
         engine.begin()
-        optimizer_step.forward(job, step, 0, None)
-        optimizer_step.backward(step, 0, None)
+        step.forward(0)
+        step.backward(0)
 
     def generate(self, prompts_BP: Tensor, num_tokens: Sequence[int]) -> None:
         """Generates responses with these numbers of tokens."""

@@ -47,24 +47,21 @@ class Loop:
         self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """All iterations that are left. is_over: asked before each, on every rank alike. Collective."""
-        while len(self.history) < self.job.config.iterations and not is_over():
-            self.run_next()
-
-    def run_next(self) -> None:
-        """One iteration, and what listens to it. Collective."""
-        job, number = self.job, len(self.history)
-        began, data = time.perf_counter(), make_iteration(job, number)
-        answers = self.executor.iteration(data)
-        metrics = summarize(job, answers)
-        metrics["iteration_s"] = time.perf_counter() - began
-        check_finite(metrics, number)
-        update(job, answers)
-        self.history.append(metrics)
-        signals = frozenset(name for answer in answers for name in answer["signals"])
-        self.last = Done(number, data, metrics, answers, signals)
-        for listener in self.listeners:
-            listener(self.last)
+        """All iterations that are left, and what listens to each. is_over: asked before each, on every rank alike.
+        Collective."""
+        job = self.job
+        while (number := len(self.history)) < job.config.iterations and not is_over():
+            began, data = time.perf_counter(), make_iteration(job, number)
+            answers = self.executor.iteration(data)
+            metrics = summarize(job, answers)
+            metrics["iteration_s"] = time.perf_counter() - began
+            check_finite(metrics, number)
+            update(job, answers)
+            self.history.append(metrics)
+            signals = frozenset(name for answer in answers for name in answer["signals"])
+            self.last = Done(number, data, metrics, answers, signals)
+            for listener in self.listeners:
+                listener(self.last)
 
 
 def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -1,23 +1,56 @@
-"""What a checkpoint records of a run's inputs and surroundings, and how a resume compares it."""
+"""What a run's folder and its checkpoints record of it, and how a resume compares and restores that."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import remove_drafts
+from rlhf_spmd.runtime.checkpoint.resume import PRODUCTS, PROGRAM, STARTED, Resumed, refuse_older, refuse_other_inputs
+from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.execute.job import Job, RunState
+from rlhf_spmd.runtime.records.run_files import headlines_of
+from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Shown
 from rlhf_spmd.runtime.run.inputs import functions_fingerprints
+from rlhf_spmd.runtime.run.rollouts import forget
+from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
+    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
+    the name alone finds the strategy. note: about code that the user did not name."""
+
+    strategy: str
+    source: str
+    cluster: str = ""
+    root: str = "runs"
+    name: str | None = None
+    resumed: Resumed | None = None
+    comes_with_package: bool = True
+    note: str = ""
 
 
 def run_state(state: RunState) -> dict:
     """The state of a run besides weights, options and inputs, for a checkpoint."""
     return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
+
+
+def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
+    """The state before the next iteration. values: of `run_state`."""
+    workload = job.program.workload
+    num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
+    steps = dict.fromkeys(job.models.engines, num_steps)
+    return RunState(job.config.algorithm.read_state(values["state"]), steps=steps)
 
 
 def inputs(job: Job) -> dict[str, str]:
@@ -84,3 +117,87 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
                 "another program" if name == "stable program" else f"{name} {now[name]} instead of {before[name]}"
             )
     return f"{', '.join(parts)}: from here on numbers may differ in their last digits" if parts else ""
+
+
+def open_folder(job: Job, origin: Origin) -> RunFolder:
+    """Makes or reopens the run folder, and locks it. Collective; raises UserError."""
+    world, path = job.world, str(origin.resumed.folder) if origin.resumed else ""
+    if not path:
+        with world.together("making the run folder"):
+            if world.rank == 0:
+                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).shown)
+        path = world.bcast(path, what="the run folder")
+    folder = RunFolder(path, writes=world.rank == 0)
+    with world.together("opening the run folder"):
+        folder.find()
+        folder.lock()
+        if origin.resumed is not None and folder.writes:
+            refuse_older(origin.resumed)
+    return folder
+
+
+def start_or_resume(
+    job: Job, folder: RunFolder, origin: Origin, summary: str
+) -> tuple[list[dict[str, Any]], list[Shown]]:
+    """Writes the description of a run, and restores its state -> the metrics of earlier iterations, and samples of the
+    untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
+    world, resumed = job.world, origin.resumed
+    history: list[dict[str, Any]] = []
+    if resumed is not None:
+        with world.together("reading the metrics so far"):
+            needed = [
+                "iteration_s",
+                *(["gen_tokens", "generate_s"] if job.program.workload.workflow.generate_calls else []),
+            ]
+            history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
+        history = world.bcast(history, what="the metrics so far")
+    if resumed is None or resumed.checkpoint is None:
+        describe(job, folder, origin, summary, history)
+        before = sample_responses(job)
+        folder.write_samples(join_samples(job, before))
+        return history, before
+    with world.together("comparing with the checkpoint"):
+        refuse_other_inputs(inputs(job), resumed, started=job.started if job.written_at else "")
+        refuse_other_support(job, resumed.folder, resumed.state["support"])
+        if len(history) != resumed.iteration:
+            raise UserError(
+                f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
+                f"{resumed.checkpoint.folder.name}; restore the file"
+            )
+    restore(job.models, resumed.checkpoint)
+    job.state = state_after(job, resumed.iteration, resumed.state)
+    with world.together("reading the samples"):
+        before = folder.samples_before() if world.rank == 0 else []
+    describe(job, folder, origin, summary, history)
+    before = [(text, score, late) for text, score, late in world.bcast(before, what="the samples")]
+    return history, before
+
+
+def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
+    """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
+    again. Collective; raises UserError."""
+    named = origin.strategy if origin.comes_with_package else str(folder.shown / "strategy.py")
+    options = resolved(job.config, strategy=named)
+    with job.world.together("describing the run"):
+        if job.config.wandb and folder.writes:  # first, since it may fail
+            place = folder.curves.start_wandb(job.config.wandb, options)
+            folder.notes.append(f"Weights & Biases: {place}")
+        if origin.resumed is not None and folder.writes:
+            remove_drafts(folder.path / "checkpoints")
+            folder.keep_metrics(history)
+            forget(folder.path, len(history))
+        folder.write("strategy.py", origin.source)
+        if job.config.algorithm.from_file:
+            folder.write("algorithm.py", job.config.algorithm.source)
+        about: dict[str, Any] = {
+            "strategy": origin.strategy,
+            "fingerprint": job.program.fingerprint,
+            "summary": summary.split("\n"),
+        }
+        algorithm = job.config.algorithm  # for who reads the run without loading its page
+        about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
+        about |= {PRODUCTS: dict(job.products)} if job.products else {}
+        folder.write_values(PROGRAM, about | {STARTED: job.started})
+        if origin.cluster:
+            folder.write("cluster.toml", origin.cluster)
+        folder.write_values(CONFIG, options)  # last: a folder with config.json is a run

@@ -3,32 +3,24 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
-from rlhf_spmd.config.options import Config, function_labels, function_names, resolved
-from rlhf_spmd.errors import UserError
+from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.checkpoint.resume import (
-    PRODUCTS,
-    PROGRAM,
-    STARTED,
-    Resumed,
     not_compared,
     refuse_fewer,
-    refuse_older,
-    refuse_other_inputs,
 )
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.job import Job, RunState
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
@@ -36,36 +28,20 @@ from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.records.console import Console, Result
-from rlhf_spmd.runtime.records.run_files import headlines_of
-from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Sample, Shown, writing
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, writing
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of, num_timeouts, timeouts_note
 from rlhf_spmd.runtime.run.prepare import prepare
-from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
+from rlhf_spmd.runtime.run.recorded import Origin
+from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 
 TIMELINE_ITERATIONS = 3  # the last ones are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
-    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
-    the name alone finds the strategy. note: about code that the user did not name."""
-
-    strategy: str
-    source: str
-    cluster: str = ""
-    root: str = "runs"
-    name: str | None = None
-    resumed: Resumed | None = None
-    comes_with_package: bool = True
-    note: str = ""
 
 
 def train(
@@ -94,7 +70,7 @@ def train(
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
-    folder = open_folder(job, origin)
+    folder = recorded.open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named)
@@ -109,7 +85,7 @@ def train(
     console.note(origin.note)
     for note in run_text.notes(job, resumed):
         console.note(f"note: {note}")
-    history, before = start_or_resume(job, folder, origin, summary)
+    history, before = recorded.start_or_resume(job, folder, origin, summary)
     inputs, surroundings = recorded.inputs(job), recorded.surroundings(job)
     if resumed and (names := not_compared(inputs, resumed)):
         what = ", of the ".join(names)
@@ -164,7 +140,7 @@ class Running:
     ):
         """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
         history: the metrics of the iterations so far. The other arguments are as in `train`."""
-        world, options = job.world, job.config.checkpoint
+        world = job.world
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
@@ -172,7 +148,7 @@ class Running:
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
-        self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
+        self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
         self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
         self.loop = Loop(job, executor, history)
@@ -247,98 +223,6 @@ class Running:
     def forget(self, done: Done) -> None:
         """Keeps the spans of the last iterations alone."""
         self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
-
-
-def open_folder(job: Job, origin: Origin) -> RunFolder:
-    """Makes or reopens the run folder, and locks it. Collective; raises UserError."""
-    world, path = job.world, str(origin.resumed.folder) if origin.resumed else ""
-    if not path:
-        with world.together("making the run folder"):
-            if world.rank == 0:
-                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).shown)
-        path = world.bcast(path, what="the run folder")
-    folder = RunFolder(path, writes=world.rank == 0)
-    with world.together("opening the run folder"):
-        folder.find()
-        folder.lock()
-        if origin.resumed is not None and folder.writes:
-            refuse_older(origin.resumed)
-    return folder
-
-
-def start_or_resume(
-    job: Job, folder: RunFolder, origin: Origin, summary: str
-) -> tuple[list[dict[str, Any]], list[Shown]]:
-    """Writes the description of a run, and restores its state -> the metrics of earlier iterations, and samples of the
-    untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
-    world, resumed = job.world, origin.resumed
-    history: list[dict[str, Any]] = []
-    if resumed is not None:
-        with world.together("reading the metrics so far"):
-            needed = [
-                "iteration_s",
-                *(["gen_tokens", "generate_s"] if job.program.workload.workflow.generate_calls else []),
-            ]
-            history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
-        history = world.bcast(history, what="the metrics so far")
-    if resumed is None or resumed.checkpoint is None:
-        describe(job, folder, origin, summary, history)
-        before = sample_responses(job)
-        folder.write_samples(join_samples(job, before))
-        return history, before
-    with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(recorded.inputs(job), resumed, started=job.started if job.written_at else "")
-        recorded.refuse_other_support(job, resumed.folder, resumed.state["support"])
-        if len(history) != resumed.iteration:
-            raise UserError(
-                f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
-                f"{resumed.checkpoint.folder.name}; restore the file"
-            )
-    restore(job.models, resumed.checkpoint)
-    job.state = state_after(job, resumed.iteration, resumed.state)
-    with world.together("reading the samples"):
-        before = folder.samples_before() if world.rank == 0 else []
-    describe(job, folder, origin, summary, history)
-    before = [(text, score, late) for text, score, late in world.bcast(before, what="the samples")]
-    return history, before
-
-
-def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
-    """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
-    again. Collective; raises UserError."""
-    named = origin.strategy if origin.comes_with_package else str(folder.shown / "strategy.py")
-    options = resolved(job.config, strategy=named)
-    with job.world.together("describing the run"):
-        if job.config.wandb and folder.writes:  # first, since it may fail
-            place = folder.curves.start_wandb(job.config.wandb, options)
-            folder.notes.append(f"Weights & Biases: {place}")
-        if origin.resumed is not None and folder.writes:
-            remove_drafts(folder.path / "checkpoints")
-            folder.keep_metrics(history)
-            forget(folder.path, len(history))
-        folder.write("strategy.py", origin.source)
-        if job.config.algorithm.from_file:
-            folder.write("algorithm.py", job.config.algorithm.source)
-        about: dict[str, Any] = {
-            "strategy": origin.strategy,
-            "fingerprint": job.program.fingerprint,
-            "summary": summary.split("\n"),
-        }
-        algorithm = job.config.algorithm  # for who reads the run without loading its page
-        about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
-        about |= {PRODUCTS: dict(job.products)} if job.products else {}
-        folder.write_values(PROGRAM, about | {STARTED: job.started})
-        if origin.cluster:
-            folder.write("cluster.toml", origin.cluster)
-        folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
-
-
-def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
-    """The state before the next iteration. values: from recorded.run_state."""
-    workload = job.program.workload
-    num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
-    steps = dict.fromkeys(job.models.engines, num_steps)
-    return RunState(job.config.algorithm.read_state(values["state"]), steps=steps)
 
 
 def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:

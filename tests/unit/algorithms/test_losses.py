@@ -16,8 +16,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms import advantages
 from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
 from rlhf_spmd.algorithms.surrogates import surrogate_loss
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -225,28 +224,28 @@ def test_extreme_ratios(loss, log_ratio):
         assert all(math.isfinite(value) for value, _ in sums.values())
 
 
-def stops(*local: tuple[float, int], limit: float | None, monkeypatch) -> list[bool]:
+def stops(*local: tuple[float, int], limit: float | None) -> list[bool]:
     """What each rank decides after a step in which it counted a sum of approx_kl over so many tokens."""
-    layout = Layout.data_parallel(range(len(local)))
     total = torch.tensor(local, dtype=torch.float64).sum(0)
-    monkeypatch.setattr(optimizer_step, "summed", lambda own, *, group: own + (total - own))
+    job = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu")), reduced=lambda own, run: own + (total - own)
+    )
     found = []
-    for rank, (of_rank, tokens) in enumerate(local):
+    for of_rank, tokens in local:
         halves = [{"approx_kl": (torch.tensor(of_rank / 2).double(), torch.tensor(tokens / 2))}] * 2  # micro-batches
         call = SimpleNamespace(stop=("approx_kl", limit) if limit else None, function="policy_loss")
-        world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-        step = SimpleNamespace(call=call, run=None, stats=halves, layout=layout)
-        found.append(optimizer_step.should_stop(SimpleNamespace(world=world, group=lambda run: None), step))
+        step = SimpleNamespace(job=job, call=call, run=None, stats=halves, reports=True)
+        found.append(OptimizerStep.should_stop(step))
     return found
 
 
-def test_row_19_early_stop_is_decided_on_global_sums(monkeypatch):
+def test_row_19_early_stop_is_decided_on_global_sums():
     """Two ranks that would disagree by themselves."""
     local = [(0.5, 10), (0.1, 30)]  # sums of approx_kl and tokens: means 0.05 and 0.0033
-    alone = [stops(rank, limit=0.02, monkeypatch=monkeypatch) for rank in local]
+    alone = [stops(rank, limit=0.02) for rank in local]
     assert alone == [[True], [False]]
-    assert stops(*local, limit=0.02, monkeypatch=monkeypatch) == [False, False]
-    assert stops(*local, limit=0.01, monkeypatch=monkeypatch) == [True, True]
-    assert stops((99.0, 1), limit=None, monkeypatch=monkeypatch) == [False]
-    assert stops((0.0, 0), limit=0.1, monkeypatch=monkeypatch) == [False]
-    assert stops((NAN, 40), limit=0.1, monkeypatch=monkeypatch) == [True]
+    assert stops(*local, limit=0.02) == [False, False]
+    assert stops(*local, limit=0.01) == [True, True]
+    assert stops((99.0, 1), limit=None) == [False]
+    assert stops((0.0, 0), limit=0.1) == [False]
+    assert stops((NAN, 40), limit=0.1) == [True]

@@ -12,7 +12,7 @@ from rlhf_spmd.algorithms.ppo import Options
 from rlhf_spmd.config.options import Config, Generation, Optimizer
 from rlhf_spmd.config.options import options_of as config_options
 from rlhf_spmd.config.presets import PRESETS, load
-from rlhf_spmd.runtime.execute.optimizer_step import PARITY_TOLERANCE
+from rlhf_spmd.runtime.execute.parity_gate import PARITY_TOLERANCE
 
 RULES = {  # row -> option: its default
     1: {"ppo.kl_coef": 0.05},

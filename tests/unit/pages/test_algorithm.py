@@ -16,7 +16,8 @@ from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.algorithm import algorithm_names, bound, check_functions, load_algorithm, word_of
+from rlhf_spmd.pages.algorithm import algorithm_names, check_functions, load_algorithm
+from rlhf_spmd.pages.functions import bound, word_of
 from rlhf_spmd.runtime.checkpoint.resume import config_of as resumed_config
 from tests.pages import checked, write_page
 

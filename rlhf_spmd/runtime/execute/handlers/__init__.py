@@ -1,1 +1,1 @@
-"""What each kind of call computes on a rank: generate, infer, compute, train."""
+"""What calls compute on a rank, besides those that train (optimizer_step.py): generate, infer, compute."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_spmd.config.options import Checkpointing
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint import checkpoint_files, saving
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
@@ -24,13 +25,14 @@ def saver(tmp_path, monkeypatch) -> Saver:
     monkeypatch.setattr(saving, "collect", lambda models: ({}, {"places": "{}", "steps": "{}"}))
     world = OneRank()
     world.deadline_s = 5.0
-    models = SimpleNamespace(program=SimpleNamespace(trained=lambda rank: ("actor",)))
-    return Saver(world, models, tmp_path, every=4, keep=2, texts=TEXTS)
+    options = SimpleNamespace(checkpoint=Checkpointing(every=4, keep=2))
+    program = SimpleNamespace(trained=lambda rank: ("actor",))
+    return Saver(SimpleNamespace(config=options, program=program, world=world, models=None), tmp_path, TEXTS)
 
 
 def test_when_it_is_due(saver):
     assert [number for number in range(1, 13) if saver.is_due(number)] == [4, 8, 12]
-    saver.every = 0
+    saver.options = Checkpointing(every=0)
     assert not any(saver.is_due(number) for number in range(1, 13))
 
 

@@ -6,7 +6,7 @@ import torch
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, corrects, parity_gate
+from rlhf_spmd.runtime.execute.parity_gate import MEAN_TOKENS, corrects, parity_gate
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 SHAPE = (8, 2 * MEAN_TOKENS // 8)
@@ -17,9 +17,8 @@ def gate(difference_BG: torch.Tensor, *options: str, corrected: bool = False) ->
     config = presets.load("tiny", ["dtype=bfloat16", *options])
     old_BG = torch.full(difference_BG.shape, -3.0)
     responses_BG = torch.zeros(difference_BG.shape, dtype=torch.int64)
-    mask_BG = torch.ones(difference_BG.shape, dtype=torch.bool)
     meter = Meter()
-    parity_gate(config, old_BG, old_BG + difference_BG, mask_BG, responses_BG, meter, corrected=corrected)
+    parity_gate(config, old_BG, old_BG + difference_BG, responses_BG, meter, corrected=corrected)
     return meter.maxima
 
 
