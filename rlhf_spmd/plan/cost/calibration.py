@@ -18,7 +18,8 @@ OF_DEVICE = (
     "graph_layer_s",
 )
 OF_LINKS = ("inside.bytes_per_s", "inside.latency_s", "between.bytes_per_s", "between.latency_s")
-CONSTANTS = (*OF_DEVICE, *OF_LINKS)
+OF_HOST = ("host.bytes_per_s", "host.latency_s")
+CONSTANTS = (*OF_DEVICE, *OF_LINKS, *OF_HOST)
 VERSION = 1  # of the meaning of these constants; a file of another version is refused
 
 
@@ -167,6 +168,9 @@ class Link:
     latency_s: float
 
 
+HOST_LINK = Link(1e9, 2e-4)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The properties of each node on which seconds depend; a calibration is valid for all equal machines. processor:
@@ -186,7 +190,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """devices: by type. inside, between: links of devices in one node and in two. pipelined_prefill: whether a copy
+    """devices: by type. inside, between: links of devices in one node and in two. host: of two processes in one node,
+    by gloo; the default is assumed. pipelined_prefill: whether a copy
     with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
     provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine.
     sources: where constants (CONSTANTS) come from, one of SOURCES."""
@@ -199,6 +204,7 @@ class Calibration:
     pipelined_prefill: bool = False
     machine: Machine | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    host: Link = HOST_LINK
 
     def __post_init__(self) -> None:
         for name, source in self.sources.items():
