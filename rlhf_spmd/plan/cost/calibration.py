@@ -17,9 +17,8 @@ OF_DEVICE = (
     *("matrix_flops", "memory_bytes_per_s", "host_bytes_per_s", "layer_s", "decode_layer_s", "decode_reduce_s"),
     "graph_layer_s",
 )
-OF_LINKS = ("inside.bytes_per_s", "inside.latency_s", "between.bytes_per_s", "between.latency_s")
-OF_HOST = ("host.bytes_per_s", "host.latency_s")
-CONSTANTS = (*OF_DEVICE, *OF_LINKS, *OF_HOST)
+OF_LINKS = tuple(f"{link}.{one}" for link in ("inside", "between", "host") for one in ("bytes_per_s", "latency_s"))
+CONSTANTS = (*OF_DEVICE, *OF_LINKS)
 VERSION = 1  # of the meaning of these constants; a file of another version is refused
 
 
@@ -168,7 +167,7 @@ class Link:
     latency_s: float
 
 
-HOST_LINK = Link(1e9, 2e-4)
+HOST_LINK = Link(1e9, 2e-4)  # assumed: what sockets inside a node and a thread of gloo's do at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """devices: by type. inside, between: links of devices in one node and in two. host: of two processes in one node,
-    by gloo; the default is assumed. pipelined_prefill: whether a copy
+    by gloo: rows between GPUs take it. pipelined_prefill: whether a copy
     with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
     provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine.
     sources: where constants (CONSTANTS) come from, one of SOURCES."""

@@ -4,8 +4,8 @@ No row is sent to a rank that holds it. Everything that one call (or joint set o
 travels in one move, with one message per run of columns between two ranks.
 
 A receive of NCCL occupies a part of a GPU from the moment it is posted. So rows between GPUs go through host memory,
-where a receive costs nothing until it is copied to the device. Large messages go by NCCL, but their receivers first wait
-for a notice, through host memory, that the sender is ready.
+where a receive costs nothing until it is copied to the device. Large messages go by NCCL, but their receivers first
+wait for a notice, through host memory, that the sender is ready.
 """
 
 from collections.abc import Iterator
