@@ -56,7 +56,8 @@ def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float,
 
 def host_messages(clock: Clock, ranks: tuple[int, ...]) -> list[tuple[int, float, float]]:
     """The same of messages through host memory between two ranks."""
-    world, points = clock.world, []
+    world = clock.world
+    points: list[tuple[int, float, float]] = []
     group = world.group(group_name(range(world.size), HOST))
     for num_bytes in MESSAGE_BYTES:
         buffer = torch.zeros(num_bytes // 4, pin_memory=world.device.type == "cuda")
