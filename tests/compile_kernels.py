@@ -29,7 +29,6 @@ from rlhf_spmd.kernels.silu_mul import silu_mul_triton
 from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
 
-
 NUM_ROWS = (15, 1, 16, 17)  # the compiler knows 1 and multiples of 16 from the others
 
 
@@ -55,7 +54,9 @@ def rows(dtype: torch.dtype, num: int) -> None:
 def logprobs(dtype: torch.dtype, num: int) -> None:
     hidden, weight = (torch.zeros(n, 32, dtype=dtype, requires_grad=True) for n in (num, 1000))
     for entropy in (False, True):
-        got = token_logprobs_triton(hidden, weight, torch.zeros(num, dtype=torch.int64), temperature=0.7, entropy=entropy)
+        got = token_logprobs_triton(
+            hidden, weight, torch.zeros(num, dtype=torch.int64), temperature=0.7, entropy=entropy
+        )
         torch.stack(got if entropy else (got,)).sum().backward()
 
 
