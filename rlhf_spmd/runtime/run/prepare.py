@@ -21,7 +21,6 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
-from rlhf_spmd.runtime.execute.first_launches import launch_kernels
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.generation import random_streams
@@ -119,8 +118,6 @@ def prepare(
     )
     if evaluation is not None and held_out is not None:
         job.evaluation = _of_evaluation(job, of_evaluation, evaluation, held_out, scorer_of_evaluation)
-    if world.device.type == "cuda":
-        launch_kernels(job)
     return job
 
 
