@@ -227,7 +227,7 @@ def _scan(
     return out_GD, max_G, sum_G
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tb"])
 def _split_kernel(
     # pointers
     q_ptr,  # [B, H, d]

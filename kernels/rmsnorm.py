@@ -41,7 +41,7 @@ def rmsnorm_ref(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor 
     return y_ND.to(x_ND.dtype), s_ND
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rmsnorm_kernel(
     # pointers
     x_ptr,  # [T, H, D]

@@ -119,7 +119,7 @@ def _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES
     return mass_N.to(tl.float64) * weight_N.to(tl.float64), highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_kernel(
     # pointers
     logits_ptr,  # [B, V]

@@ -112,7 +112,7 @@ def _inside(tokens_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
 # ---- Triton ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _statistics_kernel(
     # pointers
     logits_NC,

@@ -1,5 +1,9 @@
 """Imports Triton if it is needed, else defines a stand-in, so that the torch code of every kernel file works anywhere.
 
+Triton compiles a kernel again for an integer that is 1, or a multiple of 16, unless the kernel says do_not_specialize.
+Kernels say it of what differs between the launches of a run, the number of rows: else a kernel would be compiled and
+loaded when the first batch of another kind arrives. Sizes of a model stay specialised, for wide loads.
+
 Triton is needed on a GPU, under its interpreter, and by programs that imported it before (benches that compile without
 a GPU). Other runs start 0.2 s earlier without it, and it need not be installed.
 """
@@ -24,8 +28,8 @@ except ImportError:  # if it is needed but missing, runtime/world/devices.py rep
         constexpr = None
 
         @staticmethod
-        def jit(function):
-            return function
+        def jit(function=None, **options):
+            return function or (lambda function: function)
 
     triton = tl = _Absent()
 

@@ -2,7 +2,8 @@
 
 What the interpreter runs, the compiler may still refuse (a type that changes in a loop, too much shared memory), so
 this finds before any GPU does what a GPU would find first. Prints one JSON object: kernel -> how often it was compiled
-anew, and the most shared memory and bytes of spilled registers that one of these takes.
+anew, how often of these because the number of rows was another one, and the most shared memory and bytes of spilled
+registers that one takes.
 
 Command: python -m tests.compile_kernels 90     (compute capability 9.0; not with TRITON_INTERPRET=1)
 """
@@ -28,36 +29,40 @@ from rlhf_spmd.kernels.silu_mul import silu_mul_triton
 from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
 
+NUM_ROWS = (15, 1, 16, 17)  # the compiler knows 1 and multiples of 16 from the others
 
-def attention(dtype: torch.dtype) -> None:
-    tables, lengths = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+
+def attention(dtype: torch.dtype, num: int) -> None:
+    tables, lengths = torch.zeros(num, num, dtype=torch.int32), torch.ones(num, dtype=torch.int32)
     for head_dim, heads, kv_heads in ((128, 8, 2), (80, 7, 1), (256, 32, 1)):
-        q, cache = torch.zeros(4, heads, head_dim, dtype=dtype), torch.zeros(9, kv_heads, 16, head_dim, dtype=dtype)
+        q, cache = torch.zeros(num, heads, head_dim, dtype=dtype), torch.zeros(9, kv_heads, 16, head_dim, dtype=dtype)
         for num_parts, window in ((1, None), (4, 100)):
             decode_attention_triton(q, cache, cache, tables, lengths, num_parts=num_parts, window=window)
-        slots = torch.zeros(4, dtype=torch.int64)
+        slots = torch.zeros(num, dtype=torch.int64)
         kv_write_triton(q[:, :kv_heads], q[:, :kv_heads], cache, cache, slots)
         rope_triton(q, q[:, :kv_heads], q[:, 0, : head_dim // 2], q[:, 0, : head_dim // 2])
 
 
-def rows(dtype: torch.dtype) -> None:
+def rows(dtype: torch.dtype, num: int) -> None:
     for size in (96, 4096, 8192):
-        x = torch.zeros(4, size, dtype=dtype)
+        x = torch.zeros(num, size, dtype=dtype)
         rmsnorm_triton(x, x[0], 1e-5, x)
-        rmsnorm_triton(x.view(4, 2, -1), x[0, : size // 2], 1e-5)
+        rmsnorm_triton(x.view(num, 2, -1), x[0, : size // 2], 1e-5)
         silu_mul_triton(*x.chunk(2, dim=1))
 
 
-def logprobs(dtype: torch.dtype) -> None:
-    hidden, weight = (torch.zeros(n, 32, dtype=dtype, requires_grad=True) for n in (6, 1000))
+def logprobs(dtype: torch.dtype, num: int) -> None:
+    hidden, weight = (torch.zeros(n, 32, dtype=dtype, requires_grad=True) for n in (num, 1000))
     for entropy in (False, True):
-        got = token_logprobs_triton(hidden, weight, torch.zeros(6, dtype=torch.int64), temperature=0.7, entropy=entropy)
+        got = token_logprobs_triton(
+            hidden, weight, torch.zeros(num, dtype=torch.int64), temperature=0.7, entropy=entropy
+        )
         torch.stack(got if entropy else (got,)).sum().backward()
 
 
-def sampling(dtype: torch.dtype) -> None:
+def sampling(dtype: torch.dtype, num: int) -> None:
     for vocab_size in (1000, 151_936):
-        logits, bits = torch.zeros(3, vocab_size, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+        logits, bits = torch.zeros(num, vocab_size, dtype=dtype), torch.zeros(num, dtype=torch.int64)
         for top_k, num_stored in ((0, 0), (50, 0), (50, 64)):
             rules = make_rules(logits, 0.7, top_k, 0.9 if top_k else 1.0, 0.0, num_stored)
             sample_triton(logits, bits, rules, num_stored, bool(top_k))
@@ -74,11 +79,17 @@ def all_kernels() -> set[str]:
 
 
 def main(capability: int) -> dict[str, dict]:
+    found: dict[str, dict] = {name: {"versions": 0, "for_rows": 0} for name in all_kernels()}
     with recorded(GPUTarget("cuda", capability, 32)) as launches:
         for case in CASES:
             for dtype in (torch.bfloat16, torch.float32):
-                case(dtype)
-    found: dict[str, dict] = {name: {"versions": 0} for name in all_kernels()}
+                versions = []
+                for num in NUM_ROWS:
+                    begin = len(launches)
+                    case(dtype, num)
+                    versions.append({(launch.kernel, launch.compiled) for launch in launches[begin:]})
+                for kernel, _ in set().union(*versions[1:]) - versions[0]:
+                    found[kernel]["for_rows"] += 1
     for kernel, compiled in {(launch.kernel, launch.compiled) for launch in launches}:
         row, takes = found[kernel], nvidia(compiled)
         row["versions"] += 1

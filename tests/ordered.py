@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.layout import STAGES, group_name
-from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import WORLD, Agree, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.program.pipeline import expand, numbers
 
 BUCKET_NUMBERS, MOST_BUCKETS = 100, 4  # small ones, as the models are
-WORLD, CONTROL = "world", "MPI"  # the communicator of messages between calls, and that of the Agree
+CONTROL = "MPI"  # the communicator of the Agree
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _collective(group: str, step: Run | Agree, ranks: tuple[int, ...], position:
 
 def _communicator(program: Program, transfer: Transfer, rank: int) -> str:
     if transfer.call is None:
-        return WORLD
+        return transfer.communicator
     return group_name(program.placement.layouts[transfer.call].stage_ranks(rank), STAGES)
 
 

@@ -20,7 +20,7 @@ from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_suggestions import suggest_option
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
-from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
+from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, ModelShape, Workload
 
 Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
@@ -135,6 +135,7 @@ class Config:
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
     iterations: PositiveInt = 10  # number of iterations: generate, score, train
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision while computing; master weights are float32
+    host_bytes: NonNegativeInt = HOST_BYTES  # between GPUs: most bytes of a message of rows through host memory
     products: Products = "auto"  # library of matrix products on a CPU; auto: the fastest here, measured once
     rollout_batch: PositiveInt = 128  # prompts per iteration, over all ranks
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
@@ -390,6 +391,7 @@ def make_workload(config: Config) -> Workload:
         param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
+        host_bytes=config.host_bytes,
     )
 
 

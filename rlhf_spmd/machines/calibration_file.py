@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, is_folder, read_bytes
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
+from rlhf_spmd.plan.cost.calibration import HOST_LINK, VERSION, Calibration, Device, Link, Machine
 
 MAY_BE_ZERO = (
     "seconds",
@@ -38,6 +38,7 @@ class _CalibrationFile(BaseModel):
     pipelined_prefill: bool = False
     machine: Machine | None = None
     sources: dict[str, str] = Field(default_factory=dict)
+    host: Link = HOST_LINK
 
 
 SHIPPED = Path(__file__).parent / "calibrations"

@@ -18,7 +18,7 @@ from rlhf_spmd.plan.shard import Shard
 if TYPE_CHECKING:
     import numpy as np
 
-COLLECTIVES, STAGES = "ranks", "stages"  # purposes of groups
+COLLECTIVES, STAGES, HOST = "ranks", "stages", "host"  # purposes of groups
 
 
 def consecutive(ranks: Iterable[int]) -> list[tuple[int, ...]]:
@@ -231,8 +231,8 @@ class Layout:
 
 
 def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
-    """The name of a set of ranks with a purpose: collectives, or messages between the stages of a call. Groups of the
-    same ranks with different purposes are different communicators."""
+    """The name of a set of ranks with a purpose: collectives, messages between the stages of a call, or rows through
+    host memory. Groups of the same ranks with different purposes are different communicators."""
     return _group_name(tuple(ranks), purpose)
 
 

@@ -1,7 +1,7 @@
 """What has to be computed in one iteration: the workflow, the shapes of its models and the sizes of its batches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from random import Random
 
@@ -10,6 +10,7 @@ from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Call, Compute, Workflow
 
+HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
 
 
@@ -89,6 +90,7 @@ class Workload:
     max_response: int
     param_bytes: int
     max_kept: int = 0  # tokens in the largest sampling support, if sampling is restricted
+    host_bytes: int = field(default=HOST_BYTES, repr=False)  # of a message of rows; larger ones go by NCCL
     max_sequences: int = 256  # decoded at the same time by one copy of a model
     prompt_lengths: tuple[int, ...] = ()  # for forecasts, equally frequent; empty: all prompts have max_prompt tokens
     response_lengths: tuple[int, ...] = ()  # the same for responses

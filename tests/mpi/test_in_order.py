@@ -4,6 +4,7 @@ On gloo, which knows no order, this would show little; `tests/run_mpi.py --backe
 host`, where every tensor goes through a copy in host memory.
 """
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import pytest
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import HOST
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.program.instructions import WORLD, Program
 from rlhf_spmd.plan.proof.check import check
 from tests.folders import write_model, write_prompts
 from tests.mpi.test_invariance import with_groups
@@ -80,6 +82,17 @@ def run(program: Program, settings, world, make_group) -> str:
 def test_strategies(name, settings, expected, world, make_group):
     workload, cluster = make_workload(settings), Cluster.parse(f"1x{world.size}")
     program = compile_program(workload, PLACEMENTS[name](workload, cluster), cluster)
+    assert run(program, settings, world, make_group) == expected
+
+
+@pytest.mark.parametrize("host_bytes", [0, 150])
+def test_between_gpus(host_bytes, settings, expected, world, make_group):
+    """Rows through host memory, in a communicator of their own; those of more bytes by NCCL, after a notice."""
+    workload = dataclasses.replace(make_workload(settings), host_bytes=host_bytes)
+    cluster = Cluster.parse(f"1x{world.size}", "a100-80g")
+    program = compile_program(workload, streaming_with_stages(workload, cluster), cluster)
+    of_rows = {transfer.communicator for transfer in program.transfers if transfer.keys}
+    assert of_rows == ({HOST, WORLD} if host_bytes else {WORLD})
     assert run(program, settings, world, make_group) == expected
 
 

@@ -17,7 +17,7 @@ OF_DEVICE = (
     *("matrix_flops", "memory_bytes_per_s", "host_bytes_per_s", "layer_s", "decode_layer_s", "decode_reduce_s"),
     "graph_layer_s",
 )
-OF_LINKS = ("inside.bytes_per_s", "inside.latency_s", "between.bytes_per_s", "between.latency_s")
+OF_LINKS = tuple(f"{link}.{one}" for link in ("inside", "between", "host") for one in ("bytes_per_s", "latency_s"))
 CONSTANTS = (*OF_DEVICE, *OF_LINKS)
 VERSION = 1  # of the meaning of these constants; a file of another version is refused
 
@@ -167,6 +167,9 @@ class Link:
     latency_s: float
 
 
+HOST_LINK = Link(1e9, 2e-4)  # assumed: what sockets inside a node and a thread of gloo's do at least
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The properties of each node on which seconds depend; a calibration is valid for all equal machines. processor:
@@ -186,7 +189,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """devices: by type. inside, between: links of devices in one node and in two. pipelined_prefill: whether a copy
+    """devices: by type. inside, between: links of devices in one node and in two. host: of two processes in one node,
+    by gloo: rows between GPUs take it. pipelined_prefill: whether a copy
     with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
     provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine.
     sources: where constants (CONSTANTS) come from, one of SOURCES."""
@@ -199,6 +203,7 @@ class Calibration:
     pipelined_prefill: bool = False
     machine: Machine | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    host: Link = HOST_LINK
 
     def __post_init__(self) -> None:
         for name, source in self.sources.items():

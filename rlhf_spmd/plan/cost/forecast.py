@@ -42,6 +42,8 @@ class _Costs:
         return self.cost.calibration.devices[self.program.cluster.nodes[node].device].num_workers
 
     def message_s(self, message: Message) -> float:
+        if message.through_host:
+            return self.cost.host_message_s(message.source, message.destination, message.num_bytes)
         return self.cost.message_s(message.source, message.destination, message.num_bytes, message.num_parts)
 
     def load_s(self, rank: int, step: Load) -> float:

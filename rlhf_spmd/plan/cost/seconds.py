@@ -93,6 +93,15 @@ class Cost:
         link = self.calibration.inside if same else self.calibration.between
         return num_parts * link.latency_s + num_bytes / link.bytes_per_s
 
+    def host_message_s(self, source: int, destination: int, num_bytes: int) -> float:
+        """Seconds of a message through host memory: a copy to it, the message, and a copy to the other device."""
+        copies_s = sum(num_bytes / self.device(rank).host_bytes_per_s for rank in (source, destination))
+        link = self.calibration.host
+        if self.cluster.node_of(source) != self.cluster.node_of(destination):
+            between = self.calibration.between
+            link = Link(min(link.bytes_per_s, between.bytes_per_s), max(link.latency_s, between.latency_s))
+        return copies_s + link.latency_s + num_bytes / link.bytes_per_s
+
     def load_s(self, model: str, layout: Layout, rank: int) -> float:
         """Seconds of loading the weights of a frozen model from host memory."""
         params = num_params(self.workload.shape(model), layout.shard(rank))

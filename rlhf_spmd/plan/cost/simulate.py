@@ -3,11 +3,11 @@
 Instructions mean the same as in deadlock.py and runtime/execute/executor.py: a Run with a group begins when its last
 rank arrives and ends on all ranks together; a message starts once both ends have posted it; a Wait ends with the last
 message of this rank's part; Agree ends when the last rank arrives. A rank sends, and receives, one message after the
-other; ranks that share the cores of a node share their time.
+other, those through host memory beside the rest; ranks that share the cores of a node share their time.
 """
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,7 +81,8 @@ class _Simulation:
         self.left: dict[tuple[int, int], int] = {}  # rank, transfer -> messages that have not started
         self.latest: dict[tuple[int, int], float] = {}  # rank, transfer -> when the last of its messages ends
         self.waiting: set[tuple[int, int]] = set()  # rank, transfer
-        self.sends_from, self.receives_from = ([0.0] * program.cluster.num_devices for _ in range(2))
+        self.sends_from: dict[tuple[bool, int], float] = defaultdict(float)  # through host, rank -> when it is free
+        self.receives_from: dict[tuple[bool, int], float] = defaultdict(float)
 
     def go_on(self) -> None:
         """Processes all events."""
@@ -198,9 +199,10 @@ class _Simulation:
 
     def _send(self, message: Message, transfer: int) -> None:
         source, destination = message.source, message.destination
-        begin_s = max(self.now, self.sends_from[source], self.receives_from[destination])
+        leaves, arrives = (message.through_host, source), (message.through_host, destination)
+        begin_s = max(self.now, self.sends_from[leaves], self.receives_from[arrives])
         end_s = begin_s + self.times.message_s(message)
-        self.sends_from[source] = self.receives_from[destination] = end_s
+        self.sends_from[leaves] = self.receives_from[arrives] = end_s
         for rank in (source, destination):  # both have posted, so their parts are known
             self.left[rank, transfer] -= 1
             self.latest[rank, transfer] = max(self.latest[rank, transfer], end_s)

@@ -4,13 +4,17 @@ Instructions are emitted in one global order, each to the ranks that take part: 
 of the algorithm (while streaming, once per mini-batch, with the first epoch of training on it), then training by epoch
 and model. A transfer is posted right after the calls that make its data, and its Wait comes right before the first call
 that reads them, so that it overlaps with everything between.
+
+By NCCL a rank that only receives rows posts them when it has a notice of their senders, and waits for that notice where
+it waits for the rows. Before that it posts, in the order of their senders, what else it knows to come. So all ranks
+still post in the order of emission. Weights are posted where they are waited for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
+from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
 from rlhf_spmd.plan.program.instructions import (
     Agree,
@@ -24,7 +28,15 @@ from rlhf_spmd.plan.program.instructions import (
     Wait,
     merged,
 )
-from rlhf_spmd.plan.program.transfers import Move, data_moves, of_mini_batch, weight_moves
+from rlhf_spmd.plan.program.transfers import (
+    Move,
+    data_moves,
+    has_gpus,
+    notice_of,
+    of_mini_batch,
+    routed,
+    weight_moves,
+)
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workflow import Call, Compute, Train
 from rlhf_spmd.plan.workload import Workload
@@ -55,6 +67,8 @@ class _Compiler:
     instructions: list[list[Instruction]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     given: set[tuple[int, Post | Wait]] = field(default_factory=set)  # rank, instruction
+    notices: dict[int, int] = field(default_factory=dict)  # transfer -> that of its notice
+    due: dict[int, list[int]] = field(default_factory=dict)  # rank -> transfers to post once it has their notices
 
     def emit(self) -> None:
         """Writes the instruction lists."""
@@ -68,11 +82,17 @@ class _Compiler:
             parts = (
                 move.transfer if piece is None else of_mini_batch(move.transfer, piece, num) for move in self.moves
             )
-            self.transfers += parts
+            self.transfers += (routed(part, self.workload, self.cluster) for part in parts)
         first_weights = len(self.transfers)
         weights = weight_moves(self.workload, self.placement, self.cluster)
         self.transfers += [move.transfer for move in weights]
         after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
+        for number, transfer in enumerate(self.transfers[:first_weights]):
+            if (notice := notice_of(transfer, self.cluster)) is not None:
+                self.notices[number] = len(self.transfers)
+                self.transfers.append(notice)
+        if any(transfer.communicator == HOST for transfer in self.transfers):
+            self._group(self.cluster.ranks, HOST)
 
         trains = [call for call in self.workload.workflow.calls if isinstance(call, Train)]
         for ahead in range(min(self.placement.in_flight, num) if streams else 0):
@@ -91,6 +111,7 @@ class _Compiler:
                     self._emit_train(call, epoch, mini_batch, after_training)
         for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
             for rank in transfer.ranks:
+                self._post(rank, number)  # weights between GPUs; all else has been posted
                 self._once(rank, Wait(number))
         self._emit_offloads()
         for steps in self.instructions:
@@ -107,6 +128,26 @@ class _Compiler:
         if (rank, step) not in self.given:
             self.given.add((rank, step))
             self.instructions[rank].append(step)
+
+    def _post(self, rank: int, number: int) -> None:
+        """Posts a transfer; by NCCL after what is due before it."""
+        if self.transfers[number].communicator != HOST:
+            self._post_due(rank)
+        self._once(rank, Post(number))
+
+    def _post_due(self, rank: int, last: int | None = None) -> None:
+        """Posts what is due on a rank, up to a transfer (None: all), when its notices are there."""
+        due = self.due.get(rank, [])
+        end = len(due) if last is None else due.index(last) + 1 if last in due else 0
+        for number in due[:end]:
+            self._once(rank, Wait(self.notices[number]))
+            self._once(rank, Post(number))
+        del due[:end]
+
+    def _wait(self, rank: int, number: int) -> None:
+        """Waits for a transfer of rows."""
+        self._post_due(rank, number)
+        self._once(rank, Wait(number))
 
     def _number(self, index: int, piece: int | None) -> int:
         """The transfer of a move; the moves of one mini-batch stand together."""
@@ -142,7 +183,7 @@ class _Compiler:
             steps = [Run(call.name, group, piece, consumer=consumer, columns=columns) for columns in (*own, *others)]
             self.instructions[rank] += steps[: len(own)]
             for index in late:
-                self._once(rank, Wait(self._number(index, piece)))
+                self._wait(rank, self._number(index, piece))
             self.instructions[rank] += steps[len(own) :]
 
     def _split(
@@ -162,33 +203,44 @@ class _Compiler:
     def _emit_posts(self, index: int, piece: int | None) -> None:
         """Starts a move; while streaming, only after the one of in_flight mini-batches earlier is done."""
         number = self._number(index, piece)
+        notice = self.notices.get(number)
         sources = {message.source for message in self.transfers[number].messages}
         for rank in self.transfers[number].ranks:
             if rank in sources and piece is not None and piece >= self.placement.in_flight:
-                self._once(rank, Wait(self._number(index, piece - self.placement.in_flight)))
-            self._once(rank, Post(number))
+                self._wait(rank, self._number(index, piece - self.placement.in_flight))
+            if notice is not None:
+                self._post(rank, notice)
+            if notice is None or rank in sources:
+                self._post(rank, number)
+            else:
+                self.due.setdefault(rank, []).append(number)
 
     def _receive_early(self, piece: int) -> None:
-        """Ranks that only receive post a mini-batch's moves before the data exist."""
+        """Ranks that only receive post a mini-batch's moves, or notices of them, before the data exist; by NCCL no
+        others."""
         sending = {message.source for move in self.moves for message in move.transfer.messages}
         for index, move in enumerate(self.moves):
             for rank in move.transfer.ranks:
-                if rank not in sending:
-                    self._once(rank, Post(self._number(index, piece)))
+                number = self._number(index, piece)
+                number = self.notices.get(number, number)
+                by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
+                if rank not in sending and not by_nccl:
+                    self._post(rank, number)
 
     def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
-        """One optimizer step; after a model's last one, its weights are sent."""
+        """One optimizer step; after a model's last one, its weights are sent, unless by NCCL: then they are sent at the
+        end, because a receive would occupy a part of a GPU that trains the next model."""
         layout = self.placement.layouts[call.name]
         piece = mini_batch if self.placement.streams(self.workload) else None
         for rank, moves in self._arriving((call.name,)).items():
             for index in moves:
-                self._once(rank, Wait(self._number(index, piece)))
+                self._wait(rank, self._number(index, piece))
         group = self._group(group_of(call, layout, self.workload, self.placement, layout.ranks[0]))
         step = Run(call.name, group, mini_batch, epoch)
         for rank in layout.ranks:
             self.instructions[rank].append(step)
         last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
-        if last and call.name in after_training:
+        if last and call.name in after_training and not has_gpus(self.cluster):
             number = after_training[call.name]
             for rank in self.transfers[number].ranks:
                 self._once(rank, Post(number))

@@ -13,9 +13,10 @@ Agree     is a control message among all ranks (MPI), at the end of an iteration
 A Run in a layout with stages (pp > 1) is one instruction here. Once the number of micro-batches (in generation: of
 tokens) is known, pipeline.py compiles it into a Run for each pass and the Posts and Waits between stages.
 
-Messages between calls go through the world's communicator. Messages between the stages of a call, and collectives, have
-a communicator for each distinct set of ranks and purpose (layout.group_name): NCCL executes each communicator strictly
-in order, so a receive that is posted early would delay a stage's send behind it.
+Messages between calls go through the world's communicator; between GPUs, rows go through a second one in host memory
+(transfers.py says which). Messages between the stages of a call, and collectives, have a communicator for each distinct
+set of ranks and purpose (layout.group_name): NCCL executes each communicator strictly in order, so a receive that is
+posted early would delay a stage's send behind it.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import STAGES, Layout, format_ranks, group_name
+from rlhf_spmd.plan.layout import HOST, STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.stable_text import stable_text
@@ -32,6 +33,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call, Compute, Measure, Train
 from rlhf_spmd.plan.workload import Workload
 
+WORLD = "world"  # beside HOST and STAGES: the communicator of messages between calls
 BUCKET_BYTES = 64 * 2**20  # of weights in transit: large enough for bandwidth, small enough to overlap
 
 
@@ -102,7 +104,7 @@ INSTRUCTIONS = frozenset({Run, Post, Wait, Load, Offload, Agree})
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Rows (some columns) of data keys, or a model's weights (no keys), from one rank to another."""
+    """Rows (some columns) of data keys, or without keys: a model's weights, or a notice; from one rank to another."""
 
     source: int
     destination: int
@@ -110,12 +112,13 @@ class Message:
     columns: range
     num_bytes: int
     num_parts: int = 1  # messages on the wire: weights travel in buckets
+    through_host: bool = False  # copied to host memory, sent from there, and copied to the other device
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`; then a message
-    sums up all that goes from one rank to another."""
+    sums up all that goes from one rank to another. All its messages go through one communicator."""
 
     what: str
     messages: tuple[Message, ...]
@@ -124,6 +127,7 @@ class Transfer:
     reallocation: Reallocation | None = None  # of weights
     call: str | None = None  # between the stages of this call, in their groups; None: between calls, in the world
     ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
+    communicator: str = field(init=False, repr=False, compare=False)  # WORLD, HOST or STAGES, each with its own order
     _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
     _received: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
 
@@ -136,6 +140,9 @@ class Transfer:
         moved = self.reallocation
         local = {moved.targets[copy.target][0] for copy in moved.local} if moved else set()
         object.__setattr__(self, "ranks", tuple(sorted({*local, *sent, *received})))
+        through_host = any(message.through_host for message in self.messages)
+        between_calls = HOST if through_host else WORLD
+        object.__setattr__(self, "communicator", STAGES if self.call is not None else between_calls)
         object.__setattr__(self, "_sent", sent)
         object.__setattr__(self, "_received", received)
 
@@ -266,9 +273,18 @@ class Program:
         return users
 
     @property
+    def host_group(self) -> str | None:
+        """The group whose messages go through host memory; None: no message does."""
+        name = group_name(self.cluster.ranks, HOST)
+        return name if name in self.groups else None
+
+    @property
     def pairs(self) -> dict[str | None, list[tuple[int, int]]]:
-        """The pairs of ranks, ascending, that exchange messages in each group; None: between calls, in the world."""
-        between = {(m.source, m.destination) for transfer in self.transfers for m in transfer.messages}
+        """The pairs of ranks, ascending, that exchange messages in each group that must be connected; None: between
+        calls, in the world."""
+        between = {
+            (m.source, m.destination) for transfer in self.transfers for m in transfer.messages if not m.through_host
+        }
         pairs: dict[str | None, set[tuple[int, int]]] = {None: {(min(pair), max(pair)) for pair in between}}
         for layout in dict.fromkeys(self.placement.layouts.values()):
             for rank in layout.ranks if layout.pp > 1 else ():

@@ -2,6 +2,10 @@
 
 No row is sent to a rank that holds it. Everything that one call (or joint set of calls) makes and another one reads
 travels in one move, with one message per run of columns between two ranks.
+
+A receive of NCCL occupies a part of a GPU from the moment it is posted. So rows between GPUs go through host memory,
+where a receive costs nothing until it is copied to the device. Large messages go by NCCL, but their receivers first
+wait for a notice, through host memory, that the sender is ready.
 """
 
 from collections.abc import Iterator
@@ -9,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.layout import HOST, Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, ranks_of, uses_trained_weights
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Transfer, keys_made, keys_read
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
@@ -18,6 +22,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call, Train
 from rlhf_spmd.plan.workload import Workload
 
+NOTICE_BYTES = 4  # a word that says nothing: its arrival is the message
 ColumnSpan = tuple[int, int, int, int]  # source, destination, first column, last column + 1
 
 
@@ -109,6 +114,29 @@ def of_mini_batch(transfer: Transfer, mini_batch: int, num_mini_batches: int) ->
     """The part of a transfer that belongs to one mini-batch."""
     messages = tuple(replace(m, num_bytes=m.num_bytes // num_mini_batches) for m in transfer.messages)
     return replace(transfer, messages=messages, mini_batch=mini_batch)
+
+
+def has_gpus(cluster: Cluster) -> bool:
+    """Whether messages between devices go by NCCL; else all go through host memory, in one communicator."""
+    return cluster.device_types != ("cpu",)
+
+
+def routed(transfer: Transfer, workload: Workload, cluster: Cluster) -> Transfer:
+    """A transfer of rows, through host memory if it goes between GPUs and no message is too large for that."""
+    if not has_gpus(cluster) or any(message.num_bytes > workload.host_bytes for message in transfer.messages):
+        return transfer
+    return replace(transfer, messages=tuple(replace(message, through_host=True) for message in transfer.messages))
+
+
+def notice_of(transfer: Transfer, cluster: Cluster) -> Transfer | None:
+    """The notice that a transfer of rows by NCCL is about to start. None: it needs none, or some rank sends and
+    receives, so that it has begun to send before it could be told."""
+    sources, destinations = ({getattr(m, end) for m in transfer.messages} for end in ("source", "destination"))
+    if not has_gpus(cluster) or transfer.communicator == HOST or sources & destinations:
+        return None
+    pairs = sorted({(message.source, message.destination) for message in transfer.messages})
+    messages = tuple(Message(*pair, (), range(0), NOTICE_BYTES, through_host=True) for pair in pairs)
+    return Transfer(f"notice of {transfer.what}", messages, mini_batch=transfer.mini_batch)
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
-from rlhf_spmd.plan.layout import format_ranks, group_name
+from rlhf_spmd.plan.layout import HOST, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
 from rlhf_spmd.plan.program.compile import offloaded
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
@@ -47,12 +47,18 @@ def _declarations(program: Program) -> Iterator[Problem]:
     made = {key for call in workflow.calls for key in call.outputs}
     for number, transfer in enumerate(program.transfers):
         unknown = [key for key in transfer.keys if key not in made]
-        if transfer.model is None and (unknown or not all(message.keys for message in transfer.messages)):
+        bare = (message for message in transfer.messages if not message.keys and not message.through_host)
+        if transfer.model is None and (unknown or any(bare)):
             text = f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes"
             yield None, None, text
         if transfer.call is not None:
             text = f"transfer {number} goes between the stages of a call, which a program leaves to its Runs"
             yield None, None, text
+        if len({message.through_host for message in transfer.messages}) > 1:
+            yield None, None, f"transfer {number} goes partly through host memory, which is another communicator"
+        if transfer.communicator == HOST and (transfer.model is not None or program.host_group is None):
+            why = "that carries rows only" if transfer.model is not None else "for which there is no group"
+            yield None, None, f"transfer {number} goes through host memory, {why}"
         if transfer.mini_batch not in (None, *range(program.workload.num_mini_batches)):
             yield None, None, f"transfer {number} moves mini-batch {transfer.mini_batch}, which does not exist"
         if transfer.model is not None and workflow.train_call(transfer.model) is None:

@@ -4,8 +4,9 @@ These are the strictest of any backend. A Run with a group ends only when every 
 Run. A Wait ends only when every peer has posted the transfer; for weights, whose buckets travel along chains of ranks,
 when all ranks of the transfer stand at the same Wait. Agree needs all ranks. NCCL executes the operations that a rank
 gives to a communicator one after another, in the order of the posts, so a transfer that waits for a peer delays the
-next. Each rank has two queues: one for messages between calls (the world's communicator), one for messages between
-stages. (The latter may have several communicators; one queue for all is stricter.)
+next. Each rank has three queues: for messages between calls in the world's communicator, for those through host memory,
+and for messages between stages. (The latter may have several communicators; one queue for all is stricter. gloo, which
+carries what goes through host memory, keeps no order; to keep one is stricter.)
 
 The semantics are monotone: a condition that releases a rank stays true once it is true. Hence all orders of arrival
 have the same outcome, and lists that end in one order end in every order.
@@ -20,19 +21,23 @@ of their ranks. pipeline.py says why a body ends for every number of micro-batch
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait
+from rlhf_spmd.plan.layout import HOST, format_ranks
+from rlhf_spmd.plan.program.instructions import WORLD, Instruction, Post, Program, Wait
 
 Hang = tuple[int, int, str]  # rank, position of the instruction in its list, what is wrong with it
 
 
 def misorders(program: Program) -> list[Hang]:
-    """Ranks that do not post the transfers between calls in one global order. If all do, removing transfers that come
-    first on all their ranks removes everything."""
+    """Ranks that do not post the transfers between calls in one global order for each communicator."""
+    return [hang for communicator in (WORLD, HOST) for hang in _misorders(program, communicator)]
+
+
+def _misorders(program: Program, communicator: str) -> list[Hang]:
+    """If there is one order, removing transfers that come first on all their ranks removes everything."""
     queues: list[deque[tuple[int, int]]] = [deque() for _ in program.instructions]  # position, transfer
     for queue, steps in zip(queues, program.instructions, strict=True):
         for position, step in enumerate(steps):
-            if isinstance(step, Post) and program.transfers[step.transfer].call is None:
+            if isinstance(step, Post) and program.transfers[step.transfer].communicator == communicator:
                 queue.append((position, step.transfer))
     ranks_of = [transfer.ranks for transfer in program.transfers]
 
@@ -74,8 +79,8 @@ class _Transfers:
         self._known: dict[tuple[int, Operation], set[int]] = {}  # (rank, operation) -> peers
         self._links: dict[int, dict[int, set[int]]] = {}  # transfer of weights -> rank -> peers in the first links
         self._places: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> place in its queue
-        self._queues: dict[tuple[int, bool], list[Operation]] = {}  # of a rank and communicator
-        self._heads: dict[tuple[int, bool], int] = {}
+        self._queues: dict[tuple[int, str], list[Operation]] = {}  # of a rank and communicator
+        self._heads: dict[tuple[int, str], int] = {}
         self._come: set[tuple[int, Operation]] = set()  # (rank, operation) that the rank has reached or finished
         self._left: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> peers that have not reached it
         self._absent: dict[Operation, int] = {}  # chains -> ranks that have not reached them
@@ -97,11 +102,11 @@ class _Transfers:
         """Once all ranks of a reallocation stand at its Wait: the ranks on which earlier operations still wait."""
         if not self._absent.get((number, True), 1):
             return set()
-        late = [rank for rank in self.transfers[number].ranks if self._head(rank, False) != (number, True)]
+        late = [rank for rank in self.transfers[number].ranks if self._head(rank, WORLD) != (number, True)]
         return set().union(*(self.missing(rank, number, chained=True) for rank in late))
 
     def _queued(self, rank: int, operation: "Operation") -> set[int]:
-        queue = rank, self.transfers[operation[0]].call is not None
+        queue = rank, self.transfers[operation[0]].communicator
         mine = self._queues.setdefault(queue, [])
         self._places.setdefault((rank, operation), len(mine))
         mine.append(operation)
@@ -111,7 +116,7 @@ class _Transfers:
             again = (one, operation) in self._come  # posted twice
             self._come.add((one, operation))
             for candidate in self._released(one, operation, again=again):
-                queue = candidate, self.transfers[operation[0]].call is not None
+                queue = candidate, self.transfers[operation[0]].communicator
                 if self._head(*queue) == operation:
                     self._heads[queue] = self._heads.get(queue, 0) + 1
                     changed.add(candidate)
@@ -138,7 +143,7 @@ class _Transfers:
         operation = number, chained
         if not self.in_order:
             return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
-        queue = rank, self.transfers[number].call is not None
+        queue = rank, self.transfers[number].communicator
         place = self._places.get((rank, operation))
         first = self._head(*queue)  # the operation that delays it, or itself
         if place is not None and place < self._heads.get(queue, 0):
@@ -147,8 +152,8 @@ class _Transfers:
             return {rank}  # it waits for a transfer that it has not posted
         return {peer for peer in self._peers(rank, first) if (peer, first) not in self._come}
 
-    def _head(self, rank: int, in_call: bool) -> "Operation | None":
-        queue, head = self._queues.get((rank, in_call), ()), self._heads.get((rank, in_call), 0)
+    def _head(self, rank: int, communicator: str) -> "Operation | None":
+        queue, head = self._queues.get((rank, communicator), ()), self._heads.get((rank, communicator), 0)
         return queue[head] if head < len(queue) else None
 
     def _peers(self, rank: int, operation: "Operation") -> set[int]:

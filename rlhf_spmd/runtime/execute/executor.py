@@ -15,6 +15,7 @@ from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offloa
 from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
 from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.first_launches import launch_kernels
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
@@ -38,6 +39,8 @@ class Executor:
         self.asked = asked or Asked()
         self.instructions = self.program.instructions[self.world.rank]
         self.texts = [text_of(self.program, step) for step in self.instructions]
+        if self.world.device.type == "cuda":
+            launch_kernels(job)
         self.begin()
         self.transfers = Transfers(job)
 

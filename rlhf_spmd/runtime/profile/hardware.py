@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.model.parallel import all_gather_rows
-from rlhf_spmd.plan.layout import group_name
+from rlhf_spmd.plan.layout import HOST, group_name
 from rlhf_spmd.runtime.profile.clock import Clock
 from rlhf_spmd.runtime.profile.measured_sizes import MESSAGE_BYTES
 
@@ -54,10 +54,23 @@ def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float,
     return points
 
 
-def _ping_pong(buffer: torch.Tensor, ranks: tuple[int, ...]) -> None:
-    """A message from the first to the second rank, and one back."""
+def host_messages(clock: Clock, ranks: tuple[int, ...]) -> list[tuple[int, float, float]]:
+    """The same of messages through host memory between two ranks."""
+    world = clock.world
+    points: list[tuple[int, float, float]] = []
+    group = world.group(group_name(range(world.size), HOST))
+    for num_bytes in MESSAGE_BYTES:
+        buffer = torch.zeros(num_bytes // 4, pin_memory=world.device.type == "cuda")
+        works = [partial(_ping_pong, buffer, ranks, group)]
+        (both_s,) = clock.seconds(*works, idle=world.rank not in ranks, together=2)
+        points.append((2, 2 * num_bytes, both_s / 2))
+    return points
+
+
+def _ping_pong(buffer: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup | None = None) -> None:
+    """A message from the first to the second rank, and one back. group: of all ranks; None: the world."""
     first = dist.get_rank() == ranks[0]
     peer = ranks[1] if first else ranks[0]
     for operation in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, buffer, peer)]):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, buffer, peer, group)]):
             work.wait()

@@ -15,8 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from tqdm import tqdm
 
 from rlhf_spmd.config.options import Config, make_workload
-from rlhf_spmd.plan.cost.calibration import OF_DEVICE, OF_LINKS, Calibration, Device, Link, Measured, fit_link
-from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.plan.cost.calibration import (
+    HOST_LINK,
+    OF_DEVICE,
+    OF_LINKS,
+    Calibration,
+    Device,
+    Link,
+    Measured,
+    fit_link,
+)
+from rlhf_spmd.plan.layout import HOST, Layout, group_name
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
 from rlhf_spmd.runtime.profile.machine import machines, processor
 from rlhf_spmd.runtime.profile.measured_sizes import Grid
@@ -45,6 +54,12 @@ def between_ranks(world: World) -> list[tuple[int, ...]]:
     return [tuple(world.nodes.index(node) for node in range(world.num_nodes))] if world.num_nodes > 1 else []
 
 
+def host_group(world: World) -> dict[str, tuple[int, ...]]:
+    """The group for messages through host memory, if GPUs of the first node need one."""
+    ranks = tuple(range(world.size))
+    return {group_name(ranks, HOST): ranks} if world.computes.index is not None and inside_ranks(world) else {}
+
+
 def profile(
     world: World, config: Config, *, name: str, grid: Grid | None = None, budget_s: float = BUDGET_S
 ) -> Calibration:
@@ -55,11 +70,11 @@ def profile(
     with world.together("choosing what to measure"):
         workload = make_workload(config)
         grid = grid or Grid.of(workload, world.size, world.nodes.count(world.node))
-    world.start_torch(groups_of(world, grid.tps))
+    world.start_torch(groups_of(world, grid.tps) | host_group(world))
 
     import torch
 
-    from rlhf_spmd.runtime.profile.hardware import constants, links
+    from rlhf_spmd.runtime.profile.hardware import constants, host_messages, links
     from rlhf_spmd.runtime.profile.model_timings import measure_shape
     from rlhf_spmd.runtime.profile.products import choose
 
@@ -78,6 +93,7 @@ def profile(
                 tables.append(measure_shape(clock, config, workload, grid, shape, tp))
         device_constants = constants(clock, workload.param_bytes)
         inside, between = (links(clock, ranks) for ranks in (inside_ranks(world), between_ranks(world)))
+        host = host_messages(clock, inside_ranks(world)[0]) if host_group(world) else []
     smallest = tables[0]
     device = Device(
         **device_constants,
@@ -94,7 +110,8 @@ def profile(
         fit_link(between) if between else inside_link,
         provenance=provenance(world, config, torch.get_num_threads(), bool(between)),
         machine=machine,
-        sources=sources_of(device, {"inside": bool(inside), "between": bool(between)}),
+        sources=sources_of(device, {"inside": bool(inside), "between": bool(between), "host": bool(host)}),
+        host=fit_link(host) if host else HOST_LINK,
     )
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.layout import HOST
 from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
 from rlhf_spmd.runtime.observe.node_files import share_file
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
@@ -174,7 +175,8 @@ def make_groups(
 ) -> dict[str, Any]:
     """Starts torch.distributed and makes every named group, in the given order, each with its own communicators.
 
-    A group of one rank is None. The world group carries the messages between calls.
+    A group of one rank is None. The world group carries the messages between calls, but for rows through host memory:
+    their group (layout.HOST) is one of gloo.
     """
     import torch
     from torch import distributed
@@ -200,7 +202,9 @@ def make_groups(
         assert ranks and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < size, (
             f"group {name!r} needs ascending ranks of a world of {size}, not {ranks}"  # torch would sort them silently
         )
-        process_groups[name] = distributed.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+        backend = "gloo" if name.partition(" ")[0] == HOST else None
+        alone = len(ranks) == 1
+        process_groups[name] = None if alone else distributed.new_group(list(ranks), timeout, backend)
     return process_groups
 
 

@@ -30,4 +30,5 @@ def test_kernels_compile(capability):
     assert not missing, f"tests/compile_kernels.py has no case for {missing}"
     for name, row in kernels.items():
         assert row["shared_bytes"] <= SHARED_BYTES[capability] // 2, (name, row)  # two programs share a processor
+        assert not row["for_rows"], f"{name} is compiled again for other numbers of rows"
         assert row["spill_bytes"] <= SPILL_BYTES[capability], (name, row)

@@ -16,10 +16,10 @@ from rlhf_spmd.plan.cost.simulate import Times, simulate
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.program.instructions import Load, Program, Run
+from rlhf_spmd.plan.program.instructions import Load, Message, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from tests.programs import make_workload
+from tests.programs import make_workload, place_models
 
 SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
 LENGTH = 12  # 5 + 7 tokens
@@ -214,6 +214,32 @@ def test_rings_between_nodes_use_the_links_of_all_ranks_of_a_node():
     assert cost.message_s(0, 4, 300_000) == pytest.approx(1.5)
 
 
+def test_rows_through_host_memory_are_copied_twice():
+    """Beside what goes by NCCL; between nodes at the pace of the slower one."""
+    workload, cluster = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE), Cluster.parse("1x2", "a100-80g")
+    everyone, last = Layout.data_parallel(range(2)), Layout.data_parallel((1,))
+    placement = Placement.by_model(workload, actor=last, critic=last, reference=everyone, reward=last)
+    program = compile_program(workload, placement, cluster)
+    (message,) = program.transfers[0].messages
+    assert message.through_host
+    found = machine(matrix_flops=1e30, host_bytes_per_s=1e6, host=Link(1e5, 0.25))
+    found = replace(found, devices={"a100-80g": found.devices["cpu"]})
+    times, num_bytes = times_of(program, found), message.num_bytes
+    assert times.message_s(message) == pytest.approx(0.25 + num_bytes / 1e5 + 2 * num_bytes / 1e6)
+    slow = Cost(replace(found, between=Link(5e4, 0.125)), workload, Cluster.parse("2x1", "a100-80g"))
+    assert slow.host_message_s(0, 1, 1000) == pytest.approx(0.25 + 1000 / 5e4 + 2 * 1000 / 1e6)
+
+
+def test_rows_through_host_memory_travel_beside_weights():
+    message = Message(0, 1, ("responses",), range(4), 4)
+    for through_host, took_s in ((False, 2.0), (True, 1.0)):
+        both = (message, replace(message, through_host=through_host))
+        transfers = tuple(Transfer(f"transfer {number}", (one,)) for number, one in enumerate(both))
+        steps = (Post(0), Post(1), Wait(0), Wait(1))
+        program = replace(place_models(make_workload(), 2), transfers=transfers, instructions=(steps, steps))
+        assert simulate(program, Times(lambda rank, step: 0.0, lambda message: 1.0)).makespan_s == took_s
+
+
 def test_weights_from_host_memory():
     workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
     everyone = Layout.data_parallel(range(1))
@@ -261,7 +287,7 @@ def test_a_calibration_says_where_its_constants_come_from(tmp_path):
     assert read_calibration(str(tmp_path / "mine.json")).sources == {"layer_s": "fitted"}
     for name in ("a100-80g", "h100-80g", "cpu-2core"):
         calibration = load_calibration(name)
-        constants = {f"{link}.{one}" for link in ("inside", "between") for one in ("bytes_per_s", "latency_s")}
+        constants = {f"{link}.{one}" for link in ("inside", "between", "host") for one in ("bytes_per_s", "latency_s")}
         for device in calibration.devices.values():
             constants |= {one for one in OF_DEVICE if getattr(device, one) is not None}
         assert set(calibration.sources) == constants, name

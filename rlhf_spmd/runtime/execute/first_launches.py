@@ -1,0 +1,85 @@
+"""Launches the kernels of a rank's calls before the first iteration, on models of one layer.
+
+A GPU loads a kernel when it is first launched, and Triton compiles it then; both may wait for all that the device is
+doing. In an iteration that may be a receive whose sender needs this rank. A model of one layer with the sizes of this
+rank's slice launches the same kernels, needs no other rank, and leaves weights, gradients and random numbers alone.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.parallel import extent, vocabulary_of
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.workflow import Generate, Infer, Measure, Train
+from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.generation.rollout import generate_rows
+
+
+def launch_kernels(job: Job) -> None:
+    """A pass of two tokens for each call of this rank: forward, readout and, if it trains, backward; or two drawn
+    tokens. Local."""
+    for call in job.workload.workflow.placed_calls:
+        if job.world.rank in job.layout(call).ranks and job.workload.models[call.model] is not None:
+            model = one_layer(job.models.model(call))
+            if isinstance(call, Generate):
+                _draw(job, call, model)
+            else:
+                _read(job, call, model)
+
+
+def one_layer(model: Transformer) -> Transformer:
+    """A whole model of one layer, all zeros, with the sizes of this rank's slice of a model."""
+    config, shard, device = model.config, model.parallel.shard, next(model.parameters()).device
+    slice_ = replace(shard, stage=0, pp=1)
+    heads, kv_heads = (len(extent(config, what, slice_)) // config.head_dim for what in ("queries", "keys"))
+    if config.hidden_size % heads:  # an uneven slice, which llama does not allow as a whole model
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+    sizes: dict[str, Any] = {
+        "num_layers": 1,
+        "sliding_layers": (0,) if config.sliding_layers else (),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "intermediate_size": len(extent(config, "intermediate", slice_)),
+        "vocab_size": len(vocabulary_of(config, slice_)),
+        "tie_embeddings": True,  # half the memory
+    }
+    made = Transformer(replace(config, **sizes), head=model.head, dtype=model.dtype, device="meta")
+    made.take({name: torch.zeros(one.shape, dtype=one.dtype, device=device) for name, one in made.named_parameters()})
+    made.recompute = model.recompute
+    return made
+
+
+def _read(job: Job, call: Infer | Train | Measure, model: Transformer) -> None:
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=job.world.device)
+    batch = Sequences.join(token_11, token_11)
+    trains = isinstance(call, Train)
+    model.train(trains).requires_grad_(trains)
+    with torch.set_grad_enabled(trains):
+        output_nD = forward(model, batch)
+        if model.head == "scalar":
+            made = response_values(model, batch, output_nD), sequence_scores(model, batch, output_nD)
+        else:
+            entropy = not isinstance(call, Infer) and call.entropy
+            support_11K = token_11[..., None].expand(1, 1, job.workload.max_kept).int() if call.kept else None
+            sampling = job.sampling | _vocabulary(model)
+            found = response_logprobs(model, batch, output_nD, support_11K, entropy=entropy, **sampling)
+            made = found if isinstance(found, tuple) else (found,)
+        if trains:
+            sum(one.sum() for one in made).backward()
+
+
+def _draw(job: Job, call: Generate, model: Transformer) -> None:
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=job.world.device)
+    own = {} if call.temperature is None else {"temperature": call.temperature}
+    drawing = job.drawing | own | _vocabulary(model) | {"stop": ()}
+    with torch.no_grad():
+        generate_rows(model.eval().requires_grad_(False), token_11, token_11.expand(1, 2), **drawing)
+
+
+def _vocabulary(model: Transformer) -> dict[str, Any]:
+    """Options that name tokens, in the vocabulary of a slice."""
+    return {"eos_ids": (), "known": KnownTokens(model.config.vocab_size)}
