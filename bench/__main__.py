@@ -24,6 +24,7 @@ ROOMS = {
         "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds; the planner's "
         "methods and APP's space from 8 to 1,024 devices: seconds, distance from the optimum",
         "ablation": "a heuristic plan, then own layouts, own ranks, offloading and CUDA graphs: what each step gains",
+        "derived": "what one H100 should take for a 7B, from data sheets and counted kernels; writes two calibrations",
         "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
     },
     "numbers": {

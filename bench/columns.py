@@ -71,6 +71,7 @@ def rates(digits: int) -> Columns:
 
 
 RATES = PLACE_ALONE | rates(2)
+RATES_ON_EACH = PLACE_ALONE | {"calibration": lambda row: row["calibration"]} | rates(2)
 # tables that have one row for several: the file, what joins its rows, the columns
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
     "scan": (
@@ -78,7 +79,8 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         by_place,
         RATES,
     ),
-    "networks": ("networks", by_place, PLACE_ALONE | {"calibration": lambda row: row["calibration"]} | RATES),
+    "networks": ("networks", by_place, RATES_ON_EACH),
+    "graphs": ("graphs", by_place, RATES_ON_EACH),
     "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
     "validate_searched": (
         "validate",
@@ -167,7 +169,7 @@ SCANS: dict[str, Columns] = {
 }
 SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
-SCANS["baselines"] = SCANS["networks"]
+SCANS["baselines"] = SCANS["graphs"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
 SCANS["long_context"] = SCANS["four_70b"] = SCANS["scan"]
 SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS

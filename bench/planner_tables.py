@@ -8,6 +8,14 @@ Columns = dict[str, Callable[[dict], str]]
 
 
 COLUMNS: dict[str, Columns] = {
+    "derived": {
+        "what, on one H100": lambda row: row["what"],
+        "roofline, ms": lambda row: number(1e3 * row["roofline_s"], 3),
+        "derived, ms": lambda row: number(1e3 * row["derived_s"], 3),
+        "roofline of it": lambda row: percent(row["roofline_s"] / row["derived_s"], 0),
+        "terms, ms": lambda row: ", ".join(f"{name} {1e3 * s:,.3f}" for name, s in row["terms"].items()),
+        "formula": lambda row: row["formula"],
+    },
     "plan_speed": {
         "what": lambda row: row["what"],
         "layout": lambda row: row["layout"],

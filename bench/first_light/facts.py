@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.first_light.steps import FACTS, GPU, MPI, STEPS, Found, Light
+from bench.first_light.steps import FACTS, GPU, MPI, STEPS, TWO_GPUS, Found, Light
 from bench.rows import version_of
 
 VERSIONS = ("triton", "transformers", "mpi4py", "deepspeed", "pydantic", "numpy", "pytest")
@@ -54,9 +54,9 @@ def missing(dry: bool) -> list[str]:
 
 
 def is_here(name: str, dry: bool) -> bool:
-    if name == GPU:
-        import_torch = importlib.util.find_spec("torch") is not None
-        return dry or (import_torch and runs("import torch, sys; sys.exit(not torch.cuda.is_available())"))
+    if name in (GPU, TWO_GPUS):
+        import_torch, least = importlib.util.find_spec("torch") is not None, 1 if name == GPU else 2
+        return dry or (import_torch and runs(f"import torch, sys; sys.exit(torch.cuda.device_count() < {least})"))
     if name == MPI:
         return runs("from mpi4py import MPI")
     if name == "mpiexec":

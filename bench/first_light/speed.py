@@ -9,22 +9,27 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bench.first_light.steps import FACTS, Found, Light, Missing
+from bench.forecast import derived
+from bench.forecast.derived import GPU, GPUS, Derived
 from bench.speed.gpu_decode import Shape, captured
 from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, show
 from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 from rlhf_spmd.runtime.generation.requests import Sampling
 
+ACTIVATIONS_OFF = 0.10  # of what plan/cost/memory.py says of a training step
 SAMPLE_SHARE = 0.60  # of the memory bandwidth
 MATRIX_SHARE = 0.40  # of the rate of bfloat16 products: a step of training
 CACHE_SHARE = 0.85  # of the free memory
@@ -70,6 +75,24 @@ def bits_of(num: int, longest: int) -> Tensor:
     return torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, longest))
 
 
+def beside(light: Light, work: Callable[[GPU], Derived]) -> tuple[dict, str]:
+    """What some work should take on this type of device, for a row and in words; nothing where it has no data sheet."""
+    from rlhf_spmd.plan.cluster import device_type_of
+
+    facts = json.loads((light.work / FACTS).read_text(encoding="utf-8"))
+    kind = derived.DEVICE if light.dry else device_type_of(facts["device"], facts["total_bytes"])
+    if kind not in GPUS:
+        return {}, ""
+    found = work(GPUS[kind])
+    row = {"derived_s": found.seconds, "roofline_s": found.roofline_s, "derived_terms": dict(found.terms)}
+    return row, f" (derived {1e3 * found.seconds:.3g} ms, roofline {1e3 * found.roofline_s:.3g})"
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    sizes = config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads
+    return ModelShape(*sizes, config.head_dim, config.vocab_size, tied=config.tie_embeddings, qk_norm=config.qk_norm)
+
+
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
@@ -83,8 +106,9 @@ def decode(light: Light) -> Found:
     theirs = peers.random_model(sizes, torch.bfloat16, device)
     mine = peers.same_weights(theirs, torch.bfloat16)
     ceilings = measured_ceilings(device)
-    row = light.row(**decode_step(mine, ceilings, rows=rows, context=context) | ceilings)
-    told = f"{1e3 * row['step_s']:.2f} ms, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
+    should, words = beside(light, lambda gpu: derived.decode(gpu, shape_of(mine.config), rows, context))
+    row = light.row(**decode_step(mine, ceilings, rows=rows, context=context) | ceilings | should)
+    told = f"{1e3 * row['step_s']:.2f} ms{words}, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
     return Found(light.dry or row["share_of_memory"] >= STEP_SHARE, told)
 
 
@@ -115,8 +139,10 @@ def sampling(light: Light) -> Found:
         seconds = alternate({"graph": captured(ours, device), "launched": ours}, device, rounds=ROUNDS)
         shares = {name: case.num_bytes / s / ceilings["memory_bytes_per_s"] for name, s in seconds.items()}
         name = str(dtype).removeprefix("torch.")
-        light.row(kernel="sample", shape=case.shape, dtype=name, seconds=seconds, share_of_memory=shares, **ceilings)
-        told.append(f"{name} {1e6 * seconds['graph']:.0f} us, {shares['graph']:.0%} of memory")
+        should, words = beside(light, lambda gpu, size=dtype.itemsize: derived.sample(gpu, rows, vocab, size))
+        about = {"kernel": "sample", "shape": case.shape, "dtype": name} | should | ceilings
+        light.row(**about, seconds=seconds, share_of_memory=shares)
+        told.append(f"{name} {1e6 * seconds['graph']:.0f} us{words}, {shares['graph']:.0%} of memory")
         ok &= shares["graph"] >= SAMPLE_SHARE
     return Found(light.dry or ok, "; ".join(told))
 
@@ -243,18 +269,24 @@ def train_step(light: Light) -> Found:
         output = forward(model, batch)
         return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
 
-    def step() -> None:
+    def passes() -> None:
         engine.begin()
         engine.backward(engine.forward(loss), last=True)
+
+    def step() -> None:
+        passes()
         engine.update(lr=1e-6)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     step()
+    forecast_bytes = forecast_activation_bytes(config, num, prompt, response)
+    activations = forecast_bytes if light.dry else most_above(passes, device)
     step_s = statistics.median(timed(step) for _ in range(2 if light.dry else 7))
     flops = training_flops(config, num, prompt, response)
     share = flops / step_s / ceilings["matrix_flops_per_s"]["bfloat16"]
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    should, words = beside(light, lambda gpu: derived.train(gpu, shape_of(config), num, prompt, response, update=True))
     light.row(
         work=f"an optimizer step, {num} sequences of {prompt + response} tokens",
         model="Llama 1.1B shape",
@@ -264,10 +296,38 @@ def train_step(light: Light) -> Found:
         share_of_matrix=share,
         tokens_per_s=num * (prompt + response) / step_s,
         peak_bytes=peak,
+        activation_bytes=activations,
+        forecast_activation_bytes=forecast_bytes,
         **ceilings,
+        **should,
     )
-    rate = ceilings["matrix_flops_per_s"]["bfloat16"] / 1e12
-    return Found(light.dry or share >= MATRIX_SHARE, f"{1e3 * step_s:.0f} ms, {share:.0%} of {rate:.0f} TFLOP/s")
+    rate, off = ceilings["matrix_flops_per_s"]["bfloat16"] / 1e12, activations / forecast_bytes - 1
+    told = f"{1e3 * step_s:.0f} ms{words}, {share:.0%} of {rate:.0f} TFLOP/s, activations {off:+.0%} of the forecast"
+    return Found(light.dry or (share >= MATRIX_SHARE and abs(off) <= ACTIVATIONS_OFF), told)
+
+
+def most_above(call: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that a call allocates beside those that are allocated when it begins."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def forecast_activation_bytes(config: ModelConfig, num: int, prompt: int, response: int) -> int:
+    """What plan/cost/memory.py says of such a micro-batch on one rank, in bfloat16."""
+    from rlhf_spmd.config.options import make_workload
+    from rlhf_spmd.config.presets import load
+    from rlhf_spmd.plan.cost.memory import activation_bytes
+    from rlhf_spmd.plan.layout import Layout
+
+    workload = make_workload(load("llama-7b", algorithm="sft"))
+    sizes = {"micro_batch": num, "max_prompt": prompt, "max_response": response, "param_bytes": 2}
+    workload = replace(workload, models=dict.fromkeys(workload.models, shape_of(config)), **sizes)
+    (call,) = workload.workflow.train_calls
+    return activation_bytes(workload, call, Layout((0,), dp=1), 0)
 
 
 def timed(call: Callable[[], object]) -> float:

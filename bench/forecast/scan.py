@@ -97,8 +97,9 @@ def merged(first: Calibration, second: Calibration) -> Calibration:
 def machine(case: Case) -> tuple[Cluster, Calibration]:
     """The cluster of a case and its constants."""
     if not case.nodes:
-        name = case.calibration or suites.DEVICE
-        return Cluster.parse(case.layout, name.partition("+")[0]), load_calibration(name)
+        calibration = load_calibration(case.calibration or suites.DEVICE)
+        (device,) = calibration.devices
+        return Cluster.parse(case.layout, device), calibration
     nodes = tuple(Node(DEVICES_PER_NODE, device, DEVICE_BYTES[device]) for device in case.nodes)
     return Cluster(nodes), merged(*(load_calibration(device) for device in (suites.DEVICE, suites.OTHER_DEVICE)))
 

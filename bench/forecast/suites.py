@@ -212,6 +212,17 @@ SUITES = {
         planner_first_on_each,
         ("planner_first",),
     ),
+    "graphs": Suite(
+        "ReaL's runtime, which starts every kernel, and this one's CUDA graphs, for A100 and H100",
+        tuple(
+            Case(preset, layout, strategy, {}, calibration=f"{device}{runtime}")
+            for preset, layout in (("llama-7b", "2x8"), ("llama-13b", "4x8"))
+            for device, runtime in product((DEVICE, OTHER_DEVICE), ("", "-derived"))
+            for strategy in STRATEGIES
+        ),
+        planner_first_on_each,
+        ("planner_first",),
+    ),
     "baselines": Suite(
         "DeepSpeed-Chat, and ZeRO 3 without a hybrid engine, beside the strategies",
         tuple(

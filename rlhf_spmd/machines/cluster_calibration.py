@@ -9,11 +9,12 @@ CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 
 
 def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
-    """The named calibration, else the shipped one for the cluster's devices; None if none is shipped or the devices are
-    of several types, unless it is required. Raises UserError, also if the calibration lacks a device type."""
+    """The named calibration, else the shipped one of this program on the cluster's devices; None if none is shipped or
+    the devices are of several types, unless it is required. Raises UserError, also if the calibration lacks a device
+    type."""
     if name is None:
         first, *more = cluster.device_types
-        name = CPU_CALIBRATION if first == "cpu" else first
+        name = CPU_CALIBRATION if first == "cpu" else f"{first}-derived"
         if more or not (SHIPPED / f"{name}.json").is_file():
             if required:
                 kinds = ", ".join(cluster.device_types)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workload import ModelShape
 
-SOURCES = ("measured", "fitted", "data sheet", "assumed")  # where a constant may come from
+SOURCES = ("measured", "fitted", "derived", "data sheet", "assumed")  # where a constant may come from
 OF_DEVICE = (
     *("matrix_flops", "memory_bytes_per_s", "host_bytes_per_s", "layer_s", "decode_layer_s", "decode_reduce_s"),
     "graph_layer_s",
@@ -146,12 +146,12 @@ class Device:
         if self.reserve is not None and not 0 < self.reserve < 1:
             raise UserError(f"reserve {self.reserve:g} is not a share of a device's memory between 0 and 1")
 
-    def start_decode_s(self, num_layers: int, num_reduces: int) -> float:
-        """Seconds in which the host starts a decode step of so many layers and all-reduces; the device may work at the
-        same time."""
+    def decode_step_s(self, busy_s: float, num_layers: int, num_reduces: int) -> float:
+        """Seconds of a decode step of so many layers and all-reduces, whose kernels take busy_s: the host starts them
+        while others run, or the device pauses between those of a graph."""
         if self.graph_layer_s is not None:
-            return num_layers * self.graph_layer_s
-        return num_layers * self.decode_layer_s + num_reduces * self.decode_reduce_s
+            return busy_s + num_layers * self.graph_layer_s
+        return max(busy_s, num_layers * self.decode_layer_s + num_reduces * self.decode_reduce_s)
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
         """The table of a shape with any number of layers."""

@@ -7,8 +7,9 @@ No product hides these messages or the start of a layer. A backward pass takes t
 recomputation.
 
 A decode step of b rows and L layers takes max(start, max(read, products) + reduces): starting it, L decode_layer_s + 2
-L decode_reduce_s (tp > 1), or L graph_layer_s as a CUDA graph; reading all weights, keys and values; its products; and
-two all-reduces of b x h numbers per layer (Megatron, arXiv 1909.08053), 2 (tp - 1) / tp of them over the link.
+L decode_reduce_s (tp > 1); reading all weights, keys and values; its products; and two all-reduces of b x h numbers per
+layer (Megatron, arXiv 1909.08053), 2 (tp - 1) / tp of them over the link. As a CUDA graph it takes max(read, products)
++ reduces + L graph_layer_s: the host starts it at once, and the device pauses between kernels.
 
 If the calibration has tables of a shape (Measured), seconds of passes, steps and updates come from these instead.
 """
@@ -211,8 +212,8 @@ class Cost:
         num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
         link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes
         reduce_s = num_reduces * 2 * all_gather_s(link, layout.tp, hidden_bytes)
-        start_s = device.start_decode_s(num_layers, num_reduces)
-        return max(start_s, max(read_s, flops / device.matrix_flops) + reduce_s)
+        busy_s = max(read_s, flops / device.matrix_flops) + reduce_s
+        return device.decode_step_s(busy_s, num_layers, num_reduces)
 
 
 def decode_steps(responses: Sequence[int], places: int) -> Iterator[tuple[int, int, list[int]]]:

@@ -85,8 +85,8 @@ def test_every_step_of_the_ablation_allows_what_the_one_before_allowed():
     allowed = [one(call("reference_infer"), half, cluster) for _, one, _ in ablation.steps(workload)]
     assert allowed == [False, False, True, True, True]
     assert [graphs for *_, graphs in later] == [False, False, True, True]
-    started = ablation.with_graphs(A100).devices["a100-80g"].start_decode_s(32, 64)
-    assert started == 0.0 < A100.devices["a100-80g"].start_decode_s(32, 64)
+    started = ablation.with_graphs(A100).devices["a100-80g"].decode_step_s(0.0, 32, 64)
+    assert started == 0.0 < A100.devices["a100-80g"].decode_step_s(0.0, 32, 64)
 
 
 def test_gains_are_of_one_step_and_published_seconds_stand_beside_theirs():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -36,13 +37,17 @@ for name, target, takes in (("sm_90", H100, nvidia), ("gfx942", MI300, amd)):
     found[name] = [dataclasses.asdict(takes(launch.compiled)) for launch in launches]
 print(json.dumps(found))
 """
+TRITONS = re.search(r"^TRITONS := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
 TABLE = "import json; from bench.speed.static_kernels import make_rows; print(json.dumps(list(make_rows())))"
 
 
-def compiled(script: str):
-    """What a script prints last, in a process with Triton's compiler."""
+def compiled(script: str, *folders: Path):
+    """What a script prints last, in a process with Triton's compiler. folders: of packages that come first."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton")}
+    environment |= {
+        "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton"),
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
     command = [sys.executable, "-c", script]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=900, check=False
@@ -165,7 +170,14 @@ def test_forecasts_take_the_slowest():
 
 
 @pytest.mark.slow  # two minutes
-def test_no_kernel_spills_or_reads_twice_without_a_reason():
-    rows = compiled(TABLE)
+@pytest.mark.parametrize("triton_version", ["", *TRITONS])
+def test_no_kernel_spills_or_reads_twice_without_a_reason(triton_version):
+    """With the installed Triton, and with those that torch for CUDA brings (make test-slow fetches them)."""
+    folder = ROOT / ".cache" / f"triton-{triton_version}"
+    if triton_version and not folder.is_dir():
+        why = folder.with_name(f"{folder.name}.why")
+        pytest.skip(why.read_text(encoding="utf-8")[-200:] if why.exists() else f"make {folder.relative_to(ROOT)}")
+    rows = compiled(TABLE, *([folder] if triton_version else []))
+    assert triton_version in ("", rows[0]["versions"]["triton"])
     assert not {f"{row['kernel']} {row['what']} {row['shape']}": faults(row) for row in rows if not row["ok"]}
     assert {row["kernel"] for row in rows} >= cases.WHOLE.keys() | cases.REASONS.keys()

@@ -35,7 +35,7 @@ def test_a_strategy_file_in_numbers(mine, capsys):
     result = json.loads(last)
     workload = make_workload(load("llama-7b", words[1:]))
     program = load_strategy(mine).compile(workload, Cluster.parse("1x8", "a100-80g"), {"tp": "8"})
-    calibration = load_calibration("a100-80g")
+    calibration = load_calibration("a100-80g-derived")
     assert result["forecast_s"] == forecast(program, calibration).makespan_s
     assert result["samples_per_s"] == pytest.approx(64 / result["forecast_s"])
     assert {call: found["limit"] for call, found in result["calls"].items()} == limits(program, calibration)

@@ -273,7 +273,7 @@ def test_auto_needs_a_calibration_and_takes_no_options():
 
 
 def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
-    assert calibration_for(None, Cluster.parse("1x8", "a100-80g")).name == "a100-80g"
+    assert calibration_for(None, Cluster.parse("1x8", "a100-80g")).name == "a100-80g-derived"
     assert calibration_for(None, Cluster.parse("1x8", "h200-141g")) is None
     assert calibration_for(cpu_file, Cluster.parse("1x2")).name == "mine"
     with pytest.raises(UserError, match="does not know devices of type h100-80g"):

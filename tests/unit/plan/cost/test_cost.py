@@ -149,6 +149,7 @@ def test_a_decode_step_is_started_read_and_computed():
     assert decode_s(machine(**free, **starts), 4, pp=2, tp=2) == pytest.approx(layers * (0.25 + 2 * 0.5))
     as_graph = machine(**free, **starts, graph_layer_s=0.125)
     assert decode_s(as_graph, 2, tp=2) == pytest.approx(layers * 0.125)
+    assert decode_s(machine(graph_layer_s=0.125)) == pytest.approx(decode_s(machine()) + layers * 0.125)
     products_s = (layers * layer_flops(SHAPE, 16, 5 + 3.5) + head_flops(SHAPE, 16)) / 1e9
     assert decode_s(machine()) == pytest.approx(products_s)
     assert decode_s(machine(decode_layer_s=2 * products_s / layers)) == pytest.approx(2 * products_s)

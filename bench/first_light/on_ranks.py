@@ -1,0 +1,147 @@
+"""Cases of bench first-light that two ranks run, one GPU each: rank 0 prints what they found as a line of JSON.
+
+Command (bench/first_light/several.py starts it): mpirun -n 2 python -m bench.first_light.on_ranks CASE [--dry]
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from bench.first_light.checks import ROWS, compared, embedded_model, engine_of, responses, without_graphs
+from rlhf_spmd import embedded
+from rlhf_spmd.kernels.silu_mul import silu_mul
+from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.runtime.world.world import World
+
+HELD_S, DRY_HELD_S = 3.0, 0.3  # after which the sender sends
+SLOWER = 1.10  # products beside pending receives, against products alone
+EDGE, PRODUCTS = 8192, 20  # rows and columns of a matrix; products that are timed
+RECEIVES = (0, 1, 2)
+
+
+def tp_graphs(world: World, dry: bool) -> dict:
+    """Tokens of two slices, with graphs and without, against the whole model on the CPU."""
+    num = 12 if dry else ROWS
+    parallel = Parallel(Shard(tp=world.size, tp_index=world.rank), group=world.group("tp"))
+    folder = embedded.path_of("actor")
+    model = load_model(folder, head="lm", device=world.device, parallel=parallel).eval().requires_grad_(False)
+    found = {"one rank": responses(engine_of(embedded_model("cpu"), num), num)}
+    with without_graphs():
+        found["kernels one by one"] = responses(engine_of(model, num), num)
+    found["graphs"] = responses(engine_of(model, num), num)
+    ok, told, numbers = compared(found, "one rank")
+    return {"ok": ok, "told": told} | numbers
+
+
+def pending_receive(world: World, dry: bool) -> dict:
+    """What a rank does while a receive is pending must not wait for the sender, and be hardly slower."""
+    device, held_s = world.device, DRY_HELD_S if dry else HELD_S
+    message = torch.zeros(1024, device=device)
+    work = actions(device)
+    if world.rank == 0:
+        work["first launch"]()  # compiles the kernel, which the other rank then only loads
+    seconds = {}
+    for name, act in work.items():
+        world.barrier(name)
+        if world.rank == 0:
+            time.sleep(held_s)
+            dist.send(message, 1)
+            continue
+        waiting = dist.irecv(message, 0)
+        started = time.perf_counter()
+        act()
+        seconds[name] = time.perf_counter() - started
+        waiting.wait()
+    products = [beside_receives(world, device, num, 64 if dry else EDGE) for num in RECEIVES]
+    _, seconds = world.allgather(seconds, "seconds")
+    _, products = world.allgather(products, "products")
+    waits = [name for name, taken_s in seconds.items() if taken_s >= held_s]
+    slower = max(products) / products[0]
+    told = [f"{name} waited for the sender" for name in waits] or ["nothing waited for the sender"]
+    told.append(f"products beside {RECEIVES[-1]} receives take {slower:.2f} times as long")
+    return {"seconds": seconds, "product_s": products} | {"ok": not waits and slower <= SLOWER, "told": "; ".join(told)}
+
+
+def actions(device: torch.device) -> dict[str, Callable[[], object]]:
+    """What may make the driver wait for the device; each returns when its own stream has ended."""
+
+    def launch() -> None:
+        x = torch.ones(3, 96, device=device, dtype=torch.bfloat16)
+        silu_mul(x, x)
+        synchronise(device)
+
+    def free() -> None:
+        torch.empty(2**28, device=device)
+        torch.cuda.empty_cache()
+
+    def capture() -> None:
+        graph, x = torch.cuda.CUDAGraph(), torch.ones(64, 64, device=device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            x @ x
+            graph.capture_begin(capture_error_mode="thread_local")
+            x @ x
+            graph.capture_end()
+        graph.replay()
+        synchronise(device)
+
+    found: dict[str, Callable[[], object]] = {"first launch": launch}
+    return found | ({"empty_cache": free, "capture": capture} if device.type == "cuda" else {})
+
+
+def beside_receives(world: World, device: torch.device, num: int, edge: int) -> float:
+    """Seconds of a product on rank 1 while so many receives of it are pending."""
+    messages = [torch.zeros(1024, device=device) for _ in range(num)]
+    x, taken_s = torch.ones(edge, edge, device=device, dtype=torch.bfloat16), 0.0
+    x @ x
+    synchronise(device)
+    world.barrier("products")
+    if world.rank == 1:
+        waiting = [dist.irecv(message, 0) for message in messages]
+        started = time.perf_counter()
+        for _ in range(PRODUCTS):
+            x @ x
+        synchronise(device)
+        taken_s = (time.perf_counter() - started) / PRODUCTS
+    world.barrier("products are done")
+    if world.rank == 0:
+        for message in messages:
+            dist.send(message, 1)
+    else:
+        for one in waiting:
+            one.wait()
+    return taken_s
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits for the stream of products, not for those of messages."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+CASES = {"tp-graphs": tp_graphs, "pending-receive": pending_receive}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--dry", action="store_true")
+    parsed = parser.parse_args()
+    world = World.discover(deadline_s=60.0)
+    world.use_device("cpu" if parsed.dry else "cuda")
+    world.start_torch({"tp": (0, 1)}, {None: [(0, 1)]})
+    found = CASES[parsed.case](world, parsed.dry)
+    if world.rank == 0:
+        print(json.dumps(found), flush=True)
+    world.shutdown()
+    world.finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The steps of `python -m bench first-light` that need two GPUs: NCCL under strategies, in CUDA graphs, and waiting."""
+
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from bench.first_light.checks import strategies_on
+from bench.first_light.steps import Found, Light
+from tests.run_mpi import mpi_command, run_limited
+
+RANKS, MOST_RANKS = 2, 4
+REGISTER = "NCCL_GRAPH_REGISTER"
+CASE_S = 100.0  # of one case of on_ranks.py
+
+
+def on_ranks(light: Light, case: str, **variables: str) -> tuple[dict | None, str]:
+    """What rank 0 of a case (bench/first_light/on_ranks.py) has found; None and why, where it does not end well."""
+    command = [*mpi_command(RANKS), sys.executable, "-m", "bench.first_light.on_ranks", case]
+    if light.dry:
+        command.append("--dry")
+    status, stdout, stderr = run_limited(command, limit_s=CASE_S, environment=dict(os.environ) | variables)
+    print(f"--- {case} {variables}\n{stdout}{stderr}", flush=True)
+    lines = stdout.strip().splitlines()
+    if status == 0 and lines:
+        return json.loads(lines[-1]), ""
+    last = (stderr.strip().splitlines() or ["nothing said"])[-1]
+    return None, f"{case} {'was stopped' if status is None else f'ended with {status}'}: {last}"
+
+
+def nccl_strategies(light: Light) -> Found:
+    import torch
+
+    return strategies_on(light, min(MOST_RANKS, max(RANKS, torch.cuda.device_count())), "device=cuda")
+
+
+def tp_graphs(light: Light) -> Found:
+    """Two slices, whose all-reduces are captured. NCCL registers captured buffers unless told not to, which expandable
+    segments do not allow: what happens then is noted, not judged."""
+    told, ok = [], True
+    with ThreadPoolExecutor() as pool:
+        jobs = {value: pool.submit(on_ranks, light, "tp-graphs", **{REGISTER: value}) for value in ("0", "1")}
+        ended = {value: job.result() for value, job in jobs.items()}
+    for value, (found, why) in ended.items():
+        light.row(nccl_graph_register=value, why=why, **(found or {}))
+        told.append(f"{REGISTER}={value}: {found['told'] if found else why}")
+        ok &= value == "1" or (found is not None and found["ok"])
+    return Found(ok, "; ".join(told))
+
+
+def pending_receive(light: Light) -> Found:
+    found, why = on_ranks(light, "pending-receive")
+    light.row(**(found or {"why": why}))
+    return Found(found is not None and (light.dry or found["ok"]), found["told"] if found else why)

@@ -1,0 +1,72 @@
+"""The step of `python -m bench first-light` that looks for growth: twenty iterations of generation and a training step,
+after the first two of which no kernel may be compiled or loaded, and no memory reserved."""
+
+# B sequences, T tokens
+
+import gc
+import sys
+import time
+
+import torch
+
+from bench.first_light.speed import DRY, LLAMA_1B, bits_of, random_model
+from bench.first_light.steps import Found, Light
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.requests import Sampling
+
+ITERATIONS, WARM = 20, 2
+GROWTH = 2**26  # bytes that may be reserved after the warm-up: less than the workspace of one stream more
+
+
+def num_loaded() -> int:
+    """The variants of our Triton kernels that this process has compiled or loaded; 0 where they are interpreted."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("rlhf_spmd.kernels")]
+    kernels = {id(one): one for module in modules for one in vars(module).values() if hasattr(one, "device_caches")}
+    return sum(len(caches[0]) for kernel in kernels.values() for caches in kernel.device_caches.values())
+
+
+def generate(model: Transformer, rows: int, longest: int, places: int) -> None:
+    """Responses of some rows in a fresh engine, some of which wait for a place; lengths differ."""
+    engine = Engine(model.eval(), longest=2 * longest, max_sequences=places)
+    prompts = [[1 + (7 * i + j) % 250 for j in range(1 + (5 * i) % longest)] for i in range(rows)]
+    engine.submit(prompts, bits_of(rows, longest), [Sampling(1 + (3 * i) % longest) for i in range(rows)])
+    engine.run()
+
+
+def train(model: Transformer, engine: TrainEngine, rows: int, length: int) -> None:
+    """An optimizer step on sequences of one length."""
+    tokens_BT = torch.randint(model.config.vocab_size, (rows, 2 * length), generator=torch.Generator().manual_seed(0))
+    batch = Sequences.join(*tokens_BT.to(next(model.parameters()).device).split(length, 1))
+
+    def loss(model: Transformer) -> torch.Tensor:
+        output = forward(model, batch)
+        return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
+
+    engine.begin()
+    engine.backward(engine.forward(loss), last=True)
+    engine.update(lr=1e-6)
+
+
+def steady(light: Light) -> Found:
+    """The first iteration is the largest; every later one has sizes of its own."""
+    most, longest, num = (4, 4, 3) if light.dry else (64, 256, ITERATIONS)
+    model = random_model(DRY if light.dry else LLAMA_1B, light.device)
+    engine = make_engine(model, groups=Groups(), zero=0, dtype=torch.bfloat16)
+    loaded, reserved, seconds = [], [], []
+    for number in range(num):
+        started = time.perf_counter()
+        rows, length = max(1, most - 5 * number % most), max(1, longest - 11 * number % longest)
+        generate(model, rows, length, max(1, most // 2))
+        train(model.train(), engine, max(1, rows // 8), length)
+        gc.collect()
+        loaded.append(num_loaded())
+        reserved.append(0 if light.dry else torch.cuda.memory_reserved(light.device))
+        seconds.append(time.perf_counter() - started)
+    late, grown = loaded[-1] - loaded[WARM - 1], max(reserved[WARM:]) - max(reserved[:WARM])
+    light.row(iterations=num, kernels_loaded=loaded, reserved_bytes=reserved, seconds=seconds)
+    told = f"{late} variants of kernels loaded after the warm-up, {grown / 2**20:+,.0f} MiB reserved"
+    return Found(late == 0 and grown <= GROWTH, told)
