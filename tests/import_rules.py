@@ -44,7 +44,16 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "weights": ("config.options", "kernels", "config.model_folders", "model", "plan"),
     "execute": ("pages.algorithm", "algorithms", "config.options", "kernels", "model", "plan", "pages.user_module"),
     "checkpoint": (
-        *("pages.algorithm", "pages.option_values", "config.options", "config.checks", "files", "model", "plan"),
+        *(
+            "pages.algorithm",
+            "pages.option_tree",
+            "pages.option_values",
+            "config.options",
+            "config.checks",
+            "files",
+            "model",
+            "plan",
+        ),
     ),
     "profile": ("config.options", "files", "kernels", "model", "plan"),
     "pictures": ("plan",),
@@ -62,7 +71,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     ),
     "offline": (
         *("algorithms", "config.options", "files", "kernels", "model", "config.model_folders"),
-        *("pages.option_suggestions", "pages.option_values", "plan"),
+        *("pages.option_tree", "pages.option_values", "plan"),
     ),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -134,11 +143,11 @@ OURS: dict[str, tuple[str, ...]] = {
         "algorithms.page",
         "files",
         "config.model_folders",
-        "pages.option_suggestions",
+        "pages.option_tree",
         "pages.option_values",
         "config.role_shapes",
     ),
-    "rlhf_spmd.config.file": ("config.options", "files", "config.checks", "pages.option_values"),
+    "rlhf_spmd.config.file": ("files", "config.checks", "pages.option_tree", "pages.option_values"),
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (
         *("algorithms.page", "command_line", "config", "files", "machines", "pages", "plan"),
@@ -157,6 +166,7 @@ OURS: dict[str, tuple[str, ...]] = {
     ),
     "rlhf_spmd.pages.option_suggestions": (),
     "rlhf_spmd.pages.option_values": (),
+    "rlhf_spmd.pages.option_tree": ("pages.option_suggestions", "pages.option_values"),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
     "rlhf_spmd.config.presets": (
         "plan",
@@ -168,6 +178,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "model.config",
         "config.checks",
         "pages.option_suggestions",
+        "pages.option_tree",
         "config.role_shapes",
     ),
     "rlhf_spmd.config.role_shapes": ("plan", "pages.option_suggestions"),

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from rlhf_spmd.config.model_folders import shape_of_folder
-from rlhf_spmd.config.options import Config, make_workload, options_of, parse_value, resolved
+from rlhf_spmd.config.options import Config, make_workload, resolved
 from rlhf_spmd.config.presets import PRESETS, load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.pages.option_tree import options_of
+from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.plan.workload import ModelShape
 
 LLAMA_BILLIONS = {"llama-7b": 6.738, "llama-13b": 13.016, "llama-33b": 32.529, "llama-65b": 65.286, "llama-70b": 68.977}
@@ -40,7 +42,7 @@ def test_every_preset_builds_and_is_sound(preset):
 
 
 def value_of(config: Config, key: str):
-    return config.strategy if key == "strategy" else options_of(config)[key][1]
+    return config.strategy if key == "strategy" else options_of(config)[key].value
 
 
 def text_of(config: Config, key: str) -> str:

@@ -21,6 +21,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import read_config_file, to_text
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_tree import options_of, with_value
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [
@@ -288,10 +289,10 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     algorithm = data.draw(st.sampled_from(["ppo", "grpo", "rloo", "remax", "reinforce_plus_plus"]))
     preset = data.draw(st.sampled_from(["tiny", "model", "llama-7b"]))
     config = presets.load(preset, algorithm=algorithm)
-    known = configs.options_of(config)
+    known = options_of(config)
     for key in data.draw(st.lists(st.sampled_from([key for key in known if key not in FIXED]), max_size=8)):
-        value = data.draw(values_of(known[key][0]), label=key)
-        changed = configs.with_value(config, key, value)
+        value = data.draw(values_of(known[key].annotation), label=key)
+        changed = with_value(config, key, value)
         try:
             check_options(changed)
         except UserError:
@@ -300,7 +301,7 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     if data.draw(st.booleans()):
         config = configs.overridden(config, [f"strategy.zero={data.draw(TEXTS)}"])
     if config.main_folder:
-        config = configs.with_value(config, "shape", "")
+        config = with_value(config, "shape", "")
     text = to_text(configs.resolved(config, strategy="flattening"))
     path = write(tmp_path, text)
     assert loaded(path) == config
