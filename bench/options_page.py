@@ -22,6 +22,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
 from rlhf_spmd.pages.option_suggestions import ELSEWHERE
 from rlhf_spmd.pages.option_tree import Option, OptionTree, options_of
+from rlhf_spmd.pages.option_values import text_of
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 
@@ -222,14 +223,9 @@ def _cells(name: str, annotation: Any, default: Any, meaning: str) -> list[str]:
 
 def value_text(value: Any) -> str:
     """A value as it is written on the command line."""
-    if value is None:
-        return "`none`"
-    if isinstance(value, Mapping) or value in ("", ()):
-        return "-"
-    if isinstance(value, str) and str(REPOSITORY) in value:
+    if str(REPOSITORY) in (text := text_of(value)):
         return "embedded"  # a file of the package
-    text = ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
-    return f"`{text}`"
+    return f"`{text}`" if text else "-"
 
 
 def type_text(annotation: Any) -> str:

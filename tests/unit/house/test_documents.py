@@ -12,7 +12,7 @@ import pytest
 
 from bench import options_page
 from bench.tables import BLOCK, PAGES, render
-from rlhf_spmd.__main__ import _parse
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.file import ConfigFile, read_config_file
 from rlhf_spmd.config.presets import load
@@ -156,7 +156,7 @@ def test_named_modules_exist(page):
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_understood(page, command, tmp_path):
     """A file of --config is the block of YAML on the same page."""
-    parsed = _parse(words_for_us(command))
+    parsed = parse(words_for_us(command))
     assert parsed.verb in VERBS
     if parsed.verb in ("train", "check", "plan") and not getattr(parsed, "resume", None):
         options = [word for word in parsed.overrides if not word.startswith("strategy.")]
