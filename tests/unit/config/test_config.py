@@ -190,6 +190,9 @@ def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
     assert "generation.top_k" in refused("generation.top_p=0.9")
+    text = refused("mini_batch=7", "reward_workers=2", "eval.every=3", "eval.prompts=", "checkpoint.best=mean@1")
+    starts = ["rollout_batch 128", "reward_workers=2", "eval.every=3", "checkpoint.best=mean@1"]
+    assert [line.startswith(start) for line, start in zip(text.split("\n"), starts, strict=True)] == [True] * 4, text
     for temperature in ("1e-45", "9e-7"):
         text = refused(f"generation.temperature={temperature}")
         assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
