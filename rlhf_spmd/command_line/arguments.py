@@ -11,7 +11,6 @@ from rlhf_spmd.errors import UserError
 
 CHECKED = ("check", "draw", "forecast")  # verbs of strategies, which may stand between options
 WORDS = {  # what KEY=VALUE words set -> what help says of them
-    "": "",
     "run": "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1. Those of a run of "
     "PPO, with the defaults that hold for all presets but where docs/options.md says otherwise:",
     "responses": "A line of a .jsonl file may have fields of its own: max_new_tokens, min_new_tokens, temperature, "
@@ -27,7 +26,7 @@ class Argument(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb. Of arguments in one list only one may be given. words: of WORDS; empty: the verb takes none."""
+    """A verb. Of arguments in one list only one may be given. words: a key of WORDS; empty: the verb takes none."""
 
     help: str
     arguments: Sequence[Argument | list[Argument]] = ()
@@ -249,7 +248,9 @@ def _words_help(words: str) -> str:
 
     width = shutil.get_terminal_size().columns - 2
     lines = [textwrap.fill(WORDS[words], width)]
-    for key, one in options_of(Config(preset="") if words == "run" else GenerateOptions()).items():
+    options = options_of(Config(preset="") if words == "run" else GenerateOptions())
+    options.pop("preset", None)  # it is --preset
+    for key, one in options.items():
         text = f"{f'{key}={text_of(one.value)}':<31} {one.meaning}"
         lines.append(textwrap.fill(text, width, initial_indent="  ", subsequent_indent=" " * 34))
     return "\n" + "\n".join(lines) + "\n"

@@ -82,7 +82,7 @@ def keys_of(tree: OptionTree) -> list[str]:
 def _options(
     node: Any, group_name: Callable[[str], str] = str, besides: Sequence[str] = ()
 ) -> Iterator[tuple[str, Option]]:
-    for part, annotation, form in _fields(type(node)):
+    for part, annotation, form in _fields(node.__class__):
         value, path = getattr(node, part.name), (part.name,)
         if part.name in besides:
             continue
