@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.errors import UserError
@@ -39,8 +40,10 @@ ACCEPTED: dict[Any, dict[Any, Any]] = {  # type -> text, or a value of a file: w
     Variables: {'{"a": 1}': {"a": 1}, "{}": {}, "": {}, "none": {}, "None": {}, None: {}}
     | {'{"on": [true, null, "x"]}': {"on": [True, None, "x"]}},
     dict[str, float]: {'{"actor": 1}': {"actor": 1.0}},
+    list[float]: {"0.5,0.5": [0.5, 0.5], "[0.5, 0.5]": [0.5, 0.5], "0.5": [0.5]},
     list[str]: {"actor, critic": ["actor", "critic"]},
     Sequence[int]: {"1,2": [1, 2]},
+    tuple[int, ...]: {"3": (3,)},
 }
 REFUSED: dict[Any, dict[Any, str]] = {  # type -> text: what the message says
     PositiveInt: {"three": "valid integer", "1.5": "integer", "0": "greater than 0", "-1": "greater than 0"}
@@ -90,3 +93,14 @@ def test_texts_that_are_refused(annotation):
             parse_value(annotation, given(text), "k")
         message = str(error.value)
         assert message.startswith("k") and words in message and len(message) < 600, (text, message)
+
+
+def test_values_that_are_no_text_are_checked_too():
+    assert parse_value(int, 3, "k") == 3 and parse_value(list[float], (1, 2), "k") == [1.0, 2.0]
+    with pytest.raises(UserError, match=r"^k=\['x'\]: .*number"):
+        parse_value(list[float], ["x"], "k")
+
+
+def test_a_type_that_no_text_can_give():
+    with pytest.raises(UserError, match="strategy.net cannot be set from text.*Module"):
+        parse_value(torch.nn.Module, "x", "strategy.net")
