@@ -33,8 +33,9 @@ HEAD = """# Options
 
 Options are `KEY=VALUE` words on the command line, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none`
 stands for no value, and lists are separated by commas. The program rejects an unknown option and suggests known ones,
-also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two dashes, such as `--model`, are listed by
-`python -m rlhf_spmd train --help`.
+also for names of [TRL, verl and OpenRLHF](coming_from.md). All wrong ones, of the command line and of a file, are named
+at once. `python -m rlhf_spmd train --help` lists the options with two dashes, such as `--model`, and those of this page
+for a run of PPO.
 
 ## A file of options
 
