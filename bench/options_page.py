@@ -1,21 +1,17 @@
 """Writes docs/options.md: every option with its type, its default and its meaning, read from the code.
 
-The options of a run and of `generate` are fields of dataclasses; a field's meaning is the comment behind it. The
+The options of a run and of `generate` are trees (rlhf_spmd/pages/option_tree.py), which have their meanings. The
 options of a strategy are arguments of its place(), whose docstring says `name: meaning.` of each.
 
 Cost: none. Command: python -m bench tables, which writes this page too. A unit test fails when the page is not current.
 """
 
-import ast
 import collections.abc
-import dataclasses
 import inspect
-import io
 import re
-import tokenize
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import JsonValue
 from pydantic.fields import FieldInfo
@@ -25,8 +21,10 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.pages import other_names
 from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.pages.option_tree import Option, OptionTree, options_of
+from rlhf_spmd.pages.option_values import text_of
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
-from rlhf_spmd.runtime.offline import options as offline_options
+from rlhf_spmd.runtime.offline.options import GenerateOptions
 
 PAGE = REPOSITORY / "docs" / "options.md"
 HEAD = """# Options
@@ -35,8 +33,9 @@ HEAD = """# Options
 
 Options are `KEY=VALUE` words on the command line, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none`
 stands for no value, and lists are separated by commas. The program rejects an unknown option and suggests known ones,
-also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two dashes, such as `--model`, are listed by
-`python -m rlhf_spmd train --help`.
+also for names of [TRL, verl and OpenRLHF](coming_from.md). All wrong ones, of the command line and of a file, are named
+at once. `python -m rlhf_spmd train --help` lists the options with two dashes, such as `--model`, and those of this page
+for a run of PPO.
 
 ## A file of options
 
@@ -75,7 +74,8 @@ data:
 RUN = """
 ## Options of a run
 
-`train`, `precompute`, `check`, `plan` and `profile` take these. The defaults below hold for all presets but where
+`train`, `precompute`, `check`, `plan` and `profile` take these, those of the [algorithm](#options-of-the-algorithms)
+and those of the [strategy](#options-of-the-strategies). The defaults below hold for all presets but where
 [Presets](#presets) names another value.
 """
 PRESETS = """
@@ -111,26 +111,26 @@ STRATEGIES = """
 
 Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strategy does.
 """
-NO_OPTIONS = ("preset", "algorithm", "options")  # --preset and --algorithm, and what those have
-BY_ROLE = {"lr": "ROLE_lr", "models": "models.ROLE", "strategy": "strategy.NAME"}  # fields that are options by name
+HEADING = ("option", "type", "default", "meaning")
 SHOWN_PRESETS = ("tiny", "model", "smollm2", "llama-7b")
 
 
 def page() -> str:
     """The page as it has to be."""
-    parts = [HEAD, RUN, *_tables(configs.Config), ALGORITHMS]
+    config = configs.Config(preset="")
+    parts = [HEAD, RUN, *_tables(config, besides=("preset", config.algorithm.name)), ALGORITHMS]
     for name in algorithm_names():
         parts += [f"\n### {name}\n\n", *_tables_of_algorithm(load_algorithm(name))]
     parts += [
         PRESETS,
         _table_of_presets(),
         OFFLINE,
-        *_tables(offline_options.GenerateOptions, " of generate"),
+        *_tables(GenerateOptions(), " of generate"),
         STRATEGIES,
     ]
     for name in strategy_names():
-        rows = [_row(*option) for option in strategy_options(name)]
-        parts += [f"\n### {name}\n\n", _lines(("option", "type", "default", "meaning"), rows)]
+        rows = [_cells(*option) for option in strategy_options(name)]
+        parts += [f"\n### {name}\n\n", _lines(HEADING, rows)]
     return "".join(parts)
 
 
@@ -149,22 +149,21 @@ def names_elsewhere() -> tuple[dict, list[dict[str, Sequence[str]]]]:
     return heads, list(rows.values())
 
 
-def _tables(cls: type, verb: str = "") -> list[str]:
-    """A table of the plain fields of a dataclass, then one for each group of fields. verb: added to their titles."""
-    fields = [field for field in dataclasses.fields(cls) if field.name not in NO_OPTIONS]
-    groups = [field for field in fields if dataclasses.is_dataclass(field.type)]
-    rows = [_row(*option) for option in fields_of(cls) if option[0] not in {field.name for field in groups}]
-    head = ("option", "type", "default", "meaning")
-    parts = ["\n", _lines(head, rows)]
-    for group in groups:
-        rows = [_row(f"{group.name}.{name}", *rest) for name, *rest in fields_of(group.type)]
-        parts += [f"\n### {group.name}{verb}\n\n", _lines(head, rows)]
-    return parts
+def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> list[str]:
+    """A table of the plain options, then one for each group. verb: added to their titles. besides: what is left out."""
+    rows: dict[str, dict[str, list[str]]] = {"": {}}
+    for key, one in options_of(tree).items():
+        group = key.partition(".")[0]
+        if group not in besides:  # an option for each of some names has one row
+            rows.setdefault(group if len(one.path) > 1 + bool(one.form) else "", {})[one.form or key] = _row(key, one)
+    tables = {group: _lines(HEADING, list(of_group.values())) for group, of_group in rows.items()}
+    return ["\n", tables.pop(""), *(part for group in tables for part in (f"\n### {group}{verb}\n\n", tables[group]))]
 
 
 def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
     """The models of an algorithm, and its options."""
-    rates = configs.Config(preset="", algorithm=algorithm).optimizer.lr
+    config = configs.Config(preset="", algorithm=algorithm)
+    rates = config.optimizer.lr
     rows = []
     for name, role in algorithm.roles.items():
         rate = f"`optimizer.{name}{configs.LR}={rates[name]}`" if name in rates else "-"
@@ -174,39 +173,9 @@ def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
         elif role.judge:
             empty = "none: a reward function scores"
         rows.append([f"`models.{name}`", role.head, rate, empty[:1].upper() + empty[1:]])
-    options = [_row(f"{algorithm.name}.{name}", *rest) for name, *rest in fields_of(algorithm.options)]
+    options = [_row(key, one) for key, one in options_of(config).items() if one.path[0] == "options"]
     head = ("model", "head", "learning rate", "where the folder is empty")
-    return [_lines(head, rows), "\n", _lines(("option", "type", "default", "meaning"), options)]
-
-
-def fields_of(cls: type) -> list[tuple[str, Any, Any, str]]:
-    """Name, type, default and meaning of each field of a dataclass, those that it inherits first."""
-    hints, found = get_type_hints(cls, include_extras=True), {}
-    for base in reversed(cls.__mro__[:-1]):
-        found |= _comments(base)
-    named = [field for field in dataclasses.fields(cls) if field.name not in NO_OPTIONS]
-    return [
-        (BY_ROLE.get(field.name, field.name), hints[field.name], _default(field), found.get(field.name, ""))
-        for field in named
-    ]
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return "" if field.default is dataclasses.MISSING else field.default
-
-
-def _comments(cls: type) -> dict[str, str]:
-    """The comment behind each field of a class."""
-    source = inspect.getsource(cls)
-    by_line = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    body = ast.parse(source).body[0].body
-    return {one.target.id: by_line.get(one.end_lineno, "") for one in body if isinstance(one, ast.AnnAssign)}
+    return [_lines(head, rows), "\n", _lines(HEADING, options)]
 
 
 def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
@@ -242,24 +211,24 @@ def _table_of_presets() -> str:
 
 def _values(config: configs.Config) -> dict[str, Any]:
     """The value of each option by its dotted key."""
-    return {key: value for key, (_, value) in configs.options_of(config).items()}
+    return {key: one.value for key, one in options_of(config).items()}
 
 
-def _row(name: str, annotation: Any, default: Any, meaning: str) -> list[str]:
-    meaning = meaning.rstrip(".").replace("None: ", "`none`: ")
+def _row(key: str, one: Option) -> list[str]:
+    default = "" if one.form else one.value
+    return _cells(one.form or key, one.annotation, default, one.meaning)
+
+
+def _cells(name: str, annotation: Any, default: Any, meaning: str) -> list[str]:
+    meaning = (meaning if meaning.endswith("...") else meaning.removesuffix(".")).replace("None: ", "`none`: ")
     return [f"`{name}`", type_text(annotation), value_text(default), meaning[:1].upper() + meaning[1:]]
 
 
 def value_text(value: Any) -> str:
     """A value as it is written on the command line."""
-    if value is None:
-        return "`none`"
-    if isinstance(value, Mapping) or value in ("", ()):
-        return "-"
-    if isinstance(value, str) and str(REPOSITORY) in value:
+    if str(REPOSITORY) in (text := text_of(value)):
         return "embedded"  # a file of the package
-    text = ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
-    return f"`{text}`"
+    return f"`{text}`" if text else "-"
 
 
 def type_text(annotation: Any) -> str:

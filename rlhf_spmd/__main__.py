@@ -25,22 +25,14 @@ import os
 import signal
 import stat
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from rlhf_spmd.errors import UserError
 
-CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
 ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
-ON_RANKS = (
-    "train",
-    "evaluate",
-    "generate",
-    "precompute",
-    "profile",
-)  # verbs that run on the ranks of MPI
+ON_RANKS = ("train", "evaluate", "generate", "precompute", "profile")  # verbs that run on the ranks of MPI
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,7 +95,7 @@ def _alone(arguments: list[str]) -> int:
 
     place = launcher.launched(os.environ)
     try:
-        parsed = _with_file(_parse(arguments))
+        parsed = read(arguments)
         if place.num > 1 and not place.by_srun:
             raise UserError(
                 f"{parsed.verb} runs in one process, but {place.num} were started ({place.variable}): start it without "
@@ -136,231 +128,16 @@ def _alone(arguments: list[str]) -> int:
         return USER_STATUS
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit: under mpirun every rank would. Options cannot be abbreviated."""
+def read(words: list[str]) -> argparse.Namespace:
+    """The options of a command line, with those of the file of --config where it names none. Raises UserError."""
+    from rlhf_spmd.command_line.arguments import parse
 
-    def __init__(self, **settings):
-        super().__init__(**(settings | {"allow_abbrev": False}))
-
-    def error(self, message: str):
-        raise UserError(f"{message} ({self.prog} --help lists the options)")
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The verb's options; its other words with `=` are overrides. Raises UserError."""
-    parsed, rest = _parser().parse_known_args(arguments)
-    if parsed.verb in ("check", "draw", "forecast"):  # strategies may stand between options
-        words = parsed.strategies + rest
-        names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
-        if not names and parsed.config is None:
-            raise UserError(
-                f"the following arguments are required: STRATEGY (rlhf_spmd {parsed.verb} --help lists the options)"
-            )
-        if parsed.verb != "draw":
-            names = names[:1]
-            parsed.strategy = names[0] if names else None
-        parsed.strategies, rest = names, [word for word in words if word not in names]
-    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
-    if wrong:
-        raise UserError(
-            f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; options start with --, overrides are key=value"
-        )
-    if rest and parsed.verb in ("algorithms", "convert", "report", "rollouts", "status", "postmortem"):
-        raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
-    parsed.overrides = rest
-    return parsed
-
-
-def _with_file(parsed: argparse.Namespace) -> argparse.Namespace:
-    """The options, with those of the file of --config where the command line names none. Raises UserError."""
+    parsed = parse(words, __doc__)
     if getattr(parsed, "config", None) is not None:
         from rlhf_spmd.command_line.words import read_words
 
         read_words(parsed)
     return parsed
-
-
-def _hint(word: str) -> str:
-    """A suggestion for an unknown word with dashes, for the end of a message."""
-    from rlhf_spmd.config.presets import all_keys
-    from rlhf_spmd.pages.option_suggestions import suggest_option
-
-    name = word.partition("=")[0].lstrip("-").replace("-", "_")
-    if name in all_keys():
-        return f" (did you mean {name}=VALUE, without dashes?)"
-    return suggest_option(name, (), all_keys())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rlhf_spmd", description="RLHF as one SPMD program.", epilog=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
-    text = "placement of the calls (default: flattening); auto: plan one"
-    train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
-    text = "continue the run in this folder from its newest checkpoint; auto: start the run --name, or continue it"
-    train.add_argument("--resume", metavar="RUN|auto", type=_given, help=text)
-    train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
-    train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
-    train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
-    train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
-    train.add_argument("--dry-run", action="store_true", help="print the report of `check` for these ranks, and exit")
-    _add_config(train)
-    _add_generate(verbs)
-    check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
-    check.add_argument("strategies", metavar="STRATEGY", nargs="*", help="name or FILE.py (default: that of --config)")
-    _add_devices(check)
-    check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
-    _add_config(check)
-    _add_plan(verbs)
-    forecast = verbs.add_parser("forecast", help="seconds, limits and memory of one strategy")
-    forecast.add_argument("strategies", metavar="STRATEGY", nargs="*", help="name or FILE.py (default: of --config)")
-    _add_devices(forecast, calibration=True)
-    forecast.add_argument("--out", metavar="FILE.png", help="draw which ranks run which call, and the timeline")
-    forecast.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
-    _add_config(forecast)
-    draw = verbs.add_parser("draw", help="draw which ranks run which call, and forecast timelines")
-    draw.add_argument("strategies", metavar="STRATEGY", nargs="*", help="names or FILE.py (default: that of --config)")
-    _add_devices(draw, calibration=True)
-    draw.add_argument("--only", choices=("map", "timelines"), help="draw only the map or only the timelines")
-    draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
-    draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
-    _add_config(draw)
-    _add_precompute(verbs)
-    _add_evaluate(verbs)
-    profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
-    profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
-    profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
-    _add_config(profile)
-    for name, text in (("status", "what the ranks do now"), ("postmortem", "which rank the others waited for")):
-        verbs.add_parser(name, help=text).add_argument("run", metavar="RUN", help="run folder")
-    rollouts = verbs.add_parser("rollouts", help="show and filter the samples that a run has written (rollouts.every)")
-    rollouts.add_argument("run", metavar="RUN", help="run folder")
-    which = rollouts.add_mutually_exclusive_group()
-    which.add_argument("--iteration", type=int, metavar="N", help="as in metrics.jsonl (default: the last one written)")
-    which.add_argument("--evaluation", type=int, metavar="N", help="the evaluation after N iterations")
-    text = "a condition: NAME>=NUMBER (or > < <= = !=), NAME~REGULAR_EXPRESSION; all of several must hold"
-    rollouts.add_argument("--where", action="append", default=[], metavar="CONDITION", help=text)
-    rollouts.add_argument("--sort", metavar="NAME", help="by a number, ascending")
-    rollouts.add_argument("--descending", action="store_true", help="with --sort: the largest first")
-    rollouts.add_argument("--limit", type=_positive, metavar="N", help="print at most so many rows (default: all)")
-    rollouts.add_argument("--json", action="store_true", help="print whole rows, with tokens, as lines of JSON")
-    report = verbs.add_parser("report", help="curves and samples of some runs as one page of HTML")
-    report.add_argument("runs", metavar="RUN", nargs="+", help="run folders, in the order of the page")
-    report.add_argument("--out", required=True, metavar="FILE.html", help="the page")
-    report.add_argument("--title", help="its heading (default: the names of the runs)")
-    report.add_argument("--overwrite", action="store_true", help="replace FILE.html if it exists")
-    verbs.add_parser("algorithms", help="the algorithms that come with the package, with their calls")
-    convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
-    convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
-    convert.add_argument("folder", type=Path, metavar="FOLDER")
-    _add_coming_from(verbs)
-    return parser
-
-
-def _add_coming_from(verbs: argparse._SubParsersAction) -> None:
-    text = "print a configuration of TRL, verl or OpenRLHF as a file of options"
-    coming = verbs.add_parser("coming-from", help=text)
-    text = "its YAML file, or a shell script that starts it; KEY=VALUE words replace its values"
-    coming.add_argument("file_there", metavar="FILE", help=text)
-    coming.add_argument(
-        "--program", choices=("trl", "verl", "openrlhf"), help="default: told from the names of options"
-    )
-    coming.add_argument("--algorithm", metavar="NAME", help="the algorithm here (default: told from the options)")
-
-
-def _given(text: str) -> str:
-    """A word of the command line that must not be empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty (a variable that is not set?)")
-    return text
-
-
-def _add_config(verb: argparse.ArgumentParser) -> None:
-    """The options that name a configuration."""
-    verb.add_argument(
-        "--config", metavar="FILE.yaml", help="options and names of these; words of the command line replace its values"
-    )
-    verb.set_defaults(file=None)
-    verb.add_argument(
-        "--algorithm", metavar="NAME|FILE.py", type=_given, help="name or file of the algorithm (default: ppo)"
-    )
-    verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
-    verb.add_argument("--model", metavar="FOLDER", help="Hugging Face folder of the first role (PPO: the actor)")
-    verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
-
-
-def _add_devices(verb: argparse.ArgumentParser, *, calibration: bool = False) -> None:
-    """The options that describe a cluster; calibration: and its measured constants."""
-    verb.add_argument("--layout", metavar="NxG", type=_given, help="N nodes of G devices (default: 1x4)")
-    verb.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
-    default = "the calibration's, if it has one, or the preset's" if calibration else "the preset's"
-    verb.add_argument("--device-type", help=f"device type (default: {default})")
-    if calibration:
-        verb.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
-
-
-def _add_plan(verbs: argparse._SubParsersAction) -> None:
-    plan = verbs.add_parser("plan", help="search the fastest placement, and write it as a strategy")
-    _add_devices(plan, calibration=True)
-    plan.add_argument("--method", choices=("exact", "two_phase"), default="exact", help="default: exact")
-    plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many plans to show (default: 5)")
-    plan.add_argument("--out", metavar="FILE.py", help="file for the best plan (default: runs/plan-PRESET-LAYOUT.py)")
-    plan.add_argument("--timeline", metavar="FILE.png", help="draw the forecast timeline of the best plan")
-    plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
-    plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run K promising rows as well")
-    _add_config(plan)
-
-
-def _add_precompute(verbs: argparse._SubParsersAction) -> None:
-    text = "compute once the logprobs that frozen models give a data set, e.g. DPO's reference (mpirun -n N ...)"
-    precompute = verbs.add_parser("precompute", help=text)
-    precompute.add_argument("--out", required=True, metavar="FILE", help="for data.precomputed_logprobs=FILE")
-    precompute.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    precompute.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
-    precompute.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
-    _add_config(precompute)
-
-
-def _add_evaluate(verbs: argparse._SubParsersAction) -> None:
-    evaluate = verbs.add_parser("evaluate", help="evaluate a model once, as a run does (mpirun -n N ...)")
-    text = "random numbers as in a run's evaluation after N iterations (default: 0)"
-    evaluate.add_argument("--after", type=_whole, default=0, metavar="N", help=text)
-    evaluate.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
-    evaluate.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
-    _add_config(evaluate)
-
-
-def _whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return 0 if text == "0" else _positive(text)
-
-
-def _positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _add_generate(verbs: argparse._SubParsersAction) -> None:
-    generate = verbs.add_parser("generate", help="responses to a file of prompts, on one rank or many")
-    text = "options of this verb, and `model`; those of training are ignored, words of the command line win"
-    generate.add_argument("--config", metavar="FILE.yaml", help=text)
-    generate.set_defaults(file=None)
-    text = "Hugging Face checkpoint folder (default: that of --config)"
-    generate.add_argument("--model", metavar="FOLDER", help=text)
-    generate.add_argument("--prompts", required=True, type=Path, metavar="FILE", help=".jsonl, .parquet or .txt")
-    generate.add_argument("--out", required=True, type=Path, metavar="FILE.jsonl", help="one line per response")
-    generate.add_argument("--overwrite", action="store_true", help="replace FILE.jsonl if it exists")
-    generate.add_argument("--tp", metavar="N", help="tensor-parallel ranks per copy of the model (default: 1)")
-    generate.add_argument("--dtype", metavar="TYPE", help="float32 (default) or bfloat16")
-    generate.add_argument("--seed", metavar="N", help="random seed (default: 0)")
-    generate.epilog = (
-        "KEY=VALUE words: samples_per_prompt=4, those of generation (generation.temperature=0 is greedy) and of data. "
-        "A line of a .jsonl file may have fields of its own: max_new_tokens, min_new_tokens, temperature, top_k, "
-        "top_p, min_p, stop."
-    )
 
 
 def _on_ranks(arguments: list[str]) -> int:
@@ -392,7 +169,7 @@ def _on_ranks(arguments: list[str]) -> int:
             check_folder()
             if world.num_nodes > 1:
                 check_common_folder(world.allgather(working_folder(), "the working folder"))
-            parsed = _with_file(_parse(arguments))
+            parsed = read(arguments)
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         if parsed.verb == "train":
             status = verb.run(world, parsed, asked)

@@ -47,7 +47,16 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("algorithms", "config.options", "kernels", "model", "plan"),
     ),
     "checkpoint": (
-        *("pages.algorithm", "pages.option_values", "config.options", "config.checks", "files", "model", "plan"),
+        *(
+            "pages.algorithm",
+            "pages.option_tree",
+            "pages.option_values",
+            "config.options",
+            "config.checks",
+            "files",
+            "model",
+            "plan",
+        ),
     ),
     "profile": ("config.options", "files", "kernels", "model", "plan"),
     "pictures": ("plan",),
@@ -65,7 +74,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     ),
     "offline": (
         *("algorithms", "config.options", "files", "kernels", "model", "config.model_folders"),
-        *("pages.option_suggestions", "pages.option_values", "plan"),
+        *("pages.option_tree", "pages.option_values", "plan"),
     ),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -139,15 +148,15 @@ OURS: dict[str, tuple[str, ...]] = {
         "algorithms.page",
         "files",
         "config.model_folders",
-        "pages.option_suggestions",
+        "pages.option_tree",
         "pages.option_values",
         "config.role_shapes",
     ),
-    "rlhf_spmd.config.file": ("config.options", "files", "config.checks", "pages.option_values"),
+    "rlhf_spmd.config.file": ("files", "config.checks", "pages.option_tree", "pages.option_values"),
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (
         *("algorithms.page", "command_line", "config", "files", "machines", "pages", "plan"),
-        *("model.texts.tokenizer_check", "runtime.data", "runtime.rewards", "runtime.world"),
+        *("model.texts.tokenizer_check", "runtime.data", "runtime.offline", "runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
@@ -166,6 +175,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.pages.option_suggestions": ("pages.other_names",),
     "rlhf_spmd.pages.other_names": (),
     "rlhf_spmd.pages.option_values": (),
+    "rlhf_spmd.pages.option_tree": ("pages.option_suggestions", "pages.option_values"),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
     "rlhf_spmd.config.presets": (
         "plan",
@@ -177,6 +187,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "model.config",
         "config.checks",
         "pages.option_suggestions",
+        "pages.option_tree",
         "config.role_shapes",
     ),
     "rlhf_spmd.config.role_shapes": ("plan", "pages.option_suggestions"),

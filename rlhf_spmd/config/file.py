@@ -15,12 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.checks import foreign_functions
-from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, read_bytes
+from rlhf_spmd.pages.option_tree import Setting
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, TEMPLATE_KWARGS, check_length, is_given
 
 # Keys that name what options with dashes name on the command line.
@@ -34,15 +33,6 @@ MOST_GROUPS = 1  # around an option
 MOST_VALUES = 1000  # in an option that is a mapping
 PLAIN = re.compile(r"[A-Za-z_/.][\w/.,:=@+-]*(?<!:)", re.ASCII)  # texts that need no quotes
 QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", "..", "---", "...", ".inf", ".nan")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """An option of a file. value: its text; the texts of a list; None: null."""
-
-    key: str
-    value: str | list[str] | None
-    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +61,16 @@ class ConfigFile:
         """Without the options whose keys are left out."""
         return replace(self, settings=tuple(one for one in self.settings if not leaves_out(one.key)))
 
-    def applied(self, config: Config) -> Config:
-        """The config with these options. Raises UserError naming file and line."""
-        given = {one.key: one.value for one in self.settings}
+    @property
+    def given(self) -> list[Setting]:
+        """Its settings, without those that follow from others. Raises UserError if two say how long a run is."""
+        values = {one.key: one.value for one in self.settings}
         try:
-            check_length({} if Path(self.path).name == CONFIG else given)  # a run folder's has what follows, too
+            check_length({} if Path(self.path).name == CONFIG else values)  # a run folder's has what follows, too
         except UserError as error:
             raise UserError(f"{self.path}: {error}") from None
-        follows = is_given(given.get(EPOCHS))
-        for one in (one for one in self.settings if one.key != ITERATIONS or not follows):
-            try:
-                config = configs.assigned(config, one.key, one.value, also=WORDS)
-            except UserError as error:
-                text = re.sub(r"'--(\w+)'", r"'\1'", str(error))
-                raise UserError(f"{self.path}, line {one.line}: {text}") from None
-        return config
+        follows = is_given(values.get(EPOCHS))
+        return [one for one in self.settings if one.key != ITERATIONS or not follows]
 
 
 def read_config_file(path: str) -> ConfigFile:
@@ -108,12 +93,15 @@ def read_config_file(path: str) -> ConfigFile:
     for one in found:
         if one.key in settings:
             raise UserError(
-                f"{path}, line {one.line}: {one.key} is already given in line {settings[one.key].line}; drop one"
+                f"{one.where}{one.key} is already given in {settings[one.key].where[len(path) + 2 : -2]}; drop one"
             )
         settings[one.key] = one
-    words = {name: _word(path, settings.pop(name)) for name in WORDS if name in settings}
+    words = {name: settings.pop(name) for name in WORDS if name in settings}
+    for one in words.values():
+        if one.value is not None and not (one.value and isinstance(one.value, str)):
+            raise UserError(f"{one.where}{one.key} must be one text, e.g. {one.key}: NAME")
     page, of_run = Path(path).with_name(PAGE), Path(path).name == CONFIG
-    given = {name: text for name, text in words.items() if text is not None}
+    given = {name: str(one.value) for name, one in words.items() if one.value}
     return ConfigFile(path, given, tuple(settings.values()), str(page) if of_run and is_file(page) else None, of_run)
 
 
@@ -179,24 +167,25 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
             raise UserError(f"{where}: {key} is already given in line {seen[name]}; drop one")
         seen[name] = line
         if key == TEMPLATE_KWARGS and value.tag.endswith(":map"):
-            yield Setting(key, json.dumps(_object(where, key, value, count())), line)
+            yield Setting(key, json.dumps(_object(where, key, value, count())), f"{where}: ", WORDS)
         elif hasattr(value, "value") and isinstance(value.value, list) and value.tag.endswith(":map"):
             if prefix.count(".") >= MOST_GROUPS:
                 raise UserError(f"{where}: {key} holds more options: an option has at most one group around it")
             yield from _flat(path, value, f"{key}.")
         else:
-            yield Setting("strategy" if key == STRATEGY_NAME else key, _value(where, key, value), line)
+            name = "strategy" if key == STRATEGY_NAME else key
+            yield Setting(name, _value(where, key, value), f"{where}: ", WORDS)
 
 
 def _value(where: str, key: str, node: Any) -> str | list[str] | None:
     """A text, the texts of a list, or None for null."""
-    if isinstance(node.value, list):
-        items = [_text(where, key, item) if _is_text(item) else None for item in node.value]
-        texts = [item for item in items if item is not None]
-        if not node.tag.endswith(":seq") or len(texts) < len(items):
-            raise UserError(f"{where}: {key} has a list of something else than texts and numbers: write [a, b]")
-        return texts
-    return _text(where, key, node)
+    if isinstance(node.value, str):
+        return _text(where, key, node)
+    items = [_text(where, key, item) if _is_text(item) else None for item in node.value]
+    texts = [item for item in items if item is not None]
+    if not node.tag.endswith(":seq") or len(texts) < len(items):
+        raise UserError(f"{where}: {key} has a list of something else than texts and numbers: write [a, b]")
+    return texts
 
 
 def _text(where: str, key: str, node: Any) -> str | None:
@@ -246,18 +235,7 @@ def _is_text(node: Any) -> bool:
 
 
 def _kind(node: Any) -> str:
-    if isinstance(node.value, str):
-        return "a text"
-    return "a list" if node.tag.endswith(":seq") else "a mapping"
-
-
-def _word(path: str, setting: Setting) -> str | None:
-    """The text of a word; None: null. Raises UserError."""
-    if setting.value is None:
-        return None
-    if not isinstance(setting.value, str) or not setting.value:
-        raise UserError(f"{path}, line {setting.line}: {setting.key} must be one text, e.g. {setting.key}: NAME")
-    return setting.value
+    return "a text" if isinstance(node.value, str) else "a list" if node.tag.endswith(":seq") else "a mapping"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -268,33 +246,23 @@ def to_text(values: Mapping[str, Any]) -> str:
     whose import takes longer than the rest of `check`'s output."""
     lines = []
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            lines += [f"{key}:"] if value else [f"{key}: {{}}"]
-            lines += [f"  {name}: {_scalar(inner)}" for name, inner in value.items()]
-        else:
-            lines.append(f"{key}: {_scalar(value)}")
+        group = value if isinstance(value, Mapping) else {}
+        lines += [f"{key}:" if group else f"{key}: {_scalar(value)}"]
+        lines += [f"  {name}: {_scalar(inner)}" for name, inner in group.items()]
     return "\n".join(lines)
 
 
-def _scalar(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return _of_object(value)
+def _scalar(value: Any, *, may_be_plain: bool = True) -> str:
+    """A value in one line. may_be_plain: texts need no quotes where they can be nothing else."""
+    if isinstance(value, Mapping):  # as _object reads it
+        parts = (f"{_quoted(name)}: {_scalar(inner, may_be_plain=False)}" for name, inner in value.items())
+        return "{" + ", ".join(parts) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(_scalar(item) for item in value)}]"
+        return f"[{', '.join(_scalar(item, may_be_plain=may_be_plain) for item in value)}]"
     if not isinstance(value, str):
         return json.dumps(value)  # numbers, booleans and null are the same in YAML
-    if PLAIN.fullmatch(value) and value.lower() not in QUOTED and "," not in value:
-        return value
-    return _quoted(value)
-
-
-def _of_object(value: Any) -> str:
-    """What _object reads."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_quoted(name)}: {_of_object(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(_of_object, value)) + "]"
-    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+    is_plain = PLAIN.fullmatch(value) and value.lower() not in QUOTED and "," not in value
+    return value if may_be_plain and is_plain else _quoted(value)
 
 
 def _quoted(text: str) -> str:
@@ -303,6 +271,4 @@ def _quoted(text: str) -> str:
 
 def _escaped(char: str) -> str:
     """A character inside double quotes."""
-    if char in '"\\':
-        return "\\" + char
-    return char if char.isprintable() else f"\\U{ord(char):08x}"
+    return "\\" + char if char in '"\\' else char if char.isprintable() else f"\\U{ord(char):08x}"

@@ -5,9 +5,9 @@ Imports neither torch nor MPI, so that `check` starts at once.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -17,8 +17,17 @@ from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.pages.option_suggestions import suggest_option
-from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
+from rlhf_spmd.pages.option_tree import (
+    ByName,
+    OptionTree,
+    Setting,
+    assigned,
+    options_of,
+    settings_of,
+    with_settings,
+    with_value,
+)
+from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, check_length
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, ModelShape, Workload
 
@@ -66,7 +75,7 @@ class Generation:
 class Optimizer:
     """AdamW, linear warm-up, then a schedule."""
 
-    lr: Mapping[str, PositiveFloat] = field(
+    lr: Annotated[Mapping[str, PositiveFloat], ByName(f"ROLE{LR}")] = field(
         default_factory=dict
     )  # learning rate of each trained model; default: that of the algorithm
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
@@ -121,13 +130,15 @@ DEFAULTS = Options()  # stands for those of the algorithm
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(OptionTree):
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
     preset: str  # name of the preset; set by `--preset` only
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
     options: Options = DEFAULTS  # of the algorithm: `NAME.option=VALUE`
-    models: Mapping[str, str] = field(default_factory=dict)  # checkpoint folder of each model, by its role
+    models: Annotated[Mapping[str, str], ByName("models.ROLE")] = field(
+        default_factory=dict
+    )  # checkpoint folder of each model, by its role
     shape: str = ""  # of a preset without weights, for check and plan: a model shape for all roles, or ROLE=SHAPE,...
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
@@ -160,6 +171,12 @@ class Config:
     rollouts: RolloutFiles = RolloutFiles()
     logging: Logging = Logging()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
+
+    OPEN, NO_OPTIONS = ("strategy",), ("algorithm",)
+
+    def group_name(self, field: str) -> str:
+        """The name of the group in a field."""
+        return self.algorithm.name if field == "options" else field
 
     def __post_init__(self) -> None:
         roles, name = self.algorithm.roles, self.algorithm.name
@@ -226,92 +243,29 @@ def function_names(config: Config) -> list[str]:
     return [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
 
 
-def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> annotation and value of every option, without those of the strategy."""
-    found: dict[str, tuple[Any, Any]] = {}
-    hints = get_type_hints(Config, include_extras=True)
-    for part in dataclasses.fields(Config):
-        value = getattr(config, part.name)
-        if part.name in ("algorithm", "strategy"):
-            continue
-        if part.name == "models":
-            found |= {f"models.{role}": (str, folder) for role, folder in value.items()}
-        elif part.name == "options" or dataclasses.is_dataclass(hints[part.name]):
-            group = config.algorithm.name if part.name == "options" else part.name
-            of_group = get_type_hints(type(value), include_extras=True)
-            leaves = {leaf.name: (of_group[leaf.name], getattr(value, leaf.name)) for leaf in dataclasses.fields(value)}
-            if part.name == "optimizer":
-                rates = leaves.pop("lr")[1]
-                found |= {f"optimizer.{role}{LR}": (PositiveFloat, rate) for role, rate in rates.items()}
-            found |= {f"{group}.{name}": leaf for name, leaf in leaves.items()}
-        else:
-            found[part.name] = hints[part.name], value
-    return found
+def overridden(config: Config, overrides: Iterable[str], given: Sequence[Setting] = ()) -> Config:
+    """The config with the settings of a file, then with dotted overrides, of which only those of the length are checked
+    against each other. Raises UserError."""
+    words = settings_of(overrides)
+    check_length({one.key: one.value for one in words})
+    return with_settings(config, [*given, *words], _assigned)
 
 
-def overridden(config: Config, overrides: Iterable[str]) -> Config:
-    """The config with dotted overrides, of which only those of the length are checked against each other. Raises
-    UserError."""
-    overrides = list(overrides)
-    check_length({key: text for key, _, text in (override.partition("=") for override in overrides)})
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise UserError(
-                f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
-            )
-        config = assigned(config, key, text)
-    return config
-
-
-def assigned(config: Config, key: str, value: Given, also: Iterable[str] = ()) -> Config:
-    """A copy with one option set from text, or from a value of a file: the texts of a list, or None. A group that is
-    None changes nothing. also: names that are no options, for suggestions. Raises UserError for an unknown key or a
-    wrong value."""
-    group, dot, name = key.partition(".")
-    known = options_of(config)
-    text = "none" if value is None else value if isinstance(value, str) else ",".join(value)
+def _assigned(config: Config, one: Setting) -> Config:
+    """A copy with one option set. Raises UserError for an unknown key or a wrong value."""
+    group, _, name = one.key.partition(".")
+    text = "none" if one.value is None else one.value if isinstance(one.value, str) else ",".join(one.value)
     if group == "strategy":
         if not name or "." in name or name == "name":
             raise UserError(
-                f"{key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
+                f"{one.key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
             )
         return dataclasses.replace(config, strategy={**config.strategy, name: text})
-    if key in ("preset", "algorithm"):
-        what = "preset is what the overrides change" if key == "preset" else "options are those of the algorithm"
-        raise UserError(f"{key}={text}: the {what}; choose it by --{key} {text}")
-    if key in known:
-        config = with_value(config, key, parse_value(known[key][0], value, key))
-        return with_value(config, EPOCHS, 0.0) if key == ITERATIONS else config  # the later one of the two counts
-    of_group = [one for one in known if one.startswith(f"{group}.")]
-    if of_group and not dot:
-        if value is None:
-            return config
-        raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
-    if group in known:
-        raise UserError(f"unknown option {key!r}: {group} has no parts; set {group}=value")
-    here = of_group or list(dict.fromkeys(one.partition(".")[0] for one in keys_of(config)))
-    hint = suggest_option(key, [*here, *also], [*keys_of(config), *also])
-    raise UserError(f"unknown option {key!r}{hint}; known here: {', '.join(here)}")
-
-
-def with_value(config: Config, key: str, value: Any) -> Config:
-    """A copy with one option set; key: of `options_of`, value: of the option's type."""
-    group, dot, name = key.partition(".")
-    if not dot:
-        return dataclasses.replace(config, **{key: value})
-    if group == "models":
-        return dataclasses.replace(config, models={**config.models, name: value})
-    part = "options" if group == config.algorithm.name else group
-    before = getattr(config, part)
-    if part == "optimizer" and name.endswith(LR):
-        name, value = "lr", {**before.lr, name.removesuffix(LR): value}
-    return dataclasses.replace(config, **{part: dataclasses.replace(before, **{name: value})})
-
-
-def keys_of(config: Config) -> list[str]:
-    """Every key that an override may set."""
-    return [*options_of(config), "strategy"]
+    if one.key in ("preset", "algorithm"):
+        what = "preset is what the overrides change" if group == "preset" else "options are those of the algorithm"
+        raise UserError(f"{one.key}={text}: the {what}; choose it by --{group} {text}")
+    config = assigned(config, one)
+    return with_value(config, EPOCHS, 0.0) if one.key == ITERATIONS else config  # the later one of the two counts
 
 
 def evaluated(config: Config) -> Config:
@@ -341,12 +295,9 @@ def resolved(config: Config, *, algorithm: str | None = None, strategy: str | No
     """The config as plain JSON values, options in their groups. algorithm, strategy: how to name them (None: the
     algorithm by its name, the strategy not at all)."""
     found: dict[str, Any] = {"algorithm": algorithm or config.algorithm.name}
-    for key, (_, value) in options_of(config).items():
+    for key, one in options_of(config).items():
         group, dot, name = key.partition(".")
-        if dot:
-            found.setdefault(group, {})[name] = value
-        else:
-            found[key] = value
+        (found.setdefault(group, {}) if dot else found)[name or group] = one.value
     named = {"name": strategy} if strategy else {}
     values: dict[str, Any] = json.loads(json.dumps(found | {"strategy": named | config.strategy}))
     return values
@@ -354,7 +305,7 @@ def resolved(config: Config, *, algorithm: str | None = None, strategy: str | No
 
 def leaves(config: Config) -> dict[str, str]:
     """Every option as text by its dotted key, for comparing."""
-    values = {"algorithm": config.algorithm.name} | {key: value for key, (_, value) in options_of(config).items()}
+    values = {"algorithm": config.algorithm.name} | {key: one.value for key, one in options_of(config).items()}
     values |= {f"strategy.{name}": value for name, value in config.strategy.items()}
     return {key: str(json.loads(json.dumps(value, sort_keys=True))) for key, value in values.items()}
 

@@ -13,12 +13,13 @@ from rlhf_spmd import embedded
 from rlhf_spmd.algorithms.page import Options
 from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import ConfigFile
-from rlhf_spmd.config.options import LR, Config, DataOptions, Evaluation, Generation, Optimizer, keys_of, overridden
+from rlhf_spmd.config.options import LR, Config, DataOptions, Evaluation, Generation, Optimizer, overridden
 from rlhf_spmd.config.role_shapes import named_shapes, shape_text, shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_tree import keys_of
 from rlhf_spmd.plan.workload import SHAPES
 
 MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.max_new_tokens
@@ -186,7 +187,7 @@ def load(
     if model:
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
-    config = overridden(file.applied(config), overrides)
+    config = overridden(config, overrides, file.given)
     if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
         config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=""))  # of other rows
     if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it

@@ -16,9 +16,9 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str:
     """A suggestion for an unknown option, for the end of a message. group: options with the same prefix; every: all
-    options."""
+    options, and in a file the names of options with dashes."""
     if name in DASHED:
-        return _suggestion([f"--{name}"])
+        return _suggestion([f"--{name}"], every)
     leaf = name.rpartition(".")[2].lower()
     same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
@@ -27,7 +27,7 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
     ours = [one for entry in there for one in _here(entry.ours, every)]
     names = same_leaf or list(dict.fromkeys(ours)) or (with_word if len(with_word) <= 3 else ())
     if names:
-        return _suggestion(names)
+        return _suggestion(names, every)
     if there:
         return f" ({there[0].why})" if there[0].why else " (this algorithm has no such option)"
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(every)}
@@ -51,5 +51,6 @@ def _here(names: Sequence[str], every: Sequence[str]) -> list[str]:
     return found
 
 
-def _suggestion(names: Sequence[str]) -> str:
+def _suggestion(names: Sequence[str], every: Sequence[str] = ()) -> str:
+    names = [plain if (plain := name.removeprefix("--")) in every else name for name in names]
     return f" (did you mean {' or '.join(repr(name) for name in names)}?)" if names else ""

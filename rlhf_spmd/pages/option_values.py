@@ -88,3 +88,12 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         raise UserError(f'{shown}: write an object of JSON, such as {{"enable_thinking": false}}')
     detail = "; ".join(dict.fromkeys(item["msg"] for item in errors))
     raise UserError(f"{shown}: {detail}")
+
+
+def text_of(value: Any) -> str:
+    """A value as the text that stands for it on the command line."""
+    if isinstance(value, Mapping):
+        return json.dumps(value) if value else ""
+    if isinstance(value, tuple):
+        return ",".join(map(text_of, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

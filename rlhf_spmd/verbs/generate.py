@@ -7,9 +7,9 @@ from rlhf_spmd.config.file import ConfigFile
 from rlhf_spmd.config.presets import all_keys
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
-from rlhf_spmd.pages.option_suggestions import suggest_option
+from rlhf_spmd.pages.option_tree import Setting
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.offline.options import GenerateOptions, assigned, check_options, load_options, types
+from rlhf_spmd.runtime.offline.options import OPTIONS, check_options, load_options
 
 
 def run(world, parsed: argparse.Namespace) -> None:
@@ -22,7 +22,7 @@ def run(world, parsed: argparse.Namespace) -> None:
         if not folder:
             what = "is empty" if parsed.model == "" else "is missing"
             raise UserError(f"--model {what}: give --model FOLDER, or `model: FOLDER` in the file of --config")
-        options = load_options(words, of_file(file))
+        options = load_options(words, settings_of(file))
         check_options(options)
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
@@ -45,23 +45,14 @@ def run(world, parsed: argparse.Namespace) -> None:
     )
 
 
-def of_file(file: ConfigFile) -> GenerateOptions:
-    """The options of a file of --config, without those that only a training run has. Raises UserError naming file and
-    line."""
-    options, mine, of_training = GenerateOptions(), types(), all_keys(file)
-    groups = {key.partition(".")[0] for key in (*mine, *of_training) if "." in key}
-    for one in file.settings:
-        if one.value is None and one.key in groups:  # a group without options
-            continue
-        where = f"{file.path}, line {one.line}"
-        if one.key in mine:
-            try:
-                options = assigned(options, one.key, one.value)
-            except UserError as error:
-                raise UserError(f"{where}: {error}") from None
-        elif file.of_run:  # the options of its algorithm, which is not loaded, are not known
-            continue
-        elif one.key not in of_training and one.key.partition(".")[0] != "strategy":
-            hint = suggest_option(one.key, (), [*mine, *of_training])
-            raise UserError(f"{where}: unknown option {one.key!r}{hint}")
-    return options
+def settings_of(file: ConfigFile) -> list[Setting]:
+    """The settings of a file of --config without those that only a training run has, and without empty groups. Those of
+    an algorithm that a run's file names are not known, because it is not loaded."""
+    of_training = all_keys(file)
+    groups = {key.partition(".")[0] for key in of_training if "." in key}
+
+    def concerns(one: Setting) -> bool:
+        is_foreign = file.of_run or one.key in of_training or one.key.startswith("strategy.")
+        return one.key in OPTIONS or not (is_foreign or (one.value is None and one.key in groups))
+
+    return [one._replace(also=of_training) for one in file.settings if concerns(one)]

@@ -152,7 +152,7 @@ CASES = {  # options, what the message says, the prompt file; tests/unit/runtime
     "missing model": (["--model", "{folder}/nowhere"], ["nowhere", "config.json"], GOOD),
     "bad JSON": ([], ["p.jsonl, line 2", "not valid JSON"], GOOD + '{"prompt": "ba\n'),
     "bad temperature": ([], ["p.jsonl, line 2", "temperature=-1"], GOOD + '{"prompt": "ba", "temperature": -1}\n'),
-    "misspelt override": (["temprature=1"], ["unknown key 'temprature'", "'generation.temperature'"], GOOD),
+    "misspelt override": (["temprature=1"], ["unknown option 'temprature'", "'generation.temperature'"], GOOD),
     "existing file": (["--out", "{folder}/p.jsonl.old"], ["p.jsonl.old exists", "--overwrite"], GOOD),
     "prompt too long": (["data.max_prompt=2"], ["p.jsonl, line 2", "limit is 2"], GOOD + '{"prompt": "ba be bi"}\n'),
     "model too short": (["generation.max_new_tokens=63"], ["line 1", "2 tokens", "63 new", "context of 64"], GOOD),

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.numbers.bfloat16 import LIMIT, in_standard_errors
-from rlhf_spmd.config.options import Config, make_workload, with_value
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.model.parallel import slice_of
+from rlhf_spmd.pages.option_tree import with_value
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement

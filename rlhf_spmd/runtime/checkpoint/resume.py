@@ -20,6 +20,7 @@ from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
+from rlhf_spmd.pages.option_tree import options_of, with_value
 from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
@@ -102,7 +103,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
         refuse_foreign(made_with, stored, checkpoint, path)
     if other_strategy:
         stored = dataclasses.replace(stored, strategy={})
-    config = configs.overridden(file.applied(stored) if file else stored, overrides)
+    config = configs.overridden(stored, overrides, file.given if file else ())
     refuse_changes(made_with, config, folder)
     check_options(config)
     done = checkpoint.iteration if checkpoint else 0
@@ -246,14 +247,14 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     algorithm = load_algorithm(page or name, name)
     # earlier versions had no other products
     config = Config(preset=str(values["preset"]), products="linear", algorithm=algorithm, strategy=options)
-    known = configs.options_of(config)
+    known = options_of(config)
     groups = {key.partition(".")[0] for key in known if "." in key}
     for key, value in _flat(values).items():
         if key in groups:
             raise UserError(f"{source}: {key} is not an object; restore the file")
         if key not in known:
             raise UserError(f"{source} has the option {key}, which this version does not know")
-        config = configs.with_value(config, key, parse_value(known[key][0], value, f"{source}: {key}"))
+        config = with_value(config, key, parse_value(known[key].annotation, value, f"{source}: {key}"))
     return config
 
 

@@ -1,18 +1,16 @@
 """The options of `generate`, given as KEY=VALUE words. Imports neither torch nor MPI, so errors appear at once."""
 
-import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from rlhf_spmd.algorithms.page import NonNegative
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.option_suggestions import suggest_option
-from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, Given, check_template_kwargs, parse_value
+from rlhf_spmd.pages.option_tree import OptionTree, Setting, options_of, settings_of, with_settings
+from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
 from rlhf_spmd.plan.workflow import check_temperature
 
 
@@ -36,7 +34,7 @@ class OfflineData:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateOptions:
+class GenerateOptions(OptionTree):
     """One run of `generate`."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers
@@ -51,26 +49,12 @@ class GenerateOptions:
     generation: OfflineGeneration = OfflineGeneration()
 
 
-def load_options(words: Iterable[str], options: GenerateOptions = GenerateOptions()) -> GenerateOptions:
-    """The options with KEY=VALUE words over them; later words win. Raises UserError for an unknown key or a bad
-    value."""
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
-        options = assigned(options, key, text)
-    return options
+OPTIONS = options_of(GenerateOptions())
 
 
-def assigned(options: GenerateOptions, key: str, given: Given) -> GenerateOptions:
-    """A copy with one option set. Raises UserError for an unknown key or a bad value."""
-    known = types()
-    if key not in known:
-        raise UserError(f"unknown key {key!r}{suggest_option(key, (), list(known))}; known: {', '.join(known)}")
-    value = parse_value(known[key], given, key)
-    group, _, name = key.rpartition(".")
-    part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
-    return dataclasses.replace(options, **{group or name: part})
+def load_options(words: Iterable[str], given: Iterable[Setting] = ()) -> GenerateOptions:
+    """The options of KEY=VALUE words; given: of a file, over which words win. Raises UserError."""
+    return with_settings(GenerateOptions(), [*given, *settings_of(words)])
 
 
 def check_options(options: GenerateOptions) -> None:
@@ -79,13 +63,3 @@ def check_options(options: GenerateOptions) -> None:
     check_temperature("generation.temperature", options.generation.temperature)
     if options.best_of and options.samples_per_prompt < 2:
         raise UserError(f"best_of={options.best_of} chooses among the samples of a prompt; give samples_per_prompt=8")
-
-
-@functools.cache
-def types() -> dict[str, Any]:
-    """The type of every option, by its key."""
-    found: dict[str, Any] = {}
-    for name, kind in get_type_hints(GenerateOptions, include_extras=True).items():
-        parts = get_type_hints(kind, include_extras=True) if dataclasses.is_dataclass(kind) else {}
-        found |= {f"{name}.{leaf}": of_leaf for leaf, of_leaf in parts.items()} or {name: kind}
-    return found

@@ -19,7 +19,7 @@ from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
-from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
+from rlhf_spmd.runtime.offline.options import OPTIONS, GenerateOptions, OfflineGeneration
 from rlhf_spmd.runtime.run.inputs import load_rendered
 from rlhf_spmd.runtime.world.world import World
 
@@ -37,7 +37,7 @@ class Prompt:
 
 def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = None) -> Sampling:
     """The sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is ignored)."""
-    values, known = {name: getattr(generation, name) for name in SAMPLING_KEYS}, types()
+    values = {name: getattr(generation, name) for name in SAMPLING_KEYS}
     for name, value in (own or {}).items():
         if name not in SAMPLING_KEYS or value is None:
             continue
@@ -45,7 +45,7 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
             value = [value] if isinstance(value, str) else value  # a single text, even with commas
         elif isinstance(value, bool) or not isinstance(value, int | float):  # unlike on the command line, "1" is wrong
             raise UserError(f"{name}={json.dumps(value)} is not a number")
-        values[name] = parse_value(known[f"generation.{name}"], value, name)
+        values[name] = parse_value(OPTIONS[f"generation.{name}"].annotation, value, name)
     return Sampling(**values)
 
 

@@ -11,7 +11,7 @@ from bench.embedded import demo_pipeline, grammar, pairs, rank_pairs
 from bench.embedded.responses import continuations
 from bench.embedded.stages import REPOSITORY, read_rows, sizes, write_rows
 from rlhf_spmd import embedded
-from rlhf_spmd.__main__ import _parse
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config import presets
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.offline.options import load_options
@@ -122,7 +122,7 @@ def test_commands_of_the_demo_are_understood():
         assert shlex.split(shlex.join(words)) == words
         if "rlhf_spmd" not in words:
             continue
-        parsed = _parse(words[words.index("rlhf_spmd") + 1 :])
+        parsed = parse(words[words.index("rlhf_spmd") + 1 :])
         if parsed.verb == "train":
             models = [word for word in parsed.overrides if word.startswith("models.")]
             rest = [word for word in parsed.overrides if word not in models]  # folders that earlier stages write

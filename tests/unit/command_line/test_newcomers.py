@@ -13,9 +13,9 @@ from rlhf_spmd.command_line.clusters import cluster_of
 from rlhf_spmd.command_line.fitting_strategies import advice, fitting_options
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import keys_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import algorithm_names
+from rlhf_spmd.pages.option_tree import keys_of
 from rlhf_spmd.pages.other_names import names
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, device_type_of

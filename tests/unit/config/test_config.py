@@ -2,19 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, get_origin
 
 import pytest
-import torch
 
 from rlhf_spmd.config.model_folders import shape_of_folder
-from rlhf_spmd.config.options import Config, make_workload, options_of, parse_value, resolved
+from rlhf_spmd.config.options import Config, make_workload, resolved
 from rlhf_spmd.config.presets import PRESETS, load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.pages.option_tree import options_of
 from rlhf_spmd.plan.workload import ModelShape
 
 LLAMA_BILLIONS = {"llama-7b": 6.738, "llama-13b": 13.016, "llama-33b": 32.529, "llama-65b": 65.286, "llama-70b": 68.977}
@@ -40,7 +39,7 @@ def test_every_preset_builds_and_is_sound(preset):
 
 
 def value_of(config: Config, key: str):
-    return config.strategy if key == "strategy" else options_of(config)[key][1]
+    return config.strategy if key == "strategy" else options_of(config)[key].value
 
 
 def text_of(config: Config, key: str) -> str:
@@ -188,6 +187,9 @@ def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
     assert "generation.top_k" in refused("generation.top_p=0.9")
+    text = refused("mini_batch=7", "reward_workers=2", "eval.every=3", "eval.prompts=", "checkpoint.best=mean@1")
+    starts = ["rollout_batch 128", "reward_workers=2", "eval.every=3", "checkpoint.best=mean@1"]
+    assert [line.startswith(start) for line, start in zip(text.split("\n"), starts, strict=True)] == [True] * 4, text
     for temperature in ("1e-45", "9e-7"):
         text = refused(f"generation.temperature={temperature}")
         assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
@@ -216,40 +218,6 @@ def test_k1_in_the_loss_is_refused(algorithm, more, fix):
     assert load_with("kl_coef=0.1", "kl_estimator=k2").options.kl_coef == 0.1
     more = ["kl_in=reward"] if more else ["kl_unbiased=true"]
     assert load_with("kl_coef=0.1", "kl_estimator=k1").options.kl_coef == 0.1
-
-
-def test_values_that_are_no_text_are_checked_too():
-    assert parse_value(int, 3, "k") == 3 and parse_value(list[float], (1, 2), "k") == [1.0, 2.0]
-    with pytest.raises(UserError, match=r"^k=\['x'\]: .*number"):
-        parse_value(list[float], ["x"], "k")
-
-
-@pytest.mark.parametrize(
-    ("annotation", "text", "value"),
-    [
-        (list[float], "0.5,0.5", [0.5, 0.5]),
-        (list[float], "[0.5, 0.5]", [0.5, 0.5]),
-        (list[float], "0.5", [0.5]),
-        (list[str], "actor, critic", ["actor", "critic"]),
-        (Sequence[int], "1,2", [1, 2]),
-        (tuple[int, ...], "3", (3,)),
-        (dict[str, float], '{"actor": 1}', {"actor": 1.0}),
-        (int | None, "none", None),
-        (int | str, "x", "x"),
-    ],
-)
-def test_lists_and_unions(annotation, text, value):
-    assert parse_value(annotation, text, "k") == value
-
-
-def test_a_type_that_no_text_can_give():
-    with pytest.raises(UserError, match="strategy.net cannot be set from text.*Module"):
-        parse_value(torch.nn.Module, "x", "strategy.net")
-
-
-def test_endless_brackets_are_just_wrong():
-    with pytest.raises(UserError, match="^k="):
-        parse_value(int, "[" * 100_000, "k")
 
 
 # ---- workloads -----------------------------------------------------------------------------------------------------

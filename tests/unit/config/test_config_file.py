@@ -13,7 +13,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.__main__ import _parse, _with_file, main
+from rlhf_spmd.__main__ import main, read
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.checks import CONFIG_HEADING
 from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
@@ -21,6 +22,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import read_config_file, to_text
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_tree import options_of, with_value
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [
@@ -50,7 +52,7 @@ def write(tmp_path: Path, text: str | bytes) -> str:
 
 
 def parsed(path: str, *words: str, verb: str = "train") -> argparse.Namespace:
-    return _with_file(_parse([verb, "--config", path, *words]))
+    return read([verb, "--config", path, *words])
 
 
 def loaded(path: str, *words: str, verb: str = "train") -> configs.Config:
@@ -227,6 +229,17 @@ def test_a_bad_file(tmp_path, text, words):
     assert [word for word in words if word not in message] == [], message
 
 
+def test_all_mistakes_of_a_file_and_of_words_are_told_at_once(tmp_path):
+    message = refused(tmp_path, "seed: -1\nlayuot: 1x2\niterations: 3\n", "itertions=3", "wandb=x", "ppo.gamma=2")
+    assert [line.removeprefix(str(tmp_path)).partition(": ")[0] for line in message.split("\n")] == [
+        "/run.yaml, line 1",
+        "/run.yaml, line 2",
+        "unknown option 'itertions' (did you mean 'iterations'?); known here",
+        "ppo.gamma=2",
+    ]
+    assert "(did you mean 'layout'?)" in message
+
+
 def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_path):
     with pytest.raises(UserError, match="mini_batch 7"):
         loaded(write(tmp_path, "mini_batch: 7\n"))
@@ -237,7 +250,7 @@ def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_pat
         loaded("")
     assert "strategy auto is planned" in refused(tmp_path, "strategy: auto\n", verb="check")
     with pytest.raises(UserError, match="required: STRATEGY"):
-        _parse(["check", "--layout", "1x2"])
+        parse(["check", "--layout", "1x2"])
 
 
 # ---- back again ------------------------------------------------------------------------------------------------------
@@ -288,10 +301,10 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     algorithm = data.draw(st.sampled_from(["ppo", "grpo", "rloo", "remax", "reinforce_plus_plus"]))
     preset = data.draw(st.sampled_from(["tiny", "model", "llama-7b"]))
     config = presets.load(preset, algorithm=algorithm)
-    known = configs.options_of(config)
+    known = options_of(config)
     for key in data.draw(st.lists(st.sampled_from([key for key in known if key not in FIXED]), max_size=8)):
-        value = data.draw(values_of(known[key][0]), label=key)
-        changed = configs.with_value(config, key, value)
+        value = data.draw(values_of(known[key].annotation), label=key)
+        changed = with_value(config, key, value)
         try:
             check_options(changed)
         except UserError:
@@ -300,7 +313,7 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     if data.draw(st.booleans()):
         config = configs.overridden(config, [f"strategy.zero={data.draw(TEXTS)}"])
     if config.main_folder:
-        config = configs.with_value(config, "shape", "")
+        config = with_value(config, "shape", "")
     text = to_text(configs.resolved(config, strategy="flattening"))
     path = write(tmp_path, text)
     assert loaded(path) == config

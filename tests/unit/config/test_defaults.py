@@ -10,8 +10,8 @@ import pytest
 from rlhf_spmd.algorithms import advantages, controllers, losses
 from rlhf_spmd.algorithms.ppo import Options
 from rlhf_spmd.config.options import Config, Generation, Optimizer
-from rlhf_spmd.config.options import options_of as config_options
 from rlhf_spmd.config.presets import PRESETS, load
+from rlhf_spmd.pages.option_tree import options_of as config_options
 from rlhf_spmd.runtime.execute.parity_gate import PARITY_TOLERANCE
 
 RULES = {  # row -> option: its default
@@ -56,7 +56,7 @@ ITS_OWN = {"ppo.epochs", "ppo.kl_coef", "ppo.truncation", "optimizer.actor_lr", 
 def options_of(config: Config) -> dict:
     """Every option of these groups."""
     groups = ("ppo", "optimizer", "generation")
-    return {key: value for key, (_, value) in config_options(config).items() if key.partition(".")[0] in groups}
+    return {key: one.value for key, one in config_options(config).items() if key.partition(".")[0] in groups}
 
 
 def test_defaults_are_the_rules():

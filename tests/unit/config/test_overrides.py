@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import options_of
 from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.option_tree import options_of
 from tests.unit.config.test_config import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others
@@ -34,7 +34,7 @@ def test_every_key_can_be_overridden():
             continue
         page = PAGES.get(key)
         usual = load("tiny", algorithm=page)
-        hint = bare(options_of(usual)[key][0])
+        hint = bare(options_of(usual)[key].annotation)
         choices = [bare(choice) for choice in get_args(hint)]
         others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
         kind = next((t for t in (*choices, hint) if t in samples), None)

@@ -12,13 +12,14 @@ import pytest
 
 from bench import options_page
 from bench.tables import BLOCK, PAGES, render
-from rlhf_spmd.__main__ import _parse
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.file import ConfigFile, read_config_file
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.pages.option_tree import options_of
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
-from rlhf_spmd.runtime.offline import options as offline_options
+from rlhf_spmd.runtime.offline.options import GenerateOptions
 
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -102,17 +103,8 @@ def test_options_are_those_of_the_code():
 
 
 def test_every_option_has_a_meaning():
-    groups = [(cls, cls.__name__) for cls in (configs.Config, offline_options.GenerateOptions)]
-    groups += [(field.type, field.name) for cls, _ in groups for field in dataclasses.fields(cls)]
-    groups += [(load_algorithm(name).options, name) for name in algorithm_names()]
-    groups = [(cls, name) for cls, name in groups if cls is not Algorithm]  # a page, whose options are among these
-    options = [
-        (f"{group}.{name}", meaning)
-        for cls, group in groups
-        if dataclasses.is_dataclass(cls)
-        for name, annotation, _, meaning in options_page.fields_of(cls)
-        if not dataclasses.is_dataclass(annotation)
-    ]
+    trees = [configs.Config(preset="", algorithm=load_algorithm(name)) for name in algorithm_names()]
+    options = [(key, one.meaning) for tree in (GenerateOptions(), *trees) for key, one in options_of(tree).items()]
     options += [
         (f"{name}.{option[0]}", option[-1])
         for name in strategy_names()
@@ -177,7 +169,7 @@ def test_named_modules_exist(page):
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_understood(page, command, tmp_path):
     """A file of --config is the block of YAML on the same page."""
-    parsed = _parse(words_for_us(command))
+    parsed = parse(words_for_us(command))
     assert parsed.verb in VERBS
     if parsed.verb in ("train", "check", "plan") and not getattr(parsed, "resume", None):
         options = [word for word in parsed.overrides if not word.startswith("strategy.")]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -207,7 +208,10 @@ def test_mistakes_are_one_line_on_stderr(arguments, words, capsys):
 def test_help_needs_no_mpi(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 0 and "usage: rlhf_spmd" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "usage: rlhf_spmd" in out
+    for word, meaning in (("ppo.gamma=1.0", "discount of GAE"), ("generation.stop=", "texts that end a response")):
+        assert bool(re.search(f"\n  {word} +{meaning}", out)) == (arguments[0] in ("check", "train"))
 
 
 def test_options_and_overrides_reach_the_program(capsys):

@@ -7,7 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from rlhf_spmd.__main__ import _parse, main
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
@@ -122,7 +123,7 @@ def test_what_does_not_fit_is_drawn_and_said(capsys, tmp_path):
 
 
 def test_names_may_stand_among_options():
-    parsed = _parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "my=dir/mine.py"])
+    parsed = parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "my=dir/mine.py"])
     assert parsed.strategies == ["flattening", "my=dir/mine.py"] and parsed.overrides == ["a=1", "b=2"]
 
 

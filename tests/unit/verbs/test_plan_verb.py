@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_spmd.__main__ import _parse, main
+from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line import plans
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.fitting_strategies import COMPARED, options_to_try
 from rlhf_spmd.command_line.plans import Alternative, Misfit, auto, fitted
 from rlhf_spmd.config.options import make_workload
@@ -96,7 +97,7 @@ def test_plans_stand_beside_the_strategies(planned):
 
 
 def test_the_commands_to_go_on_with_mean_the_same():
-    parsed = _parse(["plan", *SMALL, "--algorithm", "my own.py", "--model", "x"])
+    parsed = parse(["plan", *SMALL, "--algorithm", "my own.py", "--model", "x"])
     words = ["--layout", "1x8", "--device-type", "a100-80g"]
     own = ["--algorithm", "my own.py", "--preset", "llama-7b", "--model", "x"]
     assert _check_words(parsed, Cluster.parse("1x8", "a100-80g")) == [*words, *own]
@@ -278,7 +279,7 @@ def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
     assert calibration_for(cpu_file, Cluster.parse("1x2")).name == "mine"
     with pytest.raises(UserError, match="does not know devices of type h100-80g"):
         calibration_for(cpu_file, Cluster.parse("1x2", "h100-80g"))
-    assert _parse(["train", "--calibration", "x"]).calibration == "x"
+    assert parse(["train", "--calibration", "x"]).calibration == "x"
 
 
 # ---- a forecast as records, and a run against its forecast -----------------------------------------------------------

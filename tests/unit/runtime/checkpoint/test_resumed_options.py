@@ -13,9 +13,10 @@ import torch
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import Checkpointing, resolved, with_value
+from rlhf_spmd.config.options import Checkpointing, resolved
 from rlhf_spmd.config.presets import PRESETS
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_tree import with_value
 from rlhf_spmd.runtime.checkpoint import checkpoint_files
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.resume import (

@@ -83,7 +83,7 @@ def test_words_set_options():
     assert options.data.long_prompts == "drop"
 
 
-@pytest.mark.parametrize("key", options.types())
+@pytest.mark.parametrize("key", options.OPTIONS)
 def test_every_key_can_be_set(key):
     words = {
         "dtype": "bfloat16",
@@ -109,11 +109,11 @@ WRONG = {
     "tp=0": "tp=0",
     "seed=-1": "seed=-1",
     "dtype=float16": "dtype=float16",
-    "temprature=1": "unknown key 'temprature' .did you mean 'generation.temperature'",
-    "generation.topp=1": "unknown key 'generation.topp' .did you mean 'generation.top_p'",
-    "top_k=3": "unknown key 'top_k' .did you mean 'generation.top_k'",
-    "ppo.kl_coef=1": "unknown key 'ppo.kl_coef'; known: seed, ",
-    "generation=1": "unknown key 'generation'",
+    "temprature=1": "unknown option 'temprature' .did you mean 'generation.temperature'",
+    "generation.topp=1": "unknown option 'generation.topp' .did you mean 'generation.top_p'",
+    "top_k=3": "unknown option 'top_k' .did you mean 'generation.top_k'",
+    "ppo.kl_coef=1": "unknown option 'ppo.kl_coef'; known here: seed, ",
+    "generation=1": "'generation' is a group of options; set one of generation.max_new_tokens",
     "top_k": "not of the form",
 }
 

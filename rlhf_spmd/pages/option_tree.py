@@ -1,0 +1,180 @@
+"""Trees of options: frozen dataclasses, whose fields are options, or groups of options that are dataclasses again.
+
+A tree gives the dotted keys of its options, their types, values and meanings, copies with other values, and the errors
+for keys and values that it does not take. The meaning of an option is the comment behind its field.
+"""
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_suggestions import suggest_option
+from rlhf_spmd.pages.option_values import Given, parse_value
+
+CAPITALS = re.compile("[A-Z]+")
+
+
+class ByName(NamedTuple):
+    """Marks a field that is a mapping with an option for each name. form: of their keys; capitals stand for a name."""
+
+    form: str
+
+
+class OptionTree:
+    """The base of the root of a tree. OPEN: groups whose options are not known to the tree. NO_OPTIONS: other fields
+    that are no options."""
+
+    __slots__ = ()
+    OPEN: ClassVar[tuple[str, ...]] = ()
+    NO_OPTIONS: ClassVar[tuple[str, ...]] = ()
+
+    def group_name(self, field: str) -> str:
+        """The name of the group in a field."""
+        return field
+
+
+Tree = TypeVar("Tree", bound=OptionTree)
+
+
+class Option(NamedTuple):
+    """An option of a tree. path: the attributes, and the name in a mapping, that lead to its value. owner: the class of
+    its field. form: of ByName, else empty."""
+
+    annotation: Any
+    value: Any
+    path: tuple[str, ...]
+    owner: type
+    form: str = ""
+
+    @property
+    def meaning(self) -> str:
+        """What the comment behind its field says."""
+        return _comments(self.owner).get(self.path[-2 if self.form else -1], "")
+
+
+class Setting(NamedTuple):
+    """A value that a user gives an option. where: the place in a file, for messages; empty: the command line. also:
+    what can be named there besides options, for suggestions."""
+
+    key: str
+    value: Given
+    where: str = ""
+    also: Sequence[str] = ()
+
+
+def options_of(tree: OptionTree) -> dict[str, Option]:
+    """The options by their dotted keys."""
+    return dict(_options(tree, tree.group_name, (*tree.OPEN, *tree.NO_OPTIONS)))
+
+
+def keys_of(tree: OptionTree) -> list[str]:
+    """Every key that may be set, and the groups whose options are not known."""
+    return [*options_of(tree), *tree.OPEN]
+
+
+def _options(
+    node: Any, group_name: Callable[[str], str] = str, besides: Sequence[str] = ()
+) -> Iterator[tuple[str, Option]]:
+    for part, annotation, form in _fields(node.__class__):
+        value, path = getattr(node, part.name), (part.name,)
+        if part.name in besides:
+            continue
+        if form:
+            for name, inner in value.items():
+                own = Option(get_args(annotation)[1], inner, (*path, name), type(node), form)
+                yield CAPITALS.sub(name, form), own
+        elif is_dataclass(value):
+            group = group_name(part.name)
+            for key, one in _options(value):
+                form = f"{group}.{one.form}" if one.form else ""
+                yield f"{group}.{key}", one._replace(path=(*path, *one.path), form=form)
+        else:
+            yield part.name, Option(annotation, value, path, type(node))
+
+
+@cache
+def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
+    """The fields of a dataclass, each with its type and the form of ByName."""
+    found, hints = [], get_type_hints(cls, include_extras=True)
+    for part in fields(cls):
+        annotation = hints[part.name]
+        form = next((one.form for one in getattr(annotation, "__metadata__", ()) if isinstance(one, ByName)), "")
+        found.append((part, get_args(annotation)[0] if form else annotation, form))
+    return found
+
+
+@cache
+def _comments(cls: type) -> dict[str, str]:
+    """The comment behind each field of a class and of those that it derives from."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        source = inspect.getsource(base)
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        by_line = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found[node.target.id] = by_line.get(node.end_lineno or 0, "")
+    return found
+
+
+def with_value(tree: Tree, key: str, value: Any) -> Tree:
+    """A copy with one option set; key: of `options_of`, value: of the option's type."""
+    changed: Tree = _changed(tree, options_of(tree)[key].path, value)
+    return changed
+
+
+def _changed(node: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    if isinstance(node, Mapping):
+        return {**node, name: value}
+    return replace(node, **{name: _changed(getattr(node, name), rest, value) if rest else value})
+
+
+def assigned(tree: Tree, one: Setting) -> Tree:
+    """A copy with one option set. A group that is None changes nothing. Raises UserError for an unknown key or a wrong
+    value."""
+    known, (group, dot, _) = options_of(tree), one.key.partition(".")
+    if one.key in known:
+        return with_value(tree, one.key, parse_value(known[one.key].annotation, one.value, one.key))
+    of_group = [key for key in known if key.startswith(f"{group}.")]
+    if of_group and not dot:
+        if one.value is None:
+            return tree
+        raise UserError(f"{one.key!r} is a group of options; set one of {', '.join(of_group)}")
+    if group in known:
+        raise UserError(f"unknown option {one.key!r}: {group} has no parts; set {group}=value")
+    here = of_group or list(dict.fromkeys(key.partition(".")[0] for key in keys_of(tree)))
+    hint = suggest_option(one.key, [*here, *one.also], [*keys_of(tree), *one.also])
+    raise UserError(f"unknown option {one.key!r}{hint}; known here: {', '.join(here)}")
+
+
+def settings_of(words: Iterable[str]) -> list[Setting]:
+    """The settings in KEY=VALUE words. Raises UserError."""
+    found = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
+        found.append(Setting(key, text))
+    return found
+
+
+def with_settings(tree: Tree, settings: Iterable[Setting], assign: Callable[[Tree, Setting], Tree] = assigned) -> Tree:
+    """A copy with these settings, the later of two for an option. assign: sets one. Raises UserError, which has a line
+    for each setting that is wrong."""
+    problems = []
+    for one in settings:
+        try:
+            tree = assign(tree, one)
+        except UserError as error:
+            problems.append(f"{one.where}{error}")
+    if problems:
+        raise UserError("\n".join(problems))
+    return tree
