@@ -49,12 +49,12 @@ class Transfers:
                 leaving.append(words)
                 self.num_bytes_sent += words.nbytes
                 self.num_messages_sent += 1
-                operations.append(dist.P2POp(dist.isend, words, message.destination, group, tag + place))
+                operations.append(dist.P2POp(dist.isend, words, message.destination, group=group, tag=tag + place))
                 assert words.nbytes == message.num_bytes, (transfer.what, message)
             elif rank == message.destination:
                 words = self._buffer(message.num_bytes // 4, through_host)
                 arriving.append((message, words))
-                operations.append(dist.P2POp(dist.irecv, words, message.source, group, tag + place))
+                operations.append(dist.P2POp(dist.irecv, words, message.source, group=group, tag=tag + place))
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving, leaving)
 
     def _buffer(self, num_words: int, through_host: bool) -> torch.Tensor:

@@ -175,7 +175,7 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     """Both ends list the same tags and sizes in the same order, whatever is under way between them."""
     program = place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", **ranks)
     monkeypatch.setattr(
-        post_and_wait.dist, "P2POp", lambda call, tensor, peer, tag: (call.__name__, tensor.nbytes, peer, tag)
+        post_and_wait.dist, "P2POp", lambda call, tensor, peer, tag, group: (call.__name__, tensor.nbytes, peer, tag)
     )
     listed: dict[int, list] = {}
     monkeypatch.setattr(
