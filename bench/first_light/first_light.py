@@ -3,12 +3,13 @@
 Every step (bench/first_light/steps.py) runs in a process of its own under a time limit, those of correctness some at a
 time, then those of speed one by one, each with the machine to itself. A step that fails, crashes or hangs leaves the
 others alone; what the machine lacks is named, and only the steps that need it are skipped. Runs from a source tree,
-installed or not, on one GPU, with Python 3.11 or newer, and needs no network. Packages and an MPI library that the
-machine lacks may be in a prefix of their own whose site-packages are on PYTHONPATH (pip install --prefix; --target
-would leave the MPI library out). The folder of --out is complete after each step: verdicts.json, rows.jsonl (rows as in
-bench/results/), logs.txt, traces of decoding, a calibration.
+installed or not, on one GPU or several, with Python 3.11 or newer, and needs no network. Packages and an MPI library
+that the machine lacks may be in a prefix of their own whose site-packages are on PYTHONPATH (pip install --prefix;
+--target would leave the MPI library out). The folder of --out is complete after each step: verdicts.json, rows.jsonl
+(rows as in bench/results/), logs.txt, traces of decoding, a calibration.
 
-Cost: nine minutes at most on one GPU of 80 GB (--budget-s); with --dry everything small on a CPU, under a minute.
+Cost: nine minutes at most on one GPU of 80 GB (--budget-s); with two GPUs some steps more, which otherwise are skipped;
+with --dry everything small on a CPU, three minutes at most.
 Command: python -m bench first-light --out FOLDER [--steps kernels,decode | correctness | speed] [--dry]
 """
 

@@ -19,9 +19,9 @@ def test_the_rows_are_those_of_the_terms():
     assert all(cell(row) for row in kept for cell in COLUMNS["derived"].values())
 
 
-@pytest.mark.parametrize("device", GPUS)
-def test_the_shipped_calibrations_are_those_of_the_terms(tmp_path, device):
-    found = derived.calibration(device)
+@pytest.mark.parametrize("kind", GPUS)
+def test_the_shipped_calibrations_are_those_of_the_terms(tmp_path, kind):
+    found = derived.calibration(kind)
     path = tmp_path / f"{found.name}.json"
     write_calibration(found, str(path))
     assert read_calibration(str(path)) == load_calibration(found.name)

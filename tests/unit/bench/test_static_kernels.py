@@ -39,6 +39,22 @@ print(json.dumps(found))
 """
 TRITONS = re.search(r"^TRITONS := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
 TABLE = "import json; from bench.speed.static_kernels import make_rows; print(json.dumps(list(make_rows())))"
+SPILLS = """
+import json, triton
+from bench.speed.occupancy import amd, nvidia
+from bench.speed.static_cases import all_cases
+from bench.speed.static_kernels import TARGETS, described, faults, launches_of
+seen, wrong = set(), {}
+for case in all_cases():
+    for ours, other in launches_of(case):
+        if ours.key not in seen:
+            takes = zip(TARGETS, (nvidia(ours.compiled), amd(other.compiled)), strict=True)
+            row = {"moved_per_needed": 1.0, "reason": ""} | {on: described(found) for on, found in takes}
+            if found := faults(row):
+                wrong[f"{ours.kernel} {case.what} {case.shape}"] = found
+        seen.add(ours.key)
+print(json.dumps([triton.__version__, sorted({key[0] for key in seen}), wrong]))
+"""
 
 
 def compiled(script: str, *folders: Path):
@@ -170,14 +186,20 @@ def test_forecasts_take_the_slowest():
 
 
 @pytest.mark.slow  # two minutes
-@pytest.mark.parametrize("triton_version", ["", *TRITONS])
-def test_no_kernel_spills_or_reads_twice_without_a_reason(triton_version):
-    """With the installed Triton, and with those that torch for CUDA brings (make test-slow fetches them)."""
-    folder = ROOT / ".cache" / f"triton-{triton_version}"
-    if triton_version and not folder.is_dir():
-        why = folder.with_name(f"{folder.name}.why")
-        pytest.skip(why.read_text(encoding="utf-8")[-200:] if why.exists() else f"make {folder.relative_to(ROOT)}")
-    rows = compiled(TABLE, *([folder] if triton_version else []))
-    assert triton_version in ("", rows[0]["versions"]["triton"])
+def test_no_kernel_spills_or_reads_twice_without_a_reason():
+    rows = compiled(TABLE)
     assert not {f"{row['kernel']} {row['what']} {row['shape']}": faults(row) for row in rows if not row["ok"]}
     assert {row["kernel"] for row in rows} >= cases.WHOLE.keys() | cases.REASONS.keys()
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("triton_version", TRITONS)
+def test_no_kernel_spills_with_the_tritons_of_torch_for_cuda(triton_version):
+    """Only compiled: the bytes do not depend on the compiler. `make test-slow` fetches these Tritons."""
+    folder = ROOT / ".cache" / f"triton-{triton_version}"
+    if not folder.is_dir():
+        why = folder.with_name(f"{folder.name}.why")
+        pytest.skip(why.read_text(encoding="utf-8")[-200:] if why.exists() else f"make {folder.relative_to(ROOT)}")
+    used, kernels, wrong = compiled(SPILLS, folder)
+    assert used == triton_version and not wrong
+    assert set(kernels) >= cases.WHOLE.keys() | cases.REASONS.keys()
