@@ -1,7 +1,7 @@
 """PPO: roles, options, the workflow of one iteration, metrics and state. No torch, no ranks.
 
 Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegler et al. 2019 (arXiv 1909.08593). The
-tensor math is in advantages.py and losses.py; the strategy decides which rank does what.
+tensor math is in advantages.py and surrogates.py; the strategy decides which rank does what.
 """
 
 from collections.abc import Mapping

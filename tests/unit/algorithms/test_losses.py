@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_spmd.algorithms import advantages
-from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
-from rlhf_spmd.algorithms.surrogates import surrogate_loss
+from rlhf_spmd.algorithms.surrogates import (
+    policy_loss,
+    policy_loss_prepare,
+    policy_loss_sums,
+    surrogate_loss,
+    value_loss,
+)
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.runtime.execute import optimizer_step
 from tests.folders import write_all
