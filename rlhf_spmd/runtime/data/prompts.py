@@ -79,9 +79,8 @@ class PromptSet:
 
     def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """What some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with 0."""
-        if key in self.numbers:
-            return self.numbers[key].padded(index_B, shape)
-        return self.rows(key).padded(index_B, *shape)
+        rows = self.numbers[key] if key in self.numbers else self.rows(key)
+        return rows.padded(index_B, shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
         """The other columns of these prompts, each with those that its row has."""
