@@ -174,6 +174,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config.role_shapes": ("plan", "pages.option_suggestions"),
     "rlhf_spmd.runtime": (),
     "rlhf_spmd.strategies": ("plan",),
+    **dict.fromkeys(("rlhf_spmd.strategies.separation", "rlhf_spmd.strategies.heterogeneous"), ("plan", "strategies")),
     "rlhf_spmd.pages.strategy": ("plan", "strategies", *(f"pages.{name}" for name in BELOW_PAGES)),
     "rlhf_spmd.files": ("files",),
     "rlhf_spmd.pages.user_module": ("files", "pages.option_suggestions", "runtime.guard.user_code"),
