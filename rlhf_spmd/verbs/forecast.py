@@ -53,9 +53,20 @@ def run(parsed: argparse.Namespace) -> int:
     peaks = (peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in cluster.ranks)
     fits = not any(one.severity == "error" for one in findings)
     calls = {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}
-    result: dict[str, object] = {"strategy": name, "layout": str(cluster), "preset": config.preset}
-    result |= {"calibration": calibration.name, "forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle}
-    result |= {"evaluation_s": evaluation_s, "calls": calls}
-    result |= {"peak_bytes": max(peaks), "missing_bytes": max(0, missing_bytes(program, evaluation)), "out": parsed.out}
-    print(json.dumps(result | {"ok": fits}))
+    result = {
+        "strategy": name,
+        "layout": str(cluster),
+        "preset": config.preset,
+        "calibration": calibration.name,
+        "forecast_s": found.makespan_s,
+        "samples_per_s": rate,
+        "bubble": idle,
+        "evaluation_s": evaluation_s,
+        "calls": calls,
+        "peak_bytes": max(peaks),
+        "missing_bytes": max(0, missing_bytes(program, evaluation)),
+        "out": parsed.out,
+        "ok": fits,
+    }
+    print(json.dumps(result))
     return 0 if fits else 1

@@ -35,7 +35,7 @@ def reading_note(folder: str | Path) -> str:
     if not (folder / BACKEND).is_file():
         return ""
     digest = files_hash(folder)
-    if digest in _of_embedded():
+    if digest in {files_hash(path.parent) for path in EMBEDDED.glob(f"*/*/{BACKEND}")}:  # which tests compare
         return ""
     versions = [version(package) for package in ("transformers", "tokenizers")]
     name = hashlib.sha256(repr([RULES, digest, *versions]).encode()).hexdigest()
@@ -47,11 +47,6 @@ def reading_note(folder: str | Path) -> str:
 
 
 # ---- what is remembered ---------------------------------------------------------------------------------------------
-
-
-def _of_embedded() -> set[str]:
-    """The hashes of the embedded models' tokenizers, which tests compare."""
-    return {files_hash(path.parent) for path in EMBEDDED.glob(f"*/*/{BACKEND}")}
 
 
 def _note(values: Any) -> str | None:

@@ -150,11 +150,7 @@ class RunFolder:
         """The rows of the first iterations in metrics.jsonl, with NaN for null. needed: numbers that all have. Raises
         UserError for a line that is none."""
         rows, path = [], self.path / "metrics.jsonl"
-        for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json_value(line)
-            except ValueError:  # the last line of a run that was killed may be half a line
-                continue
+        for number, row in _rows(path):  # the last line of a run that was killed may be half a line
             if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
                 continue
             row = {name: math.nan if value is None else value for name, value in row.items()}
@@ -171,12 +167,9 @@ class RunFolder:
         """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
         UserError for a line that is none."""
         rows, path = [], self.path / EVALUATIONS
-        for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json_value(line)
-                is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
-            except (ValueError, TypeError, KeyError):
-                is_row = False
+        for number, row in _rows(path):
+            is_row = isinstance(row, dict) and type(row.get("iteration")) is int
+            is_row = is_row and all(isinstance(row.get(name), float | int) for name in metrics)
             if not is_row:
                 raise UserError(f"{path}, line {number} is no evaluation of this run; restore the file, or delete it")
             rows.append(row)
@@ -199,18 +192,14 @@ class RunFolder:
         """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
         line that is none."""
         found, path = [], self.path / "samples.jsonl"
-        for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json_value(line)
-                score = row["reward_before"]
-                if not isinstance(row["before"], str) or not isinstance(score, float | int | None):
-                    raise TypeError(line)
-                found.append((row["before"], score, bool(row.get("late_before", False))))
-            except (ValueError, TypeError, KeyError, AttributeError):
+        for number, row in _rows(path):
+            is_row = isinstance(row, dict) and isinstance(row.get("before"), str)
+            if not (is_row and isinstance(row.get("reward_before", ""), float | int | None)):
                 raise UserError(
                     f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
                     "shows no samples)"
-                ) from None
+                )
+            found.append((row["before"], row["reward_before"], bool(row.get("late_before", False))))
         return found
 
     def write_metrics(
@@ -288,6 +277,15 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())  # the same after a power failure
             temporary.replace(self.path / name)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of JSON; None for a line that is none."""
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            yield number, json_value(line)
+        except ValueError:
+            yield number, None
 
 
 def _begun_only(path: Path) -> bool:
