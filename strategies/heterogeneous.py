@@ -28,5 +28,6 @@ def place(workload: Workload, cluster: Cluster, *, generation_device: str | None
     chosen = types[-1] if generation_device is None else generation_device
     if chosen not in types:
         raise UserError(f"generation_device {chosen!r} is not in this cluster; its types are {', '.join(types)}")
-    training = next(device for device in types if device != chosen)
-    return separated(workload, cluster.ranks_of(training), cluster.ranks_of(chosen), Options(**options))
+    training = cluster.ranks_of(next(device for device in types if device != chosen))
+    placement: Placement = separated(workload, training, cluster.ranks_of(chosen), Options(**options))
+    return placement

@@ -29,4 +29,6 @@ def place(workload: Workload, cluster: Cluster, *, generation_ranks: int | None 
             f"{num} generation ranks of {size} leave {size - num} to train; there must be at least one of each: "
             + (fix if size > 1 else "start at least 2 ranks")
         )
-    return separated(workload, cluster.ranks[: size - num], cluster.ranks[size - num :], Options(**options))
+    training, others = cluster.ranks[: size - num], cluster.ranks[size - num :]
+    placement: Placement = separated(workload, training, others, Options(**options))
+    return placement

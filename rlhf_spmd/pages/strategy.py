@@ -32,7 +32,7 @@ class Strategy:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Its options, as parameters of functions."""
-        callables = [self.place, *([self.further] if self.further else [])]
+        callables: list[Callable[..., Any]] = [self.place, *([self.further] if self.further else [])]
         found = [one for part in callables for one in inspect.signature(part, eval_str=True).parameters.values()]
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return {p.name: p for p in found if p.kind in by_name and p.name not in GIVEN}
@@ -99,4 +99,6 @@ def load_strategy(name: str) -> Strategy:
             "cluster, *, ...)"
         ) from None
     further = getattr(module, "OPTIONS", None)
-    return Strategy(Path(name).stem, source, module.place, further if is_dataclass(further) else None)
+    return Strategy(
+        Path(name).stem, source, module.place, further if isinstance(further, type) and is_dataclass(further) else None
+    )
