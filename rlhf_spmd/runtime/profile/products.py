@@ -104,13 +104,13 @@ def choose(
     if wanted == "auto" and not resumed and world.rank == 0 and not _recall(dtype):
         note = (
             f"products are computed by {table.library}, but the user's cache folder can't be written: the next start "
+            f"measures again and may choose another library; give products={table.library}"
         )
-        note += f"measures again and may choose another library; give products={table.library}"
     elif wanted == "auto" and not resumed and cpu.is_missing():
         note = (
             f"products are computed by {table.library}, because the faster kernels of this program were not compiled: "
+            "install it again where there is g++"
         )
-        note += "install it again where there is g++"
     if lacking:
         if not resumed and wanted != "auto":
             raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
