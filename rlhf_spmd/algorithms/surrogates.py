@@ -151,14 +151,18 @@ def policy_loss(
     )
     (low, num_tokens), (high, _) = sums.pop("clip_fraction_low"), sums.pop("clip_fraction_high")
     d_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0).detach().double()
-    sums["clip_fraction"] = low + high, num_tokens
-    sums["ratio"] = torch.where(mask_BG, ratio_of(d_BG), 0.0).sum(), num_tokens
-    sums["approx_kl_sq"] = 0.5 * d_BG.square().sum(), num_tokens
+    own: Sums = {
+        "policy_loss": sums["policy_loss"],
+        "clip_fraction": (low + high, num_tokens),
+        "ratio": (torch.where(mask_BG, ratio_of(d_BG), 0.0).sum(), num_tokens),  # of wide numbers
+        "approx_kl": sums["approx_kl"],
+        "approx_kl_sq": (0.5 * d_BG.square().sum(), num_tokens),
+    }
     if entropy_BG is not None:
         entropy_sum = torch.where(mask_BG, entropy_BG, 0.0).sum()
         loss_sum = loss_sum - entropy_coef * entropy_sum
-        sums["entropy"] = entropy_sum.detach().double(), num_tokens
-    return loss_sum, sums
+        own["entropy"] = entropy_sum.detach().double(), num_tokens
+    return loss_sum, own | {name: one for name, one in sums.items() if name not in own}
 
 
 def policy_loss_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
