@@ -1,7 +1,8 @@
 """Writes docs/options.md: every option with its type, its default and its meaning, read from the code.
 
 The options of a run and of `generate` are trees (rlhf_spmd/pages/option_tree.py), which have their meanings. The
-options of a strategy are arguments of its place(), whose docstring says `name: meaning.` of each.
+options of a strategy are arguments of its place(), whose docstring says `name: meaning.` of each, and fields of its
+OPTIONS.
 
 Cost: none. Command: python -m bench tables, which writes this page too. A unit test fails when the page is not current.
 """
@@ -21,7 +22,7 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.pages import other_names
 from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
-from rlhf_spmd.pages.option_tree import Option, OptionTree, options_of
+from rlhf_spmd.pages.option_tree import Option, OptionTree, comments_of, options_of
 from rlhf_spmd.pages.option_values import text_of
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.runtime.offline.options import GenerateOptions
@@ -179,11 +180,10 @@ def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
 
 
 def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
-    """Name, type, default and meaning of each option of a strategy. What heterogeneous does not explain itself means
-    what it means in separation."""
-    parameters = load_strategy(name).parameters.values()
-    meanings = _meanings("separation") | _meanings(name) if name == "heterogeneous" else _meanings(name)
-    return [(one.name, one.annotation, one.default, meanings.get(one.name, "")) for one in parameters]
+    """Name, type, default and meaning of each option of a strategy."""
+    strategy = load_strategy(name)
+    meanings = _meanings(name) | (comments_of(strategy.further) if strategy.further else {})
+    return [(one.name, one.annotation, one.default, meanings[one.name]) for one in strategy.parameters.values()]
 
 
 def _meanings(name: str) -> dict[str, str]:
@@ -192,9 +192,7 @@ def _meanings(name: str) -> dict[str, str]:
     text = " ".join(inspect.getdoc(strategy.place).split())
     options = "|".join(strategy.parameters)
     parts = re.split(rf"(?:^|(?<=\. ))({options}): ", text)[1:]
-    return {
-        option: text.partition(" The other ")[0].strip() for option, text in zip(parts[::2], parts[1::2], strict=True)
-    }
+    return {option: text.strip() for option, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def _table_of_presets() -> str:

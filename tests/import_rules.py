@@ -139,6 +139,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms.training_order": (),
     "rlhf_spmd.config.metric_aliases": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
+    "rlhf_spmd.algorithms.surrogates": (*TENSOR_MATH, "algorithms.page"),  # the words that its options may have
     "rlhf_spmd.machines.calibration_file": ("plan", "files", "pages.option_suggestions"),
     "rlhf_spmd.machines.cluster_calibration": ("plan", "machines.calibration_file"),
     "rlhf_spmd.machines.cluster_file": ("files", "plan"),
@@ -193,6 +194,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config.role_shapes": ("plan", "pages.option_suggestions"),
     "rlhf_spmd.runtime": (),
     "rlhf_spmd.strategies": ("plan",),
+    **dict.fromkeys(("rlhf_spmd.strategies.separation", "rlhf_spmd.strategies.heterogeneous"), ("plan", "strategies")),
     "rlhf_spmd.pages.strategy": ("plan", "strategies", *(f"pages.{name}" for name in BELOW_PAGES)),
     "rlhf_spmd.files": ("files",),
     "rlhf_spmd.pages.user_module": ("files", "pages.option_suggestions", "runtime.guard.user_code"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.world.world import World
@@ -169,7 +170,7 @@ class Trainee:
         if self.inside:
             self.rank = self.ranks.index(job.world.rank)
             self.engine = make_engine(
-                tiny(seed), groups=Groups(data=self.group), zero=zero, max_grad_norm=clip, **options
+                tiny(seed), groups=Groups(data=self.group), options=EngineOptions(zero, max_grad_norm=clip, **options)
             )
 
     def step(self, step: int) -> None:

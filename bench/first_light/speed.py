@@ -254,6 +254,7 @@ def nano_vllm(light: Light) -> Found:
 def train_step(light: Light) -> Found:
     """Sequences of one length, without recomputation; AdamW with float32 masters."""
     from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+    from rlhf_spmd.runtime.engines.adamw import EngineOptions
     from rlhf_spmd.runtime.engines.flat_engine import Groups
     from rlhf_spmd.runtime.engines.train_engine import make_engine
 
@@ -263,7 +264,7 @@ def train_step(light: Light) -> Found:
     model = random_model(config, device)
     tokens_BT = torch.randint(config.vocab_size, (num, prompt + response), generator=torch.Generator().manual_seed(0))
     batch = Sequences.join(*tokens_BT.to(device).split((prompt, response), 1))
-    engine = make_engine(model.train(), groups=Groups(), zero=0, dtype=torch.bfloat16)
+    engine = make_engine(model.train(), groups=Groups(), options=EngineOptions(0, torch.bfloat16))
 
     def loss(model: Transformer) -> Tensor:
         output = forward(model, batch)

@@ -52,7 +52,7 @@ TO_READ = (
     "rlhf_spmd/runtime/execute/page_functions.py",
     "rlhf_spmd/runtime/engines/flat_engine.py",
     "rlhf_spmd/algorithms/advantages.py",
-    "rlhf_spmd/algorithms/losses.py",
+    "rlhf_spmd/algorithms/surrogates.py",
 )
 MOST_FILES, MOST_LINES = 12, 2200
 HEADING = f"""# One iteration

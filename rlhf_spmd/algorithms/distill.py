@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.algorithms import off_policy
-from rlhf_spmd.algorithms.page import Metric, NonNegative
+from rlhf_spmd.algorithms.page import Aggregation, Metric, NonNegative
 from rlhf_spmd.algorithms.policy_gradient import METRICS as OF_POLICY
-from rlhf_spmd.algorithms.policy_gradient import Aggregation
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "distillation"

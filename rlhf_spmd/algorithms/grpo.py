@@ -16,8 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from rlhf_spmd.algorithms import policy_gradient
-from rlhf_spmd.algorithms.page import Metric, NonNegative
-from rlhf_spmd.algorithms.policy_gradient import KLEstimator
+from rlhf_spmd.algorithms.page import KLEstimator, Metric, NonNegative
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "GRPO"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat
 
 from rlhf_spmd.algorithms import page
-from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.algorithms.page import ImportanceWeights, Metric, Rejection
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
 
 
@@ -21,9 +21,9 @@ class Options(page.Options):
     """Where old logprobs come from, and corrections."""
 
     old_logprobs: Literal["generator", "recompute"] = "generator"  # recompute: another forward pass of the actor
-    importance_weights: Literal["none", "token", "sequence"] = "none"  # of old logprobs over the generator's
+    importance_weights: ImportanceWeights = "none"  # of old logprobs over the generator's
     importance_cap: PositiveFloat = 2.0  # largest importance weight
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none"  # what importance weights leave out
+    rejection: Rejection = "none"  # what importance weights leave out
     rejection_range: tuple[PositiveFloat, PositiveFloat] | None = None  # weights that stay; none: usual for rejection
 
 

@@ -17,7 +17,7 @@ A page is a module with
                           mini_batch or max_new_tokens, if it has such a parameter
 
 `workflow` and `after_iteration` get their arguments by keyword. So do the functions that calls name, which are looked
-up in the page, then in advantages.py, group_advantages.py, losses.py, surrogates.py, likelihood.py and preferences.py.
+up in the page, then in advantages.py, group_advantages.py, surrogates.py, likelihood.py and preferences.py.
 A parameter of theirs is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
 `ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
 name of the responses where a call reads two), an option or a part of the state, without the letters of its shape
@@ -35,6 +35,13 @@ from pydantic import Field, PositiveInt
 
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+# options of policy losses, and parameters of their functions in surrogates.py
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+RatioLevel = Literal["token", "sequence", "product"]
+Surrogate = Literal["clip", "cispo"]
+KLEstimator = Literal["k1", "k2", "k3"]
+ImportanceWeights = Literal["none", "token", "sequence"]
+Rejection = Literal["none", "token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,9 @@ from typing import Any, Literal
 from pydantic import PositiveFloat
 
 from rlhf_spmd.algorithms import off_policy
-from rlhf_spmd.algorithms.page import Metric, NonNegative
+from rlhf_spmd.algorithms.page import Aggregation, Metric, NonNegative, RatioLevel, Surrogate
 from rlhf_spmd.plan.workflow import Data, Models, Role
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-RatioLevel = Literal["token", "sequence", "product"]
-KLEstimator = Literal["k1", "k2", "k3"]
 ROLES = {
     "actor": Role("lm", lr=1e-6, saved=True),
     "reference": Role("lm", starts_from=("actor",)),
@@ -29,7 +26,7 @@ class Options(off_policy.Options):
 
     kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: there is no reference
     ratio_level: RatioLevel = "token"  # probability ratios; sequence: geometric mean over a response; product: of all
-    surrogate: Literal["clip", "cispo"] = "clip"  # cispo: clipped ratios are weights, and every token has a gradient
+    surrogate: Surrogate = "clip"  # cispo: clipped ratios are weights, and every token has a gradient
     clip_low: NonNegative = 0.2  # ratios are clipped at 1 - clip_low
     clip_high: NonNegative = 0.2  # ratios are clipped at 1 + clip_high
     dual_clip: PositiveFloat | None = None  # where an advantage A is negative, the loss is at most -dual_clip * A

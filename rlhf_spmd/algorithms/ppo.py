@@ -1,7 +1,7 @@
 """PPO: roles, options, the workflow of one iteration, metrics and state. No torch, no ranks.
 
 Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegler et al. 2019 (arXiv 1909.08593). The
-tensor math is in advantages.py and losses.py; the strategy decides which rank does what.
+tensor math is in advantages.py and surrogates.py; the strategy decides which rank does what.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
     entropy = options.entropy_coef > 0
     actor.train(
-        "losses.policy_loss",
+        "surrogates.policy_loss",
         prompts,
         responses,
         old_logprobs=logprobs,
@@ -79,7 +79,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         stop=stop,
         **corrections,
     )
-    critic.train("losses.value_loss", prompts, responses, old_values=values, returns=returns)
+    critic.train("surrogates.value_loss", prompts, responses, old_values=values, returns=returns)
 
 
 def problem(options: Options, *, rollout_batch: int, samples_per_prompt: int) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_spmd.algorithms import policy_gradient
-from rlhf_spmd.algorithms.page import NonNegative
-from rlhf_spmd.algorithms.policy_gradient import KLEstimator
+from rlhf_spmd.algorithms.page import KLEstimator, NonNegative
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "REINFORCE++"

@@ -1,13 +1,15 @@
-"""The policy loss of the algorithms without a critic, from its parts: ratio, clip, KL term, weights, aggregation.
-PPO's loss (losses.py) shares the clip and the weights.
+"""The losses of responses with advantages: the policy loss from its parts (ratio, clip, KL term, weights, aggregation),
+as the algorithms without a critic use it and as PPO does, and the value loss.
 
 Pure functions of tensors. Losses are *sums* over the mask; the caller divides by a count of the global mini-batch (its
 response tokens, or its responses), so results do not depend on ranks or micro-batches.
 
 Legend: B sequences, G response tokens; G is generation.max_new_tokens. mask_BG bool, True on the tokens that are
-trained on; elsewhere other [B, G] tensors may hold anything, even NaN.
+trained on; elsewhere other [B, G] tensors may hold anything, even NaN; values_BG1 [B, G+1], column t before response
+token t.
 
-Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et
+Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [LM] Ziegler et al. 2019, arXiv 1909.08593; [N+] Huang et al.
+2024, arXiv 2403.17031; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et
 al. 2020, arXiv 1912.09729; [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu
 et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585;
 [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [V3.2] DeepSeek-AI 2025, arXiv 2512.02556.
@@ -19,10 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.advantages import Sums
+from rlhf_spmd.algorithms.advantages import Sums, moments, whitened
+from rlhf_spmd.algorithms.page import Aggregation, ImportanceWeights, KLEstimator, RatioLevel, Rejection, Surrogate
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Level = Literal["token", "sequence", "product"]
 MAX_LOG_RATIO = 20.0  # nats: beyond it exp, and its gradient, are held at what they are there
 REJECTED = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}  # default ranges of weights
 
@@ -36,19 +37,19 @@ def surrogate_loss(
     ref_logprobs_BG: Tensor | None = None,
     generator_logprobs_BG: Tensor | None = None,
     *,
-    ratio_level: Level = "token",
-    surrogate: Literal["clip", "cispo"] = "clip",
+    ratio_level: RatioLevel = "token",
+    surrogate: Surrogate = "clip",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     aggregation: Aggregation = "token-mean",
     kl_coef: float = 0.0,
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_estimator: KLEstimator = "k3",
     kl_unbiased: bool = False,
     entropy_coef: float = 0.0,
-    importance_weights: Literal["none", "token", "sequence"] = "none",
+    importance_weights: ImportanceWeights = "none",
     importance_cap: float = 2.0,
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none",
+    rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
     """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
@@ -108,6 +109,100 @@ def surrogate_loss(
     return loss_sum, sums | {"policy_loss": (loss_sum.detach().double(), num)}
 
 
+# ---- of PPO ----------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    logprobs_BG: Tensor,
+    old_logprobs_BG: Tensor,
+    advantages_BG: Tensor,
+    mask_BG: Tensor,
+    entropy_BG: Tensor | None = None,
+    generator_logprobs_BG: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    entropy_coef: float = 0.0,
+    importance_weights: ImportanceWeights = "none",
+    importance_cap: float = 2.0,
+    rejection: Rejection = "none",
+    rejection_range: tuple[float, float] | None = None,
+) -> tuple[Tensor, Sums]:
+    """PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log: `surrogate_loss` of
+    tokens with one range of the ratio,
+
+        loss = max(-A ratio, -A clip(ratio, 1 - c, 1 + c)),     ratio = exp(d),  d = new logprob - old logprob
+
+    less entropy_coef * H[pi(. | before the token)] (eq. 9) where the entropies are given. `approx_kl` sums exp(d) - 1 -
+    d, which is never negative and an unbiased estimate of KL(old || new) [KL]; `approx_kl_sq` sums d^2 / 2, its
+    second-order form.
+    """
+    loss_sum, sums = surrogate_loss(
+        logprobs_BG,
+        old_logprobs_BG,
+        advantages_BG,
+        mask_BG,
+        generator_logprobs_BG=generator_logprobs_BG,
+        clip_low=clip_ratio,
+        clip_high=clip_ratio,
+        importance_weights=importance_weights,
+        importance_cap=importance_cap,
+        rejection=rejection,
+        rejection_range=rejection_range,
+    )
+    (low, num_tokens), (high, _) = sums.pop("clip_fraction_low"), sums.pop("clip_fraction_high")
+    d_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0).detach().double()
+    own: Sums = {
+        "policy_loss": sums["policy_loss"],
+        "clip_fraction": (low + high, num_tokens),
+        "ratio": (torch.where(mask_BG, ratio_of(d_BG), 0.0).sum(), num_tokens),  # of wide numbers
+        "approx_kl": sums["approx_kl"],
+        "approx_kl_sq": (0.5 * d_BG.square().sum(), num_tokens),
+    }
+    if entropy_BG is not None:
+        entropy_sum = torch.where(mask_BG, entropy_BG, 0.0).sum()
+        loss_sum = loss_sum - entropy_coef * entropy_sum
+        own["entropy"] = entropy_sum.detach().double(), num_tokens
+    return loss_sum, own | {name: one for name, one in sums.items() if name not in own}
+
+
+def policy_loss_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
+    """Sum and sum of squares of the advantages of a mini-batch, float64 [2]."""
+    return moments(advantages_BG, mask_BG)[1:]
+
+
+def policy_loss_prepare(
+    advantages_BG: Tensor, mask_BG: Tensor, sums: Tensor, divisor: Tensor, *, whiten: Literal["mini_batch", "batch"]
+) -> dict[str, Tensor]:
+    """Advantages whitened over the global mini-batch, unless the whole batch has been ([N+])."""
+    if whiten != "mini_batch":
+        return {}
+    return {"advantages": whitened(advantages_BG, mask_BG, torch.cat((divisor[None], sums)))}
+
+
+def value_loss(
+    values_BG1: Tensor,
+    old_values_BG1: Tensor,
+    returns_BG: Tensor,
+    mask_BG: Tensor,
+    *,
+    clip_value: float = 0.2,
+    value_coef: float = 0.5,
+) -> tuple[Tensor, Sums]:
+    """value_coef * max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2) *summed* over the mask ([LM]), and log sums."""
+    values_BG = torch.where(mask_BG, values_BG1[:, :-1], 0.0)
+    old_BG = torch.where(mask_BG, old_values_BG1[:, :-1], 0.0)
+    returns_BG = torch.where(mask_BG, returns_BG, 0.0)
+    near_BG = torch.clamp(values_BG, old_BG - clip_value, old_BG + clip_value)
+    free_BG, clipped_BG = (values_BG - returns_BG).square(), (near_BG - returns_BG).square()
+    loss_sum, num_tokens = value_coef * torch.maximum(free_BG, clipped_BG).sum(), mask_BG.sum().double()
+    sums = {
+        "value_loss": loss_sum.detach().double(),
+        "value_clip_fraction": (clipped_BG > free_BG).sum().double(),
+        "value_error_sq": free_BG.detach().double().sum(),
+    }
+    return loss_sum, {name: (total, num_tokens) for name, total in sums.items()}
+
+
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +257,7 @@ def cispo(
     return -weight_BG * advantages_BG * torch.where(mask_BG, logprobs_BG, 0.0)
 
 
-def kl_estimate(difference_BG: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:
     """An estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2 / 2, or
     exp(-d) - 1 + d, where k3 and its gradient are held at d = -20. As a term of the loss, only k2 has the gradient of
     the KL on samples of the actor itself, and that of k1 does not depend on the reference."""
@@ -200,9 +295,9 @@ def off_policy_weights(
     generator_logprobs_BG: Tensor,
     mask_BG: Tensor,
     *,
-    importance_weights: Literal["none", "token", "sequence"] = "none",
+    importance_weights: ImportanceWeights = "none",
     importance_cap: float = 2.0,
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none",
+    rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
     """Factors of the loss of each token, from w = exp(old logprob - generator's logprob): factors_BG and sums.

@@ -93,7 +93,7 @@ VERBS = {
             _argument("--strategy", "placement of the calls (default: flattening); auto: plan one", "NAME|FILE.py"),
             _argument(
                 "--resume",
-                "continue the run in this folder from its newest checkpoint; auto: start the run --name, or continue it",
+                "continue the run in this folder from its newest checkpoint; auto: start run --name, or continue it",
                 "RUN|auto",
                 type=_given,
             ),

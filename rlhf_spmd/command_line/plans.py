@@ -24,7 +24,7 @@ from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
-from rlhf_spmd.plan.cost.memory_timeline import most_bytes
+from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import memory
@@ -176,7 +176,7 @@ def plans_table(rows: Sequence[Row], calibration: Calibration) -> str:
         if isinstance(row, Misfit):
             first.append((row.name, *["-"] * (len(first[0]) - 2), row.note))
             continue
-        sizes = [format_bytes(size) for size in (most_bytes(row.forecast), *(_device(row.program) if limited else ()))]
+        sizes = [format_bytes(size) for size in (most_bytes(row.program), *(_device(row.program) if limited else ()))]
         words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
         first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
     calls = [call.name for call in shown[0].program.workload.workflow.placed_calls] if shown else []
@@ -201,7 +201,7 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
     about = (
         "Written by `python -m rlhf_spmd plan`; edit it like any strategy. The forecast is by the constants of "
         f"calibration {calibration.name}, for devices of type {', '.join(program.cluster.device_types)}. One of them "
-        f"would hold {format_bytes(most_bytes(row.forecast))} at most."
+        f"would hold {format_bytes(most_bytes(row.program))} at most."
         + (f" Planned with {' '.join(overrides)}." if overrides else "")
     )
     lines = [

@@ -1,12 +1,13 @@
 """JSON as text: strict reading, and writing that any reader takes."""
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.files.reading import read_bytes
+from rlhf_spmd.files.reading import read_bytes, read_lines
 
 # In JSON: half a surrogate pair, which UTF-8 does not have, and what other readers take for the end of a line.
 ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
@@ -37,6 +38,25 @@ def json_object(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of a file of JSON; None for a line that is none, such as half of the last line of a
+    process that was killed. Raises as read_bytes."""
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            yield number, json_value(line)
+        except ValueError:
+            yield number, None
+
+
+def finite(value: Any) -> Any:
+    """A value with None in the place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_lines(rows: Iterable[object]) -> str:

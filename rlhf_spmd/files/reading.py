@@ -21,16 +21,6 @@ def is_file(path: str | Path) -> bool:
     return not why_no_file(path)
 
 
-def user_cache(kind: str) -> Path | None:
-    """The user's folder for what this program finds out once; None without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "rlhf_spmd" / kind
-
-
 def is_folder(path: str | Path) -> bool:
     """Whether a text, which need not be a path, names a folder."""
     try:

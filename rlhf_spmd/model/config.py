@@ -26,8 +26,10 @@ ROPE_TYPES = {
 }
 
 # further optional numbers
-_ROPE_NUMBERS: tuple[str, ...] = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim")
-_ROPE_NUMBERS += ("beta_fast", "beta_slow")
+_ROPE_NUMBERS = (
+    *("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
+    *("beta_fast", "beta_slow"),
+)
 
 # Hugging Face's keys -> fields of ModelConfig
 _SIZES = {

@@ -134,7 +134,9 @@ def sum_over(x: Tensor, *, group: Group) -> Tensor:
 
 def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
     """Token shards -> all tokens x_N, if all ranks continue identically: backward takes this rank's share."""
-    return x_n if group is None else _Collective.apply(x_n, group, all_gather_rows, _own_rows)
+    if group is None:
+        return x_n
+    return _Collective.apply(x_n, group, all_gather_rows, lambda x_N, ranks: x_N.chunk(ranks.size())[ranks.rank()])
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -154,10 +156,6 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size())[group.rank()]
 
 
 class _Collective(torch.autograd.Function):

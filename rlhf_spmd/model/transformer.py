@@ -199,7 +199,6 @@ class Transformer(nn.Module):
         recompute: bool = False,
     ):
         super().__init__()
-        assert head in ("lm", "scalar"), head
         shard = parallel.shard
         assert shard.tp <= min(config.num_kv_heads, config.intermediate_size, config.vocab_size), shard
         assert shard.pp <= config.num_layers, shard

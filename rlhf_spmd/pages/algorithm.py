@@ -20,7 +20,8 @@ from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
 from rlhf_spmd.plan.workflow import Compute, ComputeFunction, Data, Measure, Models, Role, Train, Workflow, trace
 
 # modules in which a call's function is looked up after the page
-FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
+FUNCTIONS = ("advantages", "group_advantages", "surrogates", "likelihood", "preferences")
+EARLIER = ("losses",)  # where pages of earlier versions find some of them
 NO_PAGES = (  # modules beside the pages
     "page",
     "policy_gradient",
@@ -30,6 +31,7 @@ NO_PAGES = (  # modules beside the pages
     "logprob_parity",
     "controllers",
     *FUNCTIONS,
+    *EARLIER,
 )
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
@@ -110,7 +112,7 @@ class Algorithm:
         """The function that a call names, and its companions. module: that it is from; empty: it is looked up in the
         page, then in FUNCTIONS. A companion must be where that function is, so that a page's function gets none of a
         shared function of the same name. Raises UserError if there is no such function."""
-        if module and module not in FUNCTIONS:
+        if module and module not in FUNCTIONS + EARLIER:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
         places = [f"rlhf_spmd.algorithms.{place}" for place in ([module] if module else FUNCTIONS)]
         modules = [*([] if module else [self.module]), *map(importlib.import_module, places)]

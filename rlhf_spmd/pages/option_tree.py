@@ -56,7 +56,7 @@ class Option(NamedTuple):
     @property
     def meaning(self) -> str:
         """What the comment behind its field says."""
-        return _comments(self.owner).get(self.path[-2 if self.form else -1], "")
+        return comments_of(self.owner).get(self.path[-2 if self.form else -1], "")
 
 
 class Setting(NamedTuple):
@@ -111,7 +111,7 @@ def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
 
 
 @cache
-def _comments(cls: type) -> dict[str, str]:
+def comments_of(cls: type) -> dict[str, str]:
     """The comment behind each field of a class and of those that it derives from."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,19 @@ GIVEN = ("workload", "cluster")  # what place() is called with besides its optio
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks."""
+    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks. further: a
+    dataclass whose fields are further options, which place() takes by keyword; None: there are none."""
 
     name: str
     source: str
     place: Callable[..., Placement]
+    further: type | None = None
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its options, as place() has them."""
-        found = inspect.signature(self.place, eval_str=True).parameters.values()
+        """Its options, as parameters of functions."""
+        callables: list[Callable[..., Any]] = [self.place, *([self.further] if self.further else [])]
+        found = [one for part in callables for one in inspect.signature(part, eval_str=True).parameters.values()]
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return {p.name: p for p in found if p.kind in by_name and p.name not in GIVEN}
 
@@ -95,4 +98,7 @@ def load_strategy(name: str) -> Strategy:
             f"strategy {name}: place() cannot be called with {given} by their names ({error}): write place(workload, "
             "cluster, *, ...)"
         ) from None
-    return Strategy(Path(name).stem, source, module.place)
+    further = getattr(module, "OPTIONS", None)
+    return Strategy(
+        Path(name).stem, source, module.place, further if isinstance(further, type) and is_dataclass(further) else None
+    )

@@ -373,7 +373,7 @@ class Model:
         **arguments: Data,
     ) -> None:
         """Optimizer steps on a loss, over all epochs and mini-batches; see Train for the options. function: its name;
-        `losses.policy_loss` is that of a file.
+        `surrogates.policy_loss` is that of a file.
         only: a number of each row; rows where it is 0 are neither read by the model nor counted in the divisor, and
         their places in the mini-batches stay empty. arguments: parameter of the loss -> data."""
         if not 1 <= len(responses) <= MAX_RESPONSES:

@@ -39,8 +39,7 @@ def run(parsed: argparse.Namespace) -> int:
     forecasts: dict[str, Forecast] = {}
     by = ""
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
-    if parsed.only != "map":
-        assert calibration is not None, "required"
+    if parsed.only != "map" and calibration is not None:  # which then is required
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
         by = f"forecast with calibration {calibration.name}"
     where = f"preset {config.title} on {cluster}"

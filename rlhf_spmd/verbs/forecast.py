@@ -15,7 +15,7 @@ from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
-from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
 from rlhf_spmd.verbs.draw import compile_all, picture_of
 
@@ -50,12 +50,22 @@ def run(parsed: argparse.Namespace) -> int:
         picture = picture_of({stem: program}, {stem: found}, title=f"{stem}, {where}", maps=True, by=by)
         save(Path(parsed.out), picture.save)
         print(f"The picture is in {parsed.out}")
-    peaks = (peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in cluster.ranks)
     fits = not any(one.severity == "error" for one in findings)
     calls = {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}
-    result: dict[str, object] = {"strategy": name, "layout": str(cluster), "preset": config.preset}
-    result |= {"calibration": calibration.name, "forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle}
-    result |= {"evaluation_s": evaluation_s, "calls": calls}
-    result |= {"peak_bytes": max(peaks), "missing_bytes": max(0, missing_bytes(program, evaluation)), "out": parsed.out}
-    print(json.dumps(result | {"ok": fits}))
+    result = {
+        "strategy": name,
+        "layout": str(cluster),
+        "preset": config.preset,
+        "calibration": calibration.name,
+        "forecast_s": found.makespan_s,
+        "samples_per_s": rate,
+        "bubble": idle,
+        "evaluation_s": evaluation_s,
+        "calls": calls,
+        "peak_bytes": most_bytes(program),
+        "missing_bytes": max(0, missing_bytes(program, evaluation)),
+        "out": parsed.out,
+        "ok": fits,
+    }
+    print(json.dumps(result))
     return 0 if fits else 1

@@ -65,8 +65,17 @@ def run(parsed: argparse.Namespace) -> int:
         draw = partial(write_png, records=spans, title=title, workflow=workload.workflow, most_lanes=MOST_LANES)
         save(Path(parsed.timeline), draw)
     seconds = {row.name: row.forecast.makespan_s if isinstance(row, Alternative) else None for row in rows}
-    result = {"name": winner.name, "out": str(out), "forecast_s": winner.forecast.makespan_s, "plan_s": plan_s}
-    result |= {"simulate_s": simulate_s, "gap": found.gap, "num_scored": found.num_scored, "plans": seconds, "ok": True}
+    result = {
+        "name": winner.name,
+        "out": str(out),
+        "forecast_s": winner.forecast.makespan_s,
+        "plan_s": plan_s,
+        "simulate_s": simulate_s,
+        "gap": found.gap,
+        "num_scored": found.num_scored,
+        "plans": seconds,
+        "ok": True,
+    }
     print(json.dumps(result))
     return 0
 
@@ -88,20 +97,11 @@ def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
     return out
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
-
-
-# ---- what is shown ---------------------------------------------------------------------------------------------------
-
-
 def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     """The options of `check` that mean the same cluster, algorithm and models."""
     words = ["--layout", str(cluster), "--device-type", cluster.nodes[0].device]
     words = ["--cluster", parsed.cluster] if parsed.cluster else words
     return words + config_words(parsed, parsed.preset)
-
-
-# ---- train --strategy auto -------------------------------------------------------------------------------------------
 
 
 # ---- --measure-top ---------------------------------------------------------------------------------------------------
@@ -151,5 +151,13 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
     print(f"\nThe fastest, {told[first][0]}, is written to {out}")
     measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}
-    result = {"name": told[first][0], "out": str(out), "forecast_s": best[first].forecast.makespan_s}
-    print(json.dumps(result | {"measured_s": seconds[first], "gap": found.gap, "plans": measured, "ok": True}))
+    result = {
+        "name": told[first][0],
+        "out": str(out),
+        "forecast_s": best[first].forecast.makespan_s,
+        "measured_s": seconds[first],
+        "gap": found.gap,
+        "plans": measured,
+        "ok": True,
+    }
+    print(json.dumps(result))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.faults.faults import Started, outcome
-from rlhf_spmd.files.reading import user_cache
+from rlhf_spmd.files.user_cache import user_cache
 from rlhf_spmd.kernels.products import LIBRARIES
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited

@@ -16,6 +16,7 @@ from torch import nn
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, forward_by_layer, response_logprobs, response_values
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
 from rlhf_spmd.runtime.weights.frozen_weights import ShardedCopy
@@ -66,7 +67,11 @@ def test_the_same_bits_with_one_layer_at_a_time(world, make_group, head, tied, t
     size = sum(p.numel() for p in whole.parameters())
     besides = sum(p.numel() for module in whole.besides_layers() for p in module.parameters())
     model = make_model(head, tied=tied)
-    sharded = make_engine(model, groups=Groups(data=group), zero=3) if trained else ShardedCopy(model, group=group)
+    sharded = (
+        make_engine(model, groups=Groups(data=group), options=EngineOptions(zero=3))
+        if trained
+        else ShardedCopy(model, group=group)
+    )
     batches, most = [batch_of(10 * world.rank + k) for k in range(world.size - 1 - world.rank)], []
     outputs = forward_by_layer(model, batches, noting(model, sharded.gathered, most))
     with torch.no_grad(), warnings.catch_warnings():
@@ -87,7 +92,9 @@ def read(model: Transformer, batch: Sequences, output: torch.Tensor) -> torch.Te
 
 
 def test_below_stage_3_nothing_is_gathered(world, make_group):
-    engine = make_engine(make_model("lm", tied=True), groups=Groups(data=make_group(tuple(range(world.size)))), zero=0)
+    engine = make_engine(
+        make_model("lm", tied=True), groups=Groups(data=make_group(tuple(range(world.size)))), options=EngineOptions(0)
+    )
     assert not engine.shards_weights
     with engine.gathered(engine.model.besides_layers()):
         assert all(p.numel() for p in engine.model.parameters())

@@ -21,6 +21,7 @@ from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, res
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
 from rlhf_spmd.runtime.generation.rollout import generate_rows
@@ -366,7 +367,7 @@ def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection,
     for recompute, num_chunks in ((False, 1), (True, 1), (False, 3)):
         cut_vocabulary(monkeypatch, num_chunks)
         model = Transformer(make_config(name), head="lm", recompute=recompute)
-        engine = make_engine(model, groups=Groups(data=make_group((0, 1))), zero=3)
+        engine = make_engine(model, groups=Groups(data=make_group((0, 1))), options=EngineOptions(zero=3))
         for _ in range(2):
             engine_step(engine, [batch], loss, lr=0.1)
         states.append(whole_weights(engine))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
 from tests.steps import engine_step
@@ -156,8 +157,7 @@ def test_our_transformer(job, zero):
     engine = make_engine(
         Transformer(config, head="lm", seed=3),
         groups=Groups(data=job.groups("all")[0]),
-        zero=zero,
-        max_grad_norm=None,
+        options=EngineOptions(zero, max_grad_norm=None),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     for _ in range(3):

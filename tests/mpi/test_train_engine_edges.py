@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
 from tests.steps import engine_step
@@ -93,7 +94,9 @@ def test_zero_and_infinite_gradients(job, zero, dtype):
 
 def test_a_rank_may_return_a_constant_at_stage_0(job):
     rank = job.world.rank
-    engine = make_engine(tiny(), groups=Groups(data=job.groups("all")[0]), zero=0, max_grad_norm=CLIP)
+    engine = make_engine(
+        tiny(), groups=Groups(data=job.groups("all")[0]), options=EngineOptions(zero=0, max_grad_norm=CLIP)
+    )
     for step in range(2):
         batch = global_batch(step)
         engine_step(engine, [batch], lambda m, b: share_of_loss(m, b) if rank == 0 else torch.zeros(()), lr=LR)
@@ -104,13 +107,13 @@ def test_a_rank_may_return_a_constant_at_stage_0(job):
 
 def test_different_starts_are_refused(job):
     with pytest.raises(AssertionError, match="different weights"):
-        make_engine(tiny(job.world.rank), groups=Groups(data=job.groups("all")[0]), zero=1)
+        make_engine(tiny(job.world.rank), groups=Groups(data=job.groups("all")[0]), options=EngineOptions(zero=1))
 
 
 def test_what_cannot_be_had_is_refused(job):
     for zero, dtype, named in ((4, torch.float32, "stage 4"), (2, torch.float64, "zero=0"), (0, torch.half, "16")):
         with pytest.raises(UserError, match=named):
-            make_engine(tiny(), groups=Groups(), zero=zero, dtype=dtype)
+            make_engine(tiny(), groups=Groups(), options=EngineOptions(zero=zero, dtype=dtype))
 
 
 def test_nothing_leaks_out_of_the_subgroup(job, capfd, monkeypatch):

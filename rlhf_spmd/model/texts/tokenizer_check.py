@@ -6,16 +6,12 @@ transformers until it must.
 """
 
 import hashlib
-import json
-import os
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import user_cache
-from rlhf_spmd.model.config import read_json
+from rlhf_spmd.files.user_cache import keep, recall
 from rlhf_spmd.model.texts.tokenizer_files import BACKEND, CONFIG, files_hash
 
 if TYPE_CHECKING:
@@ -39,42 +35,23 @@ def reading_note(folder: str | Path) -> str:
     if not (folder / BACKEND).is_file():
         return ""
     digest = files_hash(folder)
-    if digest in _of_embedded():
+    if digest in {files_hash(path.parent) for path in EMBEDDED.glob(f"*/*/{BACKEND}")}:  # which tests compare
         return ""
     versions = [version(package) for package in ("transformers", "tokenizers")]
     name = hashlib.sha256(repr([RULES, digest, *versions]).encode()).hexdigest()
-    note = _remembered(name)
+    note = recall("tokenizers", name, _note)
     if note is None:
         note = _compared(folder)
-        _remember(name, note)
+        keep("tokenizers", name, {"note": note}, _note)
     return note
 
 
 # ---- what is remembered ---------------------------------------------------------------------------------------------
 
 
-def _of_embedded() -> set[str]:
-    """The hashes of the embedded models' tokenizers, which tests compare."""
-    return {files_hash(path.parent) for path in EMBEDDED.glob(f"*/*/{BACKEND}")}
-
-
-def _remembered(name: str) -> str | None:
-    memory = user_cache("tokenizers")
-    with suppress(OSError, ValueError, UserError):
-        note = read_json(memory / name).get("note") if memory else None
-        return note if isinstance(note, str) else None
-    return None
-
-
-def _remember(name: str, note: str) -> None:
-    """Keeps a note, if the folder can be written; several processes may do so at once."""
-    memory = user_cache("tokenizers")
-    with suppress(OSError):
-        if memory is not None:
-            memory.mkdir(parents=True, exist_ok=True)
-            part = memory / f"{name}.{os.getpid()}.{os.urandom(4).hex()}"
-            part.write_text(json.dumps({"note": note}), encoding="utf-8")
-            part.replace(memory / name)
+def _note(values: Any) -> str | None:
+    note = values.get("note") if isinstance(values, dict) else None
+    return note if isinstance(note, str) else None
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------

@@ -146,6 +146,12 @@ def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
     return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
 
 
+def most_bytes(program: Program) -> int:
+    """The largest peak of any rank."""
+    ranks = program.cluster.ranks
+    return max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in ranks)
+
+
 def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """The most bytes of activations that training keeps for its backward passes on a rank.
 

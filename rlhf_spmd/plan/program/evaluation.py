@@ -8,7 +8,6 @@ moves no weights; optimizer state and the other models stay where they are.
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Required, TypedDict, Unpack
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout
@@ -18,16 +17,6 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Call, Compute, Generate, Measure, ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import ModelShape, Workload
-
-
-class Sizes(TypedDict, total=False):
-    """Fields of a Workload."""
-
-    rollout_batch: Required[int]
-    samples_per_prompt: Required[int]
-    max_response: int
-    prompt_lengths: tuple[int, ...]
-    response_lengths: tuple[int, ...]
 
 
 def evaluation_program(
@@ -60,17 +49,8 @@ def evaluation_program(
     if judged is not None:
         models[judged.model] = None
         layouts[judged.name] = Layout.data_parallel(layouts[judged.name].ranks)
-    return _program(
-        training,
-        calls,
-        layouts,
-        models,
-        rollout_batch=num_prompts,
-        samples_per_prompt=samples_per_prompt,
-        max_response=max_response,
-        prompt_lengths=(),
-        response_lengths=(),
-    )
+    sized = replace(workload, max_response=max_response, prompt_lengths=(), response_lengths=())
+    return _program(replace(training, workload=sized), calls, layouts, models, num_prompts, samples_per_prompt)
 
 
 def precompute_program(training: Program, *, num_rows: int) -> Program:
@@ -82,7 +62,7 @@ def precompute_program(training: Program, *, num_rows: int) -> Program:
         raise UserError(NOTHING_REPEATED)
     layouts = {call.name: _frozen(call, workload, training.placement) for call in calls}
     models = {call.model: workload.models[call.model] for call in calls}
-    return _program(training, calls, layouts, models, rollout_batch=num_rows, samples_per_prompt=1)
+    return _program(training, calls, layouts, models, num_rows, 1)
 
 
 def _program(
@@ -90,9 +70,10 @@ def _program(
     calls: tuple[Call, ...],
     layouts: Mapping[str, Layout],
     models: Mapping[str, ModelShape | None],
-    **sizes: Unpack[Sizes],
+    num_prompts: int,
+    samples_per_prompt: int,
 ) -> Program:
-    """The program of these calls, whose rows are one mini-batch. sizes: of the workload, in the place of training's."""
+    """The program of these calls, whose rows are one mini-batch."""
     workload, keys = training.workload, {key for call in calls for key in (*call.inputs, *call.outputs)}
     workflow = Workflow(
         calls,
@@ -100,8 +81,16 @@ def _program(
         {key: shape for key, shape in workload.workflow.shapes.items() if key in keys},
         {call.model: workload.workflow.heads[call.model] for call in calls if call.model},
     )
-    num_sequences = sizes["rollout_batch"] * sizes["samples_per_prompt"]
-    own = replace(workload, workflow=workflow, models=models, mini_batch=num_sequences, epochs=1, max_kept=0, **sizes)
+    own = replace(
+        workload,
+        workflow=workflow,
+        models=models,
+        rollout_batch=num_prompts,
+        samples_per_prompt=samples_per_prompt,
+        mini_batch=num_prompts * samples_per_prompt,
+        epochs=1,
+        max_kept=0,
+    )
     return compile_program(own, Placement(layouts), training.cluster)
 
 

@@ -59,35 +59,43 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class _OfTransfer:
     transfer: int
 
     def __str__(self) -> str:
-        return f"Post transfer {self.transfer}"
+        return f"{type(self).__name__} transfer {self.transfer}"
+
+
+class Post(_OfTransfer):
+    """Starts this rank's part of a transfer."""
+
+    __slots__ = ()
+
+
+class Wait(_OfTransfer):
+    """Ends with this rank's part of a transfer."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    transfer: int
-
-    def __str__(self) -> str:
-        return f"Wait transfer {self.transfer}"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
+class _OfModel:
     model: str
 
     def __str__(self) -> str:
-        return f"Load {self.model}"
+        return f"{type(self).__name__} {self.model}"
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
-    model: str
+class Load(_OfModel):
+    """Brings the weights of a frozen model to the device."""
 
-    def __str__(self) -> str:
-        return f"Offload {self.model}"
+    __slots__ = ()
+
+
+class Offload(_OfModel):
+    """Frees the weights of a frozen model on the device."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

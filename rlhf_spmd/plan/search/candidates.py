@@ -154,17 +154,18 @@ class CallCosts:
         numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
         taken = zero_bytes(layout, params, numel, c, trains=trains)
         if trains:
-            options["static_bytes"] = taken["weights"] + taken["gradients"] + taken["optimizer"]
-            options["reduced_bytes"] = taken["reduced"]
-            options["activation_bytes"] = self._activation_bytes(call, layout)
+            options |= {
+                "static_bytes": taken["weights"] + taken["gradients"] + taken["optimizer"],
+                "reduced_bytes": taken["reduced"],
+                "activation_bytes": self._activation_bytes(call, layout),
+                "gathered_bytes": taken["gathered"],
+            }
         else:
             options["static_bytes"] = 0 if layout.offload else taken["weights"]
-        if trains:
-            options["gathered_bytes"] = taken["gathered"]
-        elif layout.pp == 1:  # ZeRO 3 has no stages
-            options["spread_bytes"] = gathered_bytes(workload, call, layout, layout.rank_at(0, 0, layout.tp - 1))
-        if not trains and (layout.offload or (layout.zero == 3 and layout.dp > 1)):
-            options["gathered_bytes"] = c * params if layout.offload else options["spread_bytes"]
+            if layout.pp == 1:  # ZeRO 3 has no stages
+                options["spread_bytes"] = gathered_bytes(workload, call, layout, layout.rank_at(0, 0, layout.tp - 1))
+            if layout.offload or (layout.zero == 3 and layout.dp > 1):
+                options["gathered_bytes"] = c * params if layout.offload else options["spread_bytes"]
         if isinstance(call, Generate):
             last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
             options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)

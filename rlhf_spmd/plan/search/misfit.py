@@ -182,7 +182,7 @@ def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) 
     if best is None or best.excess_bytes == inf:
         return f"{text}. Its devices cannot be divided among the calls; use more devices"
     place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])
-    rank = next(rank for one in best.chosen for rank in _at(one, place))
+    rank = next(one.ranks[place - one.first] for one in best.chosen if one.first <= place < one.stop)
     whole, usable = cluster.device_bytes(rank) or 0, cluster.usable_bytes(rank) or 0
     parts = zip(PARTS, model.parts_at(best.chosen, place), strict=True)
     sizes = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
@@ -195,11 +195,6 @@ def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) 
     if words:
         return f"{text}It would fit with {', or with '.join(words)}"
     return f"{text}Use more devices, devices with more memory, or smaller models"
-
-
-def _at(one: Candidate, place: int) -> tuple[int, ...]:
-    """The rank of a candidate at a place, if it has one there."""
-    return (one.ranks[place - one.first],) if one.first <= place < one.stop else ()
 
 
 def _gib(num_bytes: float) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence, Sized
 from itertools import chain
-from typing import Any
+from math import prod
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -51,24 +52,34 @@ class PackedRows(Sequence):
         """Adds all rows to a hash."""
 
 
-class TokenRows(PackedRows):
-    """Rows of token ids, int32, read as lists."""
+class _Numbers(PackedRows):
+    """Rows of numbers of one type, read as lists."""
+
+    dtype: ClassVar[type[np.number]]
+    padding: ClassVar[int]
+    padded_dtype: ClassVar[type[np.number]]
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+    def of(cls, rows: Sequence[Sequence[float]]) -> Self:
         ends = cls.ends_of(rows)
-        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(ends[-1]) if len(rows) else 0), ends)
+        return cls(np.fromiter(chain.from_iterable(rows), cls.dtype, int(ends[-1]) if len(rows) else 0), ends)
 
-    def _value(self, row: np.ndarray) -> list[int]:
+    def _value(self, row: np.ndarray) -> list[Any]:
         return row.tolist()
 
-    def padded(self, index_B: np.ndarray, width: int) -> np.ndarray:
-        """The rows `index_B`, int64 [B, width], padded with -1 on the right. No row may be longer than `width`."""
-        rows_BP = np.full((len(index_B), width), PADDING, np.int64)
-        for row_P, index in zip(rows_BP, np.asarray(index_B).tolist(), strict=True):
-            tokens = self.row(index)
-            row_P[: len(tokens)] = tokens
-        return rows_BP
+    def padded(self, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The rows `index_B`, [B, *shape], with padding on the right. No row may be longer than that."""
+        rows_BW = np.full((len(index_B), prod(shape)), self.padding, self.padded_dtype)
+        for row_W, index in zip(rows_BW, np.asarray(index_B).tolist(), strict=True):
+            values = self.row(index)
+            row_W[: len(values)] = values
+        return rows_BW.reshape(len(index_B), *shape)
+
+
+class TokenRows(_Numbers):
+    """Rows of token ids, int32; padded: int64."""
+
+    dtype, padding, padded_dtype = np.int32, PADDING, np.int64
 
     def add_to(self, digest) -> None:
         """Adds every token, with the length before each row, to a hash."""
@@ -86,28 +97,14 @@ class TokenRows(PackedRows):
         return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
 
 
-class NumberRows(PackedRows):
+class NumberRows(_Numbers):
     """Rows of numbers, float32: one for the row, or one for each token of its response."""
 
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[float]]) -> NumberRows:
-        ends = cls.ends_of(rows)
-        return cls(np.fromiter(chain.from_iterable(rows), np.float32, int(ends[-1]) if len(rows) else 0), ends)
-
-    def _value(self, row: np.ndarray) -> list[float]:
-        return row.tolist()
+    dtype, padding, padded_dtype = np.float32, 0, np.float32
 
     def add_to(self, digest) -> None:
         """Adds the numbers to a hash."""
         digest.update(np.ascontiguousarray(self.items, "<f4"))
-
-    def padded(self, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The rows `index_B`, float32 [B, *shape], with zeros on the right."""
-        rows_BW = np.zeros((len(index_B), *(shape or (1,))), np.float32)
-        for row_W, index in zip(rows_BW, np.asarray(index_B).tolist(), strict=True):
-            values = self.row(index)
-            row_W[: len(values)] = values
-        return rows_BW.reshape(len(index_B), *shape)
 
 
 class TextRows(PackedRows):

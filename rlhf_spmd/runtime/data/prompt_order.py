@@ -10,9 +10,11 @@ mixture of the weights.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -112,14 +114,9 @@ class PromptOrder:
 
     def _around(self, file: int, place: int, iteration: int, rollout_batch: int) -> tuple[int, int]:
         """How many prompts the iteration that takes this place of a set takes before it, and from it on."""
-        low, high = 0, iteration  # the last iteration that starts at the place or before
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._start(file, middle, rollout_batch) <= place:
-                low = middle
-            else:
-                high = middle - 1
-        return place - self._start(file, low, rollout_batch), self._start(file, low + 1, rollout_batch) - place
+        starts = partial(self._start, file, rollout_batch=rollout_batch)
+        last = bisect_right(range(1, iteration + 1), place, key=starts)  # that starts at the place or before
+        return place - starts(last), starts(last + 1) - place
 
 
 def _next(given: Sequence[int], shares: Sequence[Fraction]) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, TextRows, TokenRows
+from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.readers import INSTEAD, TEXT, Record, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, Render, RowOptions, read_row
@@ -79,9 +79,8 @@ class PromptSet:
 
     def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """What some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with 0."""
-        if key in self.numbers:
-            return self.numbers[key].padded(index_B, shape)
-        return self.rows(key).padded(index_B, *shape)
+        rows = self.numbers[key] if key in self.numbers else self.rows(key)
+        return rows.padded(index_B, shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
         """The other columns of these prompts, each with those that its row has."""
@@ -97,30 +96,27 @@ class PromptSet:
 
     def tokens_fingerprint(self) -> str:
         """Hash of all tokens, in the order of the files."""
-        digest = hashlib.sha256()
-        for rows in (self.prompts, *self.responses.values()):
-            rows.add_to(digest)
-        return digest.hexdigest()
+        return self._hash_of("rows", "", [self.prompts, *self.responses.values()])
 
     def fingerprint(self) -> str:
         """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), responses
         and numbers."""
-        if "tokens" not in self._hashes:
-            order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
-            digest = hashlib.sha256(f"{self.seed} {len(self)}{order}".encode())
-            for rows in (self.prompts, *self.responses.values(), *self.numbers.values()):
-                rows.add_to(digest)
-            self._hashes["tokens"] = digest.hexdigest()
-        return self._hashes["tokens"]
+        order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
+        rows = [self.prompts, *self.responses.values(), *self.numbers.values()]
+        return self._hash_of("tokens", f"{self.seed} {len(self)}{order}", rows)
 
     def columns_fingerprint(self) -> str:
         """Hash of the other columns, which reward functions and metrics read."""
-        if "columns" not in self._hashes:
-            digest = hashlib.sha256()
-            if self.columns is not None:
-                self.columns.add_to(digest)
-            self._hashes["columns"] = digest.hexdigest()
-        return self._hashes["columns"]
+        return self._hash_of("columns", "", [] if self.columns is None else [self.columns])
+
+    def _hash_of(self, name: str, text: str, parts: Sequence[PackedRows]) -> str:
+        """Hash of a text and of rows, computed once."""
+        if name not in self._hashes:
+            digest = hashlib.sha256(text.encode())
+            for rows in parts:
+                rows.add_to(digest)
+            self._hashes[name] = digest.hexdigest()
+        return self._hashes[name]
 
     def fingerprints(self, file: str) -> dict[str, str]:
         """What ranks and checkpoints compare, by name. file: that stands for the set in the names."""

@@ -240,10 +240,21 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-KINDS = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
-KINDS |= {bytes: "bytes that are no UTF-8", decimal.Decimal: "a decimal number", type(None): "null"}
-KINDS |= {datetime.date: "a date", datetime.datetime: "a date with a time", datetime.time: "a time of day"}
-KINDS |= {datetime.timedelta: "a length of time"}
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    bytes: "bytes that are no UTF-8",
+    decimal.Decimal: "a decimal number",
+    type(None): "null",
+    datetime.date: "a date",
+    datetime.datetime: "a date with a time",
+    datetime.time: "a time of day",
+    datetime.timedelta: "a length of time",
+}
 
 
 def _check_has(where: str, record: Record, key: str, others: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.readers import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 # where (for messages), a conversation, answers=whether its answer begins behind it, and what a row gives the template
 # (template_arguments.py), if it does -> text
 Render = Callable[..., str]
+T = TypeVar("T")
 OTHER_TEXT = "whose {key!r} is not in their conversations, which are read instead"
 NOT_RENDERED = "of text, which no chat template renders, so that {names} have no effect"
 
@@ -191,7 +192,9 @@ def check_unicode(where: str, text: str, what: str) -> None:
 
 def _of_strings(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
     texts = {name: text_of(where, record, column) for name, column in reading.columns.items()}
-    prompt = text_of(where, record, reading.key) if explicit else _common_text(list(texts.values()))
+    # a space at the end of what texts have in common belongs to what follows
+    common = "" if explicit else "".join(_common(*texts.values())).removesuffix(" ")
+    prompt = text_of(where, record, reading.key) if explicit else common
     for name, column in reading.columns.items():
         check_text(where, texts[name], f"the value of {column!r}")
         texts[name] = texts[name] if explicit else texts[name][len(prompt) :]
@@ -206,7 +209,7 @@ def _of_strings(where: str, record: Record, reading: Reading, *, explicit: bool)
 
 def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
     given = {name: messages_of(where, record, column) for name, column in reading.columns.items()}
-    before = messages_of(where, record, reading.key) if explicit else _common_messages(list(given.values()))
+    before = messages_of(where, record, reading.key) if explicit else _common(*given.values())
     if not before:
         fix = "write" if record.get(reading.key) else "add"
         raise UserError(
@@ -316,12 +319,6 @@ def _ended(tokens: list[int], reading: Reading) -> list[int]:
     return [*tokens, reading.eos_ids[0]]
 
 
-def _common_text(texts: list[str]) -> str:
-    """The common beginning of two texts; a space at its end belongs to what follows."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
-    return "".join(one for one, _ in same).removesuffix(" ")
-
-
-def _common_messages(conversations: list[list[Message]]) -> list[Message]:
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(*conversations, strict=False))
-    return [one for one, _ in same]
+def _common(one: Sequence[T], other: Sequence[T]) -> list[T]:
+    """What two texts or conversations have in common at their beginning."""
+    return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

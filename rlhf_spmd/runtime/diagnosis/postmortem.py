@@ -15,8 +15,10 @@ from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, re
 
 STALE_S = 15.0  # supervisors write twice a second, but a shared file system may show it later
 WAITS = ("Wait ", "Agree ", "waiting for")
-REPORTED: tuple[str, ...] = ("rank", "host", "process", "state", "iteration", "position", "memory_bytes")
-REPORTED += ("most_memory_bytes", "device_bytes", "status", "signal")  # fields of a record in the verbs' JSON
+REPORTED = (  # fields of a record in the verbs' JSON
+    *("rank", "host", "process", "state", "iteration", "position", "memory_bytes", "most_memory_bytes"),
+    *("device_bytes", "status", "signal"),
+)
 
 
 def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Divergence | None:

@@ -17,6 +17,19 @@ ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg
 
 
 @dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine trains."""
+
+    zero: int  # ZeRO stage over the data-parallel ranks
+    dtype: torch.dtype = torch.float32  # of weights and computation; bfloat16 keeps masters and sums in float32
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-5
+    weight_decay: float = 0.0
+    weight_decay_on: Decaying = "all"  # the weights that it concerns, see `decays`
+    max_grad_norm: float | None = 1.0  # of the global gradient; None: no clipping
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """An interval of a weight, stored at `offset` in each of the flattened `values`: the master and its moments."""
 

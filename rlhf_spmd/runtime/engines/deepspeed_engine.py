@@ -24,7 +24,7 @@ from rlhf_spmd.model.parallel import all_reduced, is_split
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import REDUCE_NUMEL
 from rlhf_spmd.runtime.engines import deepspeed_state
-from rlhf_spmd.runtime.engines.adamw import MOMENTS, Interval, ReadState, Share, read_into, state_of
+from rlhf_spmd.runtime.engines.adamw import MOMENTS, EngineOptions, Interval, ReadState, Share, read_into, state_of
 from rlhf_spmd.runtime.engines.flat_engine import Groups, Through
 
 
@@ -68,18 +68,13 @@ class DeepSpeedEngine:
         model: Transformer,
         *,
         groups: Groups,
-        zero: int,
-        dtype: torch.dtype,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        options: EngineOptions,
         bare: Set[str],
-        max_grad_norm: float | None,
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
         self.model = model
         assert groups.data is not None, "ZeRO 2 and 3 shard over a group"
-        self._group, self._zero, self._mpu = groups.data, zero, _mpu(groups)
+        self._group, self._zero, self._mpu = groups.data, options.zero, _mpu(groups)
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
@@ -87,12 +82,12 @@ class DeepSpeedEngine:
         parts = [
             {
                 "params": [p for p in weights if (id(p) in without) == is_bare],
-                "weight_decay": 0.0 if is_bare else weight_decay,
+                "weight_decay": 0.0 if is_bare else options.weight_decay,
             }
             for is_bare in (False, True)
         ]
         self.optimizer = torch.optim.AdamW(  # torch's, because DeepSpeed's compiles an operation
-            [part for part in parts if part["params"]], lr=0.0, betas=betas, eps=eps, fused=True
+            [part for part in parts if part["params"]], lr=0.0, betas=options.betas, eps=options.eps, fused=True
         )
         if groups.tensor is not None:
             for name, p in model.named_parameters():
@@ -105,7 +100,7 @@ class DeepSpeedEngine:
                 model=self._loss_module,
                 model_parameters=weights,
                 optimizer=self.optimizer,
-                config=_config(weights, zero=zero, dtype=dtype, max_grad_norm=max_grad_norm),
+                config=_config(weights, options),
                 mpu=self._mpu,
             )
         for number, module in enumerate(self._loss_module.modules()):
@@ -279,21 +274,21 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _config(weights: list[Tensor], *, zero: int, dtype: torch.dtype, max_grad_norm: float | None) -> dict[str, Any]:
+def _config(weights: list[Tensor], options: EngineOptions) -> dict[str, Any]:
     """DeepSpeed's configuration. We manage batch sizes; DeepSpeed is configured for one micro-batch of size one."""
     numel, largest = sum(p.numel() for p in weights), max(p.numel() for p in weights)
     bucket = math.ceil(max(largest, min(numel, REDUCE_NUMEL)) / 2) * 2  # odd all-gather buckets are rejected
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_grad_norm or 0.0,  # 0: none
+        "gradient_clipping": options.max_grad_norm or 0.0,  # 0: none
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+        "bf16": {"enabled": options.dtype == torch.bfloat16, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": {
-            "stage": zero,
+            "stage": options.zero,
             "contiguous_gradients": True,
             "overlap_comm": False,
             "reduce_bucket_size": bucket,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.engines.adamw import AdamW, Interval, ReadState, Share, read_into, state_of
+from rlhf_spmd.runtime.engines.adamw import AdamW, EngineOptions, Interval, ReadState, Share, read_into, state_of
 
 Through = Callable[[Transformer], Tensor]  # a pass of the model, whose methods it calls
 
@@ -50,17 +50,12 @@ class FlatEngine:
         model: Transformer,
         *,
         groups: Groups,
-        zero: int,
-        dtype: torch.dtype,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        options: EngineOptions,
         bare: Set[str],
-        max_grad_norm: float | None,
     ):
-        """model: in `dtype`, the same on every rank of groups.data. bare: names of weights without weight decay."""
+        """model: in options.dtype, alike on all ranks of groups.data. bare: names of weights without weight decay."""
         self.model, self._groups = model, groups
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, dtype = options.max_grad_norm, options.dtype
         whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight occurs once
         if groups.tensor is not None:  # split weights first, so that the others are contiguous in the buffer
             whole.sort(key=lambda item: not is_split(item[0]))
@@ -68,7 +63,7 @@ class FlatEngine:
         # Sums of bfloat16 gradients, and updates much smaller than bfloat16's resolution, need float32.
         self._wide = torch.float32 if dtype == torch.bfloat16 else dtype
         self._replicas = 1 if groups.data is None else groups.data.size()
-        shards = self._replicas if zero == 1 else 1
+        shards = self._replicas if options.zero == 1 else 1
         numel = sum(p.numel() for p in self._weights)
         self._gradient = torch.zeros(-(-numel // shards) * shards, dtype=self._wide, device=self._weights[0].device)
         self._gradients = self._views(self._gradient)
@@ -86,7 +81,8 @@ class FlatEngine:
             for (name, start, stop), place, offset in self._intervals(own)
             if name in bare
         ]
-        self._adamw = AdamW(self.masters, betas=betas, eps=eps, weight_decay=weight_decay, bare=parts)
+        decay = options.weight_decay
+        self._adamw = AdamW(self.masters, betas=options.betas, eps=options.eps, weight_decay=decay, bare=parts)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shapes of the weights."""

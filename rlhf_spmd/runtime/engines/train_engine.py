@@ -5,7 +5,7 @@ Stages 0 and 1 are implemented here (flat_engine.py), stages 2 and 3 by DeepSpee
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.engines.adamw import Decaying, Interval, ReadState, decays
+from rlhf_spmd.runtime.engines.adamw import EngineOptions, Interval, ReadState, decays
 from rlhf_spmd.runtime.engines.deepspeed_engine import DeepSpeedEngine
 from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Through
 
@@ -69,44 +69,29 @@ class TrainEngine(Protocol):
         """Copies the masters to the weights in the compute dtype, on every rank that has them. Collective."""
 
 
-def make_engine(
-    model: Transformer,
-    *,
-    groups: Groups,
-    zero: int,
-    dtype: torch.dtype = torch.float32,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-5,
-    weight_decay: float = 0.0,
-    weight_decay_on: Decaying = "all",
-    max_grad_norm: float | None = 1.0,
-) -> TrainEngine:
+def make_engine(model: Transformer, *, groups: Groups, options: EngineOptions) -> TrainEngine:
     """Makes an engine for a model, or this rank's shard of it, on the ranks of a layout. The engine owns the model.
 
     model: the same weights on every rank of groups.data; if that is None, every stage acts as stage 0, because there is
-    nothing to shard. dtype: of weights and computation; bfloat16 keeps float32 master weights and gradient sums;
-    float64 is for tests. weight_decay: AdamW's. weight_decay_on: the weights that it concerns (`decays` in adamw.py).
-    max_grad_norm: of the global gradient; None: no clipping. Raises UserError for an unsupported stage or dtype.
+    nothing to shard. Raises UserError for an unsupported stage or dtype; float64 is for tests.
     """
+    zero, dtype = options.zero, options.dtype
     if zero not in (0, 1, 2, 3):
         raise UserError(f"ZeRO stage {zero} does not exist; choose zero=0, 1, 2 or 3")
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise UserError(f"cannot train in {dtype}; choose float32 or bfloat16 (float64 with zero=0 or 1)")
     if dtype == torch.float64 and zero > 1:
         raise UserError(f"float64 is not possible with zero={zero}: DeepSpeed rejects or rounds it; choose zero=0")
-    assert max_grad_norm is None or max_grad_norm > 0, max_grad_norm
+    assert options.max_grad_norm is None or options.max_grad_norm > 0, options
     with torch.no_grad():
         for p in model.parameters():  # not model.to(dtype): buffers keep their precision
             p.data = p.data.to(dtype)
-    bare = {name for name, p in model.named_parameters() if weight_decay and not decays(name, p, weight_decay_on)}
-    settings: dict[str, Any] = dict(
-        betas=betas, eps=eps, weight_decay=weight_decay, bare=bare, max_grad_norm=max_grad_norm
-    )
+    decaying = options.weight_decay_on
+    bare = {name for name, p in model.named_parameters() if options.weight_decay and not decays(name, p, decaying)}
     if groups.data is not None:
         _assert_same_weights(model, group=groups.data)
-    if zero < 2 or groups.data is None:
-        return FlatEngine(model, groups=groups, zero=zero, dtype=dtype, **settings)
-    return DeepSpeedEngine(model, groups=groups, zero=zero, dtype=dtype, **settings)
+    kind = FlatEngine if zero < 2 or groups.data is None else DeepSpeedEngine
+    return kind(model, groups=groups, options=options, bare=bare)
 
 
 def _assert_same_weights(model: nn.Module, *, group: dist.ProcessGroup) -> None:

@@ -29,6 +29,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import LOGPROBS, VALUES
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.execute.job import Job, RunState
@@ -165,7 +166,7 @@ class TimedModel:
         self.generating = None
         tp_index = self.layout.shard(self.world.rank).tp_index
         groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
-        return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
+        return make_engine(self.model.train(), groups=groups, options=EngineOptions(0, DTYPES[self.config.dtype]))
 
 
 def _job_of(world: World, config: Config, workload: Workload, call: Train, layout: Layout, num_tokens: int) -> Job:

@@ -8,20 +8,16 @@ command give the same bits. The library of rank 0 holds for the job, and a resum
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.json_text import json_text, json_value
-from rlhf_spmd.files.reading import user_cache
+from rlhf_spmd.files.user_cache import keep, recall
 from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, LINEAR, Choice, Library, use
 from rlhf_spmd.plan.workload import ModelShape
@@ -69,7 +65,7 @@ class Table:
         return self.machine, self.torch
 
 
-def table_of(values: Any, source: str) -> Table:
+def table_of(values: Any, source: str = "the user's cache folder") -> Table:
     """The table that a file holds. Raises UserError naming `source`."""
     names = {part.name: part.type for part in fields(Table)}
     kinds: dict[object, type | tuple[type, ...]] = {float: (int, float), int: int, str: str}
@@ -105,16 +101,16 @@ def choose(
     lacking = [rank for rank, (has, *_) in enumerate(every) if not has]
     others = [rank for rank, (_, *where) in enumerate(every) if resumed and tuple(where) != resumed.where]
     note, where = "", name_ranks(lacking or others, world.hosts)
-    if wanted == "auto" and not resumed and world.rank == 0 and not ((path := _path(dtype)) and _read(path)):
+    if wanted == "auto" and not resumed and world.rank == 0 and not _recall(dtype):
         note = (
             f"products are computed by {table.library}, but the user's cache folder can't be written: the next start "
+            f"measures again and may choose another library; give products={table.library}"
         )
-        note += f"measures again and may choose another library; give products={table.library}"
     elif wanted == "auto" and not resumed and cpu.is_missing():
         note = (
             f"products are computed by {table.library}, because the faster kernels of this program were not compiled: "
+            "install it again where there is g++"
         )
-        note += "install it again where there is g++"
     if lacking:
         if not resumed and wanted != "auto":
             raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
@@ -162,50 +158,29 @@ def _fixed(library: str, dtype: str) -> Table:
 def of_this_machine(dtype: str) -> Table:
     """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
     new, such as kernels that were compiled meanwhile, is another case."""
-    if (path := _path(dtype)) and (known := _read(path)):
+    if known := _recall(dtype):
         return known
     measured = measure(DTYPES[dtype])
     library = fastest(measured)
     backward = LINEAR.name if library == LINEAR.name else fastest_backward(measure_backward(DTYPES[dtype]))
     best = measured[library]
     table = Table(dtype, library, backward, best.plain_s, best.packed_s, best.pack_s, *_kind())
-    if path:
-        with suppress(OSError):
-            _keep(path, table)
-            return _read(path) or table
-    return table
+    keep("products", _name(dtype), asdict(table), table_of)
+    return _recall(dtype) or table
 
 
 def _kind() -> tuple[str, str, int]:
     return kind_of_machine(), torch.__version__, torch.get_num_threads()
 
 
-def _path(dtype: str) -> Path | None:
-    """The file of this kind of machine; None without a home."""
+def _name(dtype: str) -> str:
+    """The name of what is known of this kind of machine."""
     here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
-    name = hashlib.sha256(repr([RULES, dtype, *_kind(), here]).encode()).hexdigest()
-    folder = user_cache("products")
-    return folder / name if folder else None
+    return hashlib.sha256(repr([RULES, dtype, *_kind(), here]).encode()).hexdigest()
 
 
-def _read(path: Path) -> Table | None:
-    with suppress(OSError, ValueError, UserError):
-        return table_of(json_value(path.read_text(encoding="utf-8")), str(path))
-    return None
-
-
-def _keep(path: Path, table: Table) -> None:
-    """Writes a table, unless another process has done so meanwhile: the first one counts. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    part.write_text(json_text(asdict(table)), encoding="utf-8")
-    try:
-        os.link(part, path)
-    except FileExistsError:
-        if _read(path) is None:  # it can't be read, so it does not count
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def _recall(dtype: str) -> Table | None:
+    return recall("products", _name(dtype), table_of)
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------

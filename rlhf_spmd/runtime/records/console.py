@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TextIO
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.runtime.guard import streams
-from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, finite, format_samples
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
@@ -52,7 +53,7 @@ class Result:
             values |= {f"eval_{name}_first": first, f"eval_{name}_last": last}
         for name, (first, last) in values.pop("headlines").items():
             values |= {f"{name}_first": first, f"{name}_last": last}
-        return json.dumps({name: finite(value) for name, value in values.items()})
+        return json.dumps(finite(values))
 
 
 class Console:

@@ -6,13 +6,12 @@ follow from all rows of the data set, so all parts have the same ones.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.json_text import json_text
+from rlhf_spmd.files.json_text import finite, json_text
 from rlhf_spmd.runtime.data.readers import Record, read_records
 
 DEEPEST = 20  # levels of a Parquet type
@@ -80,15 +79,6 @@ def _type_of(arrow: Any, values: list[Any]) -> Any:
     return kind if is_same and not is_deep and "struct<>" not in str(kind) else None
 
 
-def _finite(value: Any) -> Any:
-    """A value with null in the place of NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_part(
     path: Path,
     rows: Iterator[tuple[Record, Record]],
@@ -102,7 +92,7 @@ def write_part(
     if form == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             for added, record in rows:
-                columns = {renamed.get(name, name): _finite(one) for name, one in record.items()}
+                columns = {renamed.get(name, name): finite(one) for name, one in record.items()}
                 file.write(json_text(added | columns) + "\n")
         return
     arrow, parquet = pyarrow_modules()
@@ -116,7 +106,7 @@ def write_part(
     for name, kind in own.items():
         add(name, OWN_TYPES[kind](arrow), (added.get(name) for added, _ in whole))
     for name, kind in types.items():
-        values = [_finite(record.get(name)) for _, record in whole]
+        values = [finite(record.get(name)) for _, record in whole]
         if kind is None:
             texts = (None if value is None else json_text(value) for value in values)
             add(renamed.get(name, name), arrow.string(), texts, AS_JSON)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.files.json_text import json_object, json_value
-from rlhf_spmd.files.reading import read_lines
+from rlhf_spmd.files.json_text import json_object, numbered_values
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.records.run_folder import CONFIG
 
@@ -31,14 +30,7 @@ class Reported:
 def read_rows(path: Path) -> list[Row]:
     """The objects of a file of lines, without those that are cut; none if there is no file. Raises OSError and
     UserError if it can't be read."""
-    rows = []
-    for line in read_lines(path):
-        try:
-            row = json_value(line)
-        except ValueError:  # the last line of a killed run may be cut
-            continue
-        rows += [row] if isinstance(row, dict) else []
-    return rows
+    return [row for _, row in numbered_values(path) if isinstance(row, dict)]
 
 
 def read_config(run: Path) -> Row:

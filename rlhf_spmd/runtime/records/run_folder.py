@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.json_text import json_lines, json_text, json_value
+from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_values
 from rlhf_spmd.files.printing import on_one_line
-from rlhf_spmd.files.reading import read_lines
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.guard.failures import advice
@@ -153,11 +152,7 @@ class RunFolder:
         """The rows of the first iterations in metrics.jsonl, with NaN for null. needed: numbers that all have. Raises
         UserError for a line that is none."""
         rows, path = [], self.path / "metrics.jsonl"
-        for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json_value(line)
-            except ValueError:  # the last line of a run that was killed may be half a line
-                continue
+        for number, row in numbered_values(path):
             if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
                 continue
             row = {name: math.nan if value is None else value for name, value in row.items()}
@@ -174,12 +169,9 @@ class RunFolder:
         """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
         UserError for a line that is none."""
         rows, path = [], self.path / EVALUATIONS
-        for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json_value(line)
-                is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
-            except (ValueError, TypeError, KeyError):
-                is_row = False
+        for number, row in numbered_values(path):
+            is_row = isinstance(row, dict) and type(row.get("iteration")) is int
+            is_row = is_row and all(isinstance(row.get(name), float | int) for name in metrics)
             if not is_row:
                 raise UserError(f"{path}, line {number} is no evaluation of this run; restore the file, or delete it")
             rows.append(row)
@@ -188,7 +180,7 @@ class RunFolder:
     def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces evaluations.jsonl, and adds a point of the last row to each curve."""
         if rows or (self.path / EVALUATIONS).is_file():
-            self.write(EVALUATIONS, "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
+            self.write(EVALUATIONS, "".join(json.dumps(finite(row)) + "\n" for row in rows))
         if self.writes and rows:
             values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
             self.curves.add(rows[-1]["iteration"], values)
@@ -196,24 +188,20 @@ class RunFolder:
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
         self.curves.purge_step = len(rows)
-        self.write("metrics.jsonl", "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
+        self.write("metrics.jsonl", "".join(json.dumps(finite(row)) + "\n" for row in rows))
 
     def samples_before(self) -> list[Shown]:
         """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
         line that is none."""
         found, path = [], self.path / "samples.jsonl"
-        for number, line in enumerate(read_lines(path), start=1):
-            try:
-                row = json_value(line)
-                score = row["reward_before"]
-                if not isinstance(row["before"], str) or not isinstance(score, float | int | None):
-                    raise TypeError(line)
-                found.append((row["before"], score, bool(row.get("late_before", False))))
-            except (ValueError, TypeError, KeyError, AttributeError):
+        for number, row in numbered_values(path):
+            is_row = isinstance(row, dict) and isinstance(row.get("before"), str)
+            if not (is_row and isinstance(row.get("reward_before", ""), float | int | None)):
                 raise UserError(
                     f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
                     "shows no samples)"
-                ) from None
+                )
+            found.append((row["before"], row["reward_before"], bool(row.get("late_before", False))))
         return found
 
     def write_metrics(
@@ -231,7 +219,7 @@ class RunFolder:
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self.check()
-            row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
+            row = {"iteration": iteration} | finite(metrics)
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
@@ -240,8 +228,7 @@ class RunFolder:
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt."""
-        rows = [{name: finite(value) for name, value in asdict(sample).items()} for sample in samples]
-        self.write("samples.jsonl", json_lines(rows))
+        self.write("samples.jsonl", json_lines(finite(asdict(sample)) for sample in samples))
         self.write("samples.txt", format_samples(samples))
 
     def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow) -> None:
@@ -313,11 +300,6 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
             raise gone(path.parent) from None
         raise UserError(f"{path} can't be written: {error.strerror or error}; {advice(error)}") from error
-
-
-def finite(value: object) -> object:
-    """None for NaN and infinity, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_samples(samples: Iterable[Sample], width: int = 100) -> str:

@@ -6,14 +6,16 @@ would read as tags where it is put in, control characters in the whole page.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+
+from jinja2 import Environment
+from markupsafe import Markup
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.printing import printable
 from rlhf_spmd.files.reading import is_file, paths_in, why_no_file
 from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
-from rlhf_spmd.runtime.pictures.curves_svg import curve, finite_points, short
+from rlhf_spmd.runtime.pictures.curves_svg import curve, finite_points
 from rlhf_spmd.runtime.records.run_files import Reported, Row, read_config, read_rows, reported
 from rlhf_spmd.runtime.records.run_folder import CONFIG, EVALUATIONS
 
@@ -24,6 +26,64 @@ table { border-collapse: collapse; font-size: 14px; margin: .6em 0 }
 th, td { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e7e9ed }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em }
 svg { margin: 6px 10px 6px 0 } .faint { color: #69707c } summary { cursor: pointer; color: #69707c }
+"""
+PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{{ title }}</title><style>{{ style | safe }}</style></head>
+<body>
+<h1>{{ title }}</h1>
+<table>
+<tr><th>run</th><th>algorithm</th><th>iterations</th><th>first → last, on held-out data if there are any</th>
+<th>seconds</th></tr>
+{% for run in runs %}
+<tr><td><a href="#run-{{ loop.index0 }}">{{ run.name }}</a></td><td>{{ run.about.title }}</td>
+<td>{{ run.metrics | length }}{% if run.config.iterations %} of {{ run.config.iterations }}{% endif %}</td>
+<td>{% for name, (first, last) in ends(run).items() %}
+{{ "%s %.4g → %.4g" | format(name, first, last) }}{% if not loop.last %}<br>{% endif %}
+{% else %}no iteration yet{% endfor %}</td><td>{{ "{:,.0f}".format(seconds(run)) }}</td></tr>
+{% endfor %}
+</table>
+<p class="faint">{{ legend }}</p>
+{% for run in runs %}
+<section>
+<h2 id="run-{{ loop.index0 }}">{{ run.name }}: {{ run.about.title }}
+{%- if run.about.strategy %} by {{ run.about.strategy }}{% endif %}</h2>
+<table>
+{% for role, folder in run.models.items() %}
+{% set maker = made_by.get(place(folder)) %}
+<tr><td>reads {{ role }}</td><td>{{ folder }}
+{%- if maker is not none %}, by <a href="#run-{{ maker }}">{{ runs[maker].name }}</a>{% endif %}</td></tr>
+{% endfor %}
+{% for label, options in (("reads rows", run.config.data), ("held-out rows", run.config.eval))
+if options is mapping and options.prompts %}
+<tr><td>{{ label }}</td><td>{{ options.prompts }}</td></tr>
+{% endfor %}
+{% for folder in run.written %}
+<tr><td>writes</td><td>{{ folder }}</td></tr>
+{% endfor %}
+</table>
+{% set shown, others = curves(run) %}
+{% if shown %}{{ shown }}{% else %}<p class="faint">No iteration yet.</p>{% endif %}
+
+{% if others %}
+<details><summary>other metrics</summary>{{ others }}</details>
+{% endif %}
+{% if run.samples %}
+<table>
+<tr><th>prompt</th><th></th><th>score</th><th>response</th></tr>
+{% for sample in run.samples %}
+{% for when in ("before", "after") if sample.get(when) is not none %}
+{% set score = points([(0, sample["reward_" ~ when])]) %}
+<tr><td class="text">{% if when == "before" %}{{ sample.prompt }}{% endif %}</td><td>{{ when }}</td>
+<td>{% if score %}{{ "%+.3f" | format(score[0][1]) }}{% endif %}</td><td class="text">{{ sample[when] }}</td></tr>
+{% endfor %}
+{% endfor %}
+</table>
+{% endif %}
+</section>
+{% endfor %}
+</body>
+</html>
 """
 LEGEND = "Lines: training, by iteration. Dots: held-out data, before and after so many iterations."
 FIRST = ("response_length",)  # curves that are always shown, after those that the algorithm reports
@@ -73,10 +133,9 @@ def read(path: Path) -> Run:
 def page(runs: Sequence[Run], title: str) -> str:
     """The whole page."""
     made_by = {folder.resolve(): number for number, run in enumerate(runs) for folder in run.written}
-    body = f"<h1>{escape(title)}</h1>{_overview(runs)}<p class='faint'>{LEGEND}</p>"
-    body += "".join(_section(run, number, runs, made_by) for number, run in enumerate(runs))
-    head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
-    return printable(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
+    functions = {"place": _place, "ends": ends, "seconds": _seconds, "curves": _curves, "points": finite_points}
+    return printable(template.render(title=title, runs=runs, made_by=made_by, style=STYLE, legend=LEGEND, **functions))
 
 
 def ends(run: Run) -> dict[str, tuple[float, float]]:
@@ -89,55 +148,10 @@ def ends(run: Run) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _overview(runs: Sequence[Run]) -> str:
-    """A table with a line for each run."""
-    rows = []
-    for number, run in enumerate(runs):
-        values = "<br>".join(f"{escape(name)} {short(a)} → {short(b)}" for name, (a, b) in ends(run).items())
-        link = f"<a href='#run-{number}'>{escape(run.name)}</a>"
-        rows.append((link, escape(run.about.title), _done(run), values or "no iteration yet", f"{_seconds(run):,.0f}"))
-    return _table(
-        ("run", "algorithm", "iterations", "first → last, on held-out data if there are any", "seconds"), rows
-    )
-
-
-def _section(run: Run, number: int, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
-    """Heading, facts, curves and samples of one run."""
-    by = f" by {escape(run.about.strategy)}" if run.about.strategy else ""
-    parts = [
-        f"<h2 id='run-{number}'>{escape(run.name)}: {escape(run.about.title)}{by}</h2>",
-        _facts(run, runs, made_by),
-    ]
-    shown, others = _curves(run)
-    parts.append(shown or "<p class='faint'>No iteration yet.</p>")
-    parts.append(f"<details><summary>other metrics</summary>{others}</details>" if others else "")
-    return f"<section>{''.join(parts)}{_samples(run)}</section>"
-
-
-def _done(run: Run) -> str:
-    wanted = run.config.get("iterations")
-    return f"{len(run.metrics)} of {escape(str(wanted))}" if wanted else str(len(run.metrics))
-
-
 def _seconds(run: Run) -> float:
     """Of iterations and evaluations."""
     times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
     return sum(y for _, y in finite_points([(0, one) for one in times]))
-
-
-def _facts(run: Run, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
-    """Where models and data come from, and what was written; a model of another run on the page is a link to it."""
-    rows = []
-    for role, folder in run.models.items():
-        maker = None if (place := _place(folder)) is None else made_by.get(place)
-        link = "" if maker is None else f", by <a href='#run-{maker}'>{escape(runs[maker].name)}</a>"
-        rows.append((f"reads {escape(role)}", f"{escape(folder)}{link}"))
-    for label, group in (("reads rows", "data"), ("held-out rows", "eval")):
-        options = run.config.get(group)
-        if isinstance(options, dict) and options.get("prompts"):
-            rows.append((label, escape(str(options["prompts"]))))
-    rows += [("writes", escape(str(folder))) for folder in run.written]
-    return _table((), rows)
 
 
 def _place(folder: str) -> Path | None:
@@ -153,45 +167,14 @@ def _scores(run: Run) -> list[str]:
     return [name for name in dict.fromkeys(name for row in run.evaluations for name in row) if "@" in name]
 
 
-def _curves(run: Run) -> tuple[str, str]:
+def _curves(run: Run) -> tuple[Markup, Markup]:
     """The curves of what is reported, of evaluations and lengths; and those of all other metrics."""
     pictures: dict[str, str] = {}
     for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):
-        line, dots = (finite_points([(row.get("iteration"), row.get(name)) for row in rows]) for rows in _both(run))
+        parts = (run.metrics, run.evaluations)
+        line, dots = (finite_points([(row.get("iteration"), row.get(name)) for row in rows]) for rows in parts)
         if name != "iteration" and (line or dots):
             pictures[name] = curve(name, line, dots)
     shown = [name for name in dict.fromkeys((*run.about.headlines, *_scores(run), *FIRST)) if name in pictures]
     others = [picture for name, picture in pictures.items() if name not in shown]
-    return "".join(pictures[name] for name in shown), "".join(others)
-
-
-def _both(run: Run) -> tuple[list[Row], list[Row]]:
-    return run.metrics, run.evaluations
-
-
-def _samples(run: Run) -> str:
-    """Responses before and after training."""
-    rows = []
-    for sample in run.samples:
-        for when in ("before", "after"):
-            if sample.get(when) is not None:
-                score = finite_points([(0, sample.get(f"reward_{when}"))])
-                number = f"{score[0][1]:+.3f}" if score else ""
-                rows.append(
-                    (
-                        escape(str(sample.get("prompt"))) if when == "before" else "",
-                        when,
-                        number,
-                        escape(str(sample[when])),
-                    )
-                )
-    return _table(("prompt", "", "score", "response"), rows, texts=(0, 3)) if rows else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> str:
-    """Cells are HTML. texts: columns with text of a model."""
-    lines = ["".join(f"<th>{escape(title)}</th>" for title in head)] if head else []
-    for row in rows:
-        cells = (f"<td{' class=text' if at in texts else ''}>{cell}</td>" for at, cell in enumerate(row))
-        lines.append("".join(cells))
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if lines else ""
+    return Markup("".join(pictures[name] for name in shown)), Markup("".join(others))

@@ -27,10 +27,10 @@ from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described, import_file
+from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
 from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 from rlhf_spmd.runtime.rewards.styles import Bound, Result, Scored, bind
 
-FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
 SEARCH_S = 10.0  # after which the search for the response on which a function raises stops
 
 

@@ -20,6 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -87,43 +88,34 @@ def _completions(rows: Scored) -> list[str | list]:
     return [[{"role": "assistant", "content": text}] if conversation_of(row, rows.key) else text for row, text in pairs]
 
 
-def _column(name: str) -> Callable[[Scored], list[Any]]:
-    return lambda rows: rows.column(name)
-
-
 def _truths(rows: Scored) -> list[Any]:
     models = [row["reward_model"] if isinstance(row.get("reward_model"), Mapping) else {} for row in rows.records]
     return _first([model.get("ground_truth") for model in models], rows.column("ground_truth"))
-
-
-def _labels(rows: Scored) -> list[Any]:
-    return _first(rows.column("labels"), rows.column("label"))
 
 
 def _first(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [other if value is None else value for value, other in zip(values, others, strict=True)]
 
 
-def _queries(rows: Scored) -> list[str]:
-    return [prompt + response for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
-
-
-def _tokens(rows: Scored) -> list[list[int]]:
-    return [list(tokens) for tokens in rows.tokens or [()] * len(rows)]
-
-
-IDS = {"completion_ids": _tokens}
+IDS: dict[str, Callable[[Scored], list[Any]]] = {
+    "completion_ids": lambda rows: [list(tokens) for tokens in rows.tokens or [()] * len(rows)]
+}
 WORDS: dict[str, dict[str, Callable[[Scored], list[Any]]]] = {  # by the word that is the response
     "responses": {"prompts": _prompts, "responses": _responses, **IDS},
     "completions": {"prompts": _prompts_of_trl, "completions": _completions, **IDS},
     "solution_str": {
-        "data_source": _column("data_source"),
+        "data_source": lambda rows: rows.column("data_source"),
         "solution_str": _responses,
         "ground_truth": _truths,
-        "extra_info": _column("extra_info"),
+        "extra_info": lambda rows: rows.column("extra_info"),
         **IDS,
     },
-    "queries": {"queries": _queries, "prompts": _prompts, "labels": _labels, **IDS},
+    "queries": {
+        "queries": lambda rows: list(map(add, rows.prompts, rows.responses)),
+        "prompts": _prompts,
+        "labels": lambda rows: _first(rows.column("labels"), rows.column("label")),
+        **IDS,
+    },
 }
 OF_EACH = "solution_str"  # such a function is called once for each response
 COLUMNS_TOO = ("data_source", "extra_info", "ground_truth", "labels")  # words that are the columns of these names

@@ -23,6 +23,7 @@ from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import ModelCall, Train
+from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy, ShardedCopy
@@ -139,13 +140,15 @@ class RankModels:
                         tp_index=layout.shard(rank).tp_index,
                         stage=layout.shard(rank).stage,
                     ),
-                    zero=layout.zero,
-                    dtype=DTYPES[self.config.dtype],
-                    betas=(optimizer.beta1, optimizer.beta2),
-                    eps=optimizer.eps,
-                    weight_decay=optimizer.weight_decay,
-                    weight_decay_on=optimizer.weight_decay_on,
-                    max_grad_norm=optimizer.max_grad_norm,
+                    options=EngineOptions(
+                        layout.zero,
+                        DTYPES[self.config.dtype],
+                        (optimizer.beta1, optimizer.beta2),
+                        optimizer.eps,
+                        optimizer.weight_decay,
+                        optimizer.weight_decay_on,
+                        optimizer.max_grad_norm,
+                    ),
                 )
             elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:
                 self.sharded[key] = ShardedCopy(self.copies[key], group=self._group(layout.data_ranks(rank)))

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_spmd.algorithms import advantages
-from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
-from rlhf_spmd.algorithms.surrogates import surrogate_loss
+from rlhf_spmd.algorithms.surrogates import (
+    policy_loss,
+    policy_loss_prepare,
+    policy_loss_sums,
+    surrogate_loss,
+    value_loss,
+)
 from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from tests.folders import write_all
 from tests.runs import RunOf, load

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rlhf_spmd.algorithms.advantages import gae, moments, shaped_scores, token_kl, token_rewards, whitened
 from rlhf_spmd.algorithms.controllers import learning_rate
-from rlhf_spmd.algorithms.losses import policy_loss, value_loss
 from rlhf_spmd.algorithms.masks import ended, response_mask
+from rlhf_spmd.algorithms.surrogates import policy_loss, value_loss
 from rlhf_spmd.algorithms.training_order import epoch_order
 from tests import slow_ppo
 

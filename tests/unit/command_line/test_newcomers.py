@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
-from rlhf_spmd.strategies import separation
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}
@@ -197,7 +195,7 @@ def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, h
 def test_names_of_other_systems_stand_for_options_that_there_are():
     ours = {key for name in algorithm_names() for key in keys_of(presets.load("tiny", algorithm=name))}
     ours |= {"--model", "--algorithm", "--name", "--runs", "--layout"}
-    ours |= {f"strategy.{key}" for key in signature(separation.place).parameters}
+    ours |= {f"strategy.{key}" for key in load_strategy("separation").parameters}
     ours |= {f"*.{key.rpartition('.')[2]}" for key in ours}
     assert {one for name in names() for one in name.ours} <= ours
 

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from rlhf_spmd.algorithms import advantages, controllers, losses
+from rlhf_spmd.algorithms import advantages, controllers, surrogates
 from rlhf_spmd.algorithms.ppo import Options
 from rlhf_spmd.config.options import Config, Generation, Optimizer
 from rlhf_spmd.config.presets import PRESETS, load
@@ -85,15 +85,15 @@ def test_the_math_has_the_same_defaults():
         controllers.next_kl_coef: {"target": "kl_target", "horizon": "kl_horizon"},
         advantages.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},
         advantages.gae: {"gamma": "gamma", "lam": "lam"},
-        losses.policy_loss: {
+        surrogates.policy_loss: {
             name: name for name in ("clip_ratio", "entropy_coef", "importance_weights", "importance_cap", "rejection")
         },
-        losses.value_loss: {"clip_value": "clip_value"},
+        surrogates.value_loss: {"clip_value": "clip_value"},
     }
     for function, parameters in names.items():
         for name, option in parameters.items():
             default = inspect.signature(function).parameters[name].default
             assert default == TABLE[f"ppo.{option}"], f"{function.__name__}({name})"
-    assert inspect.signature(losses.value_loss).parameters["value_coef"].default == 0.5
+    assert inspect.signature(surrogates.value_loss).parameters["value_coef"].default == 0.5
     assert advantages.WHITEN_EPS == 1e-8
     assert PARITY_TOLERANCE == {"float32": 1e-4, "bfloat16": 2.0}

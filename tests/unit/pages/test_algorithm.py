@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.algorithms import losses, page, ppo
+from rlhf_spmd.algorithms import page, ppo, surrogates
 from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
@@ -169,25 +169,27 @@ def test_a_function_called_like_one_of_the_package_has_only_its_own_companions(t
     changes = ('"surrogate", prompts, responses, weights=', '"policy_loss", prompts, responses, advantages=')
     path = write_page(tmp_path, changes, ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS))
     algorithm = checked(path)
-    assert algorithm.function("policy_loss").function is not losses.policy_loss
+    assert algorithm.function("policy_loss").function is not surrogates.policy_loss
     assert algorithm.function("policy_loss").sums is None is algorithm.function("policy_loss").prepare
     theirs = load_algorithm("ppo")
-    assert theirs.function("policy_loss").prepare is losses.policy_loss_prepare
+    assert theirs.function("policy_loss").prepare is surrogates.policy_loss_prepare
     importing = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\nfrom rlhf_spmd.algorithms.losses import policy_loss\n')
     again = load_algorithm(str(write_page(tmp_path, importing)))
-    assert again.function("policy_loss").sums is losses.policy_loss_sums
+    assert again.function("policy_loss").sums is surrogates.policy_loss_sums
 
 
-def test_a_function_may_be_named_with_its_file(tmp_path):
+@pytest.mark.parametrize("module", ["surrogates", "losses"])  # losses: of earlier versions
+def test_a_function_may_be_named_with_its_file(module, tmp_path):
     """So that a page's own function of that name is not meant; messages and fingerprints know the short name."""
-    named = '"losses.policy_loss", prompts, responses, old_logprobs=logprobs, advantages='
+    named = f'"{module}.policy_loss", prompts, responses, old_logprobs=logprobs, advantages='
     own = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS)
     path = write_page(tmp_path, ('"surrogate", prompts, responses, weights=', named), own)
     algorithm = load_algorithm(str(path))
     workflow = algorithm.workflow(algorithm.options())
     (call,) = workflow.train_calls
-    assert (call.function, call.module) == ("policy_loss", "losses")
-    assert algorithm.functions(workflow)[call.name].function is losses.policy_loss
+    assert (call.function, call.module) == ("policy_loss", module)
+    found = algorithm.functions(workflow)[call.name]
+    assert found.function is surrogates.policy_loss and found.prepare is surrogates.policy_loss_prepare
 
 
 def test_a_function_may_be_an_object_without_a_hash():

@@ -88,7 +88,7 @@ WRONG = {
     ),
     "no such function": (
         ("def surrogate(", "def surrogates("),
-        ["no function surrogate is in the page or in advantages.py, group_advantages.py, losses.py, surrogates.py"],
+        ["no function surrogate is in the page or in advantages.py, group_advantages.py, surrogates.py"],
     ),
     "sums without the functions of it": (
         ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),

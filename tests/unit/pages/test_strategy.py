@@ -141,6 +141,14 @@ def test_files_that_are_no_strategy(write, source, words):
     assert all(word in str(error.value) for word in (path, *words)), error.value
 
 
+def test_further_options_are_those_of_a_dataclass(write):
+    both = [list(load_strategy(name).parameters) for name in ("separation", "heterogeneous")]
+    assert both[0][0] == "generation_ranks" and both[1][0] == "generation_device" and both[0][1:] == both[1][1:]
+    assert load_strategy("separation").typed({"zero": "2", "stream": "false"}) == {"zero": 2, "stream": False}
+    own = load_strategy(write(EVERYWHERE + '\n\nOPTIONS = {"mine": 1}\n'))  # whatever a user calls so
+    assert own.further is None and "zero" in own.parameters
+
+
 def test_a_folder_is_no_file(tmp_path):
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(UserError, match="folder.py is a folder"):

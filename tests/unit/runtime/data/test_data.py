@@ -240,7 +240,7 @@ def test_rows_of_tokens_are_as_lists(rows, draws):
     assert kept[1:] == rows[1:] and kept[::-2] == rows[::-2] and (kept == [*rows, [1]]) is False
     picked = draws.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5))
     expected = pad([rows[index] for index in picked], 6)
-    assert (kept.padded(np.array(picked, dtype=np.int64), 6) == expected.numpy()).all()
+    assert (kept.padded(np.array(picked, dtype=np.int64), (6,)) == expected.numpy()).all()
     limit = draws.draw(st.sampled_from([0, 5, 2**31 - 1]))
     assert kept.first_above(limit) == next((index for index, row in enumerate(rows) if max(row) > limit), None)
     with pytest.raises(IndexError):

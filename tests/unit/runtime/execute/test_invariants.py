@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.algorithms import losses
+from rlhf_spmd.algorithms import surrogates
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
@@ -257,14 +257,14 @@ def test_parity_tolerance_is_the_users(overrides):
 def test_a_gradient_that_is_not_finite_stops_the_run(model, overrides, monkeypatch):
     """Before it reaches the weights, and the message says where."""
     name, num_calls = {"actor": "policy_loss", "critic": "value_loss"}[model], itertools.count()
-    loss = getattr(losses, name)
+    loss = getattr(surrogates, name)
 
     @functools.wraps(loss)  # it is called by the names of its parameters
     def spoiled(**arguments):
         total, sums = loss(**arguments)
         return total * (math.inf if next(num_calls) >= 4 else 1.0), sums  # 3 micro-batches per mini-batch
 
-    monkeypatch.setattr(losses, name, spoiled)
+    monkeypatch.setattr(surrogates, name, spoiled)
     run, before = RunOf(load(overrides)), None
     begin = run.job.models.engines[model].begin
 

@@ -12,6 +12,7 @@ import torch
 
 from rlhf_spmd.config.options import Products
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import user_cache
 from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, OneDNN, earns_packing, in_use, use
 from rlhf_spmd.plan.workload import ModelShape
@@ -189,7 +190,7 @@ def test_the_first_of_several_starts_counts(cache, monkeypatch):
 
 
 def test_without_a_folder_it_is_measured_again(measured, monkeypatch):
-    monkeypatch.setattr(products, "user_cache", lambda kind: None)
+    monkeypatch.setattr(user_cache, "user_cache", lambda kind: None)
     assert of_this_machine("float32") == of_this_machine("float32") and len(measured) == 2
 
 

@@ -1,0 +1,43 @@
+"""What separation and heterogeneous share: the options of both, and the placement of training on some ranks and of all
+else on others."""
+
+from dataclasses import dataclass, replace
+
+from rlhf_spmd.plan.layout import Layout, Limits
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options. "These ranks" are those that generate and infer."""
+
+    ratios: tuple[str, ...] = ()  # share of these ranks for each model, e.g. actor=3/4,critic=1/4; others get all
+    generation_tp: int = 1  # tensor-parallel slices of each model on these ranks
+    generation_pp: int = 1  # pipeline stages of each model on these ranks
+    training_tp: int = 1  # tensor-parallel slices of the models in training
+    training_pp: int = 1  # pipeline stages of the models in training
+    stream: bool = True  # start training on the first mini-batches while others are generated
+    in_flight: int = 2  # mini-batches that may be in transit at once while streaming
+    decode_mini_batches: int = 2  # mini-batches whose rows a replica decodes at once while streaming
+    zero: int = 0  # ZeRO stage of the models in training
+    recompute: bool = False  # compute activations again in the backward pass
+    micro_batch: int | None = None  # sequences per forward; None: the option micro_batch
+    tokens: int | None = None  # most tokens per forward; replaces micro_batch
+
+
+def separated(
+    workload: Workload, training_ranks: tuple[int, ...], other_ranks: tuple[int, ...], options: Options
+) -> Placement:
+    """Training on the first ranks, all else on the others."""
+    limits: Limits = {"micro_batch": options.micro_batch, "tokens": options.tokens}
+    training = Layout.grid_of(training_ranks, pp=options.training_pp, tp=options.training_tp, **limits)
+    return Placement.separated(
+        workload,
+        replace(training, zero=options.zero, recompute=options.recompute),
+        Layout.grid_of(other_ranks, pp=options.generation_pp, tp=options.generation_tp, **limits),
+        ratios=options.ratios,
+        in_flight=options.in_flight,
+        decode_mini_batches=options.decode_mini_batches,
+        stream=options.stream,
+    )
