@@ -2,7 +2,7 @@
 
 Here: scores, rewards, KL, advantages, whitening. Losses are in test_losses.py, masks and parity in test_masks.py, what
 changes between steps and iterations in test_controllers.py, whole training steps in test_slow_ppo.py, the order of
-rollouts in test_order.py, random numbers in test_philox.py.
+rollouts in test_training_order.py, random numbers in test_philox.py.
 """
 
 import pytest

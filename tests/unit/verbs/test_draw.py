@@ -18,8 +18,8 @@ from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.runtime.pictures import palette
 from rlhf_spmd.verbs.draw import compile_all, picture_of
 from tests.programs import SHAPE, make_workload
-from tests.unit.plan.cost.test_cost import machine
-from tests.unit.verbs.test_check_verb import HEAVY
+from tests.unit.plan.cost.test_seconds import machine
+from tests.unit.verbs.test_check import HEAVY
 
 MINE = """from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement

@@ -14,8 +14,8 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
-from tests.unit.verbs.test_check_verb import HEAVY
-from tests.unit.verbs.test_draw_verb import MINE
+from tests.unit.verbs.test_check import HEAVY
+from tests.unit.verbs.test_draw import MINE
 
 BIG = ["--layout", "1x8", "--preset", "llama-7b"]
 

@@ -31,7 +31,7 @@ def draw(folder: Path, *steps: int) -> str:
 
 def draw_apart(folder: Path, *steps: int) -> subprocess.CompletedProcess:
     """In a process of its own: the package puts hooks into the interpreter and reads its environment once."""
-    code = "from pathlib import Path\nfrom tests.unit.runtime.pictures.test_curves import draw\n"
+    code = "from pathlib import Path\nfrom tests.unit.runtime.records.test_loggers import draw\n"
     code += f"print(draw(Path({str(folder)!r}), *{steps}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120)
 

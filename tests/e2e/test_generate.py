@@ -148,7 +148,7 @@ def test_long_prompts_are_cut_or_dropped_and_keep_their_numbers(warm, tmp_path):
 
 
 GOOD = '{"prompt": "ba be"}\n'
-CASES = {  # options, what the message says, the prompt file; tests/unit/runtime/offline/test_offline.py has more
+CASES = {  # options, what the message says, the prompt file; tests/unit/runtime/offline/test_generate_file.py has more
     "missing model": (["--model", "{folder}/nowhere"], ["nowhere", "config.json"], GOOD),
     "bad JSON": ([], ["p.jsonl, line 2", "not valid JSON"], GOOD + '{"prompt": "ba\n'),
     "bad temperature": ([], ["p.jsonl, line 2", "temperature=-1"], GOOD + '{"prompt": "ba", "temperature": -1}\n'),

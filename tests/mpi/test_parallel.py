@@ -1,6 +1,6 @@
 """Shards of a model on several ranks against the whole model on one: outputs, every gradient, and what they draw.
 
-python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_parallel_model.py
+python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_parallel.py
 """
 
 # B sequences, P prompt tokens, G response tokens, K kept tokens

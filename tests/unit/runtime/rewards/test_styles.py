@@ -392,5 +392,5 @@ class Broken:
 
 def test_an_error_names_the_line_of_partials_and_objects():
     for function in (Broken(), functools.partial(Broken()), functools.partial(Broken.__call__, Broken())):
-        with pytest.raises(UserError, match=r"ValueError.*test_reward_styles.py, line \d+: return \[int"):
+        with pytest.raises(UserError, match=r"ValueError.*test_styles.py, line \d+: return \[int"):
             scores(function)

@@ -34,8 +34,8 @@ from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.verbs.plan import _check_words
 from tests.programs import make_workload as small_workload
-from tests.unit.plan.cost.test_cost import machine
-from tests.unit.verbs.test_check_verb import HEAVY
+from tests.unit.plan.cost.test_seconds import machine
+from tests.unit.verbs.test_check import HEAVY
 
 CPU = {
     "version": 1,

@@ -277,7 +277,7 @@ def values_of(annotation: Any) -> st.SearchStrategy:
     return st.one_of(*(st.none() if one is type(None) else values_of(one) for one in get_args(annotation)))
 
 
-# what names the rest, what check_options ties together, and what iterations follow from (test_data_epochs.py)
+# what names the rest, what check_options ties together, and what iterations follow from (test_epochs.py)
 FIXED = ("preset", "shape", "reward_weights", "data.epochs")
 
 

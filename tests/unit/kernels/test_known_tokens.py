@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.run import recorded
 from rlhf_spmd.runtime.run.train import save_models
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
-from tests.unit.runtime.generation.test_generate import VOCAB, draw, make_model, make_prompts, pad, run
+from tests.unit.runtime.generation.test_rollout import VOCAB, draw, make_model, make_prompts, pad, run
 
 RULES = {
     "open": {"temperature": 1.3},

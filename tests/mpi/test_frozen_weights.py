@@ -1,6 +1,6 @@
 """Inference with weights that ZeRO 3 shards, one layer after another, against the whole model.
 
-python tests/run_mpi.py 2 4 -- tests/mpi/test_layerwise.py
+python tests/run_mpi.py 2 4 -- tests/mpi/test_frozen_weights.py
 """
 
 # B sequences, P prompt tokens, G response tokens

@@ -12,7 +12,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
-from tests.unit.plan.cost.test_cost import SHAPE, cost_of, machine
+from tests.unit.plan.cost.test_seconds import SHAPE, cost_of, machine
 
 CALLS = ("actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
 SLOW = Link(1e3, 1.0)

@@ -7,7 +7,7 @@ import pytest
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import options_of
 from rlhf_spmd.config.presets import load
-from tests.unit.config.test_config import bare, refused, value_of
+from tests.unit.config.test_presets import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others
     **dict.fromkeys(("ppo.importance_weights", "ppo.rejection"), ["ppo.old_logprobs=recompute"]),

@@ -14,7 +14,7 @@ from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.unit.runtime.generation.test_engine import MAX_NEW, draws, make_engine, run
-from tests.unit.runtime.generation.test_generate import make_model, make_prompts
+from tests.unit.runtime.generation.test_rollout import make_model, make_prompts
 
 SETTINGS = {
     "a block each": {"max_sequences": 8, "block_size": 30},

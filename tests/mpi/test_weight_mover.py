@@ -1,6 +1,6 @@
 """Reallocation on real ranks: the bits that arrive, the bytes and messages that travel, the memory it takes.
 
-    python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_reallocate.py
+    python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_weight_mover.py
 
 Five seconds beside the start-up.
 """
