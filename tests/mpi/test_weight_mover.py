@@ -15,7 +15,6 @@ from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.weights import shared_memory as arena_file
 from rlhf_spmd.runtime.weights.shared_memory import Arena
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.run_mpi import BACKEND
@@ -195,26 +194,3 @@ def test_several_at_once(world):
     for shard, tensors in made:
         for name, expected in cut(SHAPE, model, Holding(shard)).items():
             assert torch.equal(tensors[name], expected)
-
-
-@pytest.mark.skipif(BACKEND in os.environ, reason="shared memory is for gloo only")
-def test_without_room_there_is_no_shared_memory(world, monkeypatch):
-    """More than the machine has: everybody goes without, nobody crashes, nothing is left behind."""
-    before = set(os.listdir(arena_file.SHARED_MEMORY))
-    assert Arena.make(world, 2**45 if world.rank == 0 else 100) is None
-    assert Arena.make(world, 0) is None
-    world.barrier("the files")
-    left = set(os.listdir(arena_file.SHARED_MEMORY)) - before
-    assert not [name for name in left if name.startswith("rlhf_spmd_")]
-    monkeypatch.setattr(arena_file, "SHARED_MEMORY", "/nowhere")
-    assert Arena.make(world, 100) is None
-
-
-@pytest.mark.skipif(BACKEND in os.environ, reason="shared memory is for gloo only")
-def test_parts_of_an_arena_are_the_same_memory(world):
-    made = Arena.make(world, 10 + world.rank)
-    assert made.holds(range(world.size)) and not made.holds((world.size,))
-    made.parts[world.rank].fill_(world.rank + 1)
-    world.barrier("the writing")
-    assert [int(made.parts[rank][-1]) for rank in range(world.size)] == list(range(1, world.size + 1))
-    world.barrier("the reading")

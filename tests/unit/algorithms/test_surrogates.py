@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from rlhf_spmd.algorithms.group_advantages import distillation_advantages, group_advantages
 from rlhf_spmd.algorithms.surrogates import kl_estimate, surrogate_loss
+from tests.unit.algorithms.test_preferences import PAIRS, TOKENS, masks, randn, with_junk
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -75,3 +77,45 @@ def test_k1_as_a_term_does_not_see_the_reference():
             loss, _ = surrogate_loss(new, new.detach(), none, mask, **given)
             gradients[estimator, shift] = torch.autograd.grad(loss, new)[0]
         assert torch.equal(gradients[estimator, 0.5], gradients[estimator, 1.5]) == (estimator == "k1")
+
+
+def test_a_teacher_that_agrees_teaches_nothing():
+    mask_BG = masks()
+    logprobs_BG = with_junk(-randn(PAIRS, TOKENS).abs(), mask_BG)
+    advantages_BG, sums = distillation_advantages(logprobs_BG, logprobs_BG, mask_BG)
+    assert not advantages_BG.any() and float(sums["teacher_kl"][0].sum()) == 0
+    actor_BG = logprobs_BG.clone().requires_grad_()
+    loss, _ = surrogate_loss(actor_BG, logprobs_BG, advantages_BG, mask_BG)
+    loss.backward()
+    assert float(loss) == 0 and not actor_BG.grad.any()
+
+
+def test_the_gradient_is_that_of_the_reverse_kl_divergence():
+    """The expectation over the actor's tokens of its advantage times the gradient of the logprob."""
+    logits_V, teacher_V = randn(7).requires_grad_(), randn(7, seed=1).log_softmax(0)
+    exact = (logits_V.softmax(0) * (logits_V.log_softmax(0) - teacher_V)).sum()
+    (expected_V,) = torch.autograd.grad(exact, logits_V)
+    logprobs_B1 = logits_V.log_softmax(0)[:, None]
+    old_B1, mask_B1 = logprobs_B1.detach(), torch.ones(7, 1, dtype=torch.bool)
+    advantages_B1, _ = distillation_advantages(old_B1, teacher_V[:, None], mask_B1)
+    # each token once, weighted by its probability
+    loss = sum(
+        old_B1[v, 0].exp() * surrogate_loss(logprobs_B1[v : v + 1], old_B1[v : v + 1], advantages_B1[v : v + 1], one)[0]
+        for v, one in enumerate(mask_B1.split(1))
+    )
+    (found_V,) = torch.autograd.grad(loss, logits_V)
+    torch.testing.assert_close(found_V, expected_V, rtol=1e-10, atol=1e-12)
+
+
+def test_a_task_adds_the_advantage_of_its_group():
+    mask_NSG = masks(num_rows=6).view(2, 3, TOKENS)
+    logprobs_NSG, teacher_NSG = (with_junk(-randn(2, 3, TOKENS, seed=seed).abs(), mask_NSG) for seed in (1, 2))
+    scores_NS = torch.tensor([[1.0, 0.0, 0.0], [2.0, 2.0, 2.0]], dtype=torch.float64)
+    alone_NSG, _ = distillation_advantages(logprobs_NSG, teacher_NSG, mask_NSG, kl_coef=0.5)
+    found_NSG, sums = distillation_advantages(
+        logprobs_NSG, teacher_NSG, mask_NSG, scores_NS, kl_coef=0.5, task_coef=2.0
+    )
+    task_NS, *_ = group_advantages(scores_NS, mask_NSG, torch.ones(2, 3, dtype=torch.bool))
+    expected_NSG = torch.where(mask_NSG, alone_NSG + 2.0 * task_NS[..., None], 0.0)
+    torch.testing.assert_close(found_NSG, expected_NSG)
+    assert not task_NS[1].any() and sums["reward"][0].shape == (2, 3)

@@ -9,15 +9,14 @@ import pytest
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line.checks import CONFIG_HEADING, refuse_errors
 from rlhf_spmd.command_line.clusters import cluster_of
-from rlhf_spmd.command_line.fitting_strategies import advice, fitting_options
+from rlhf_spmd.command_line.fitting_strategies import COMPARED, advice, fitting_options, options_to_try
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import keys_of
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.algorithm import algorithm_names
-from rlhf_spmd.pages.option_suggestions import ELSEWHERE
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.cluster import Cluster, device_type_of
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
@@ -106,31 +105,6 @@ def test_where_nothing_fits_that_is_said(folder):
     assert advice(program).startswith("No shipped strategy fits these devices")
 
 
-def test_ranks_that_share_a_device_have_a_part_of_it_each():
-    cluster = cluster_of(world_of(4, *H100, wanted="shared", num_devices=1), None, "cpu")
-    assert cluster.num_devices == 4 and cluster.device_bytes(3) == H100[1] // 4
-    named = cluster_of(world_of(2, *H100), None, "mine")
-    assert named.device_types == ("mine",)
-    on_cpu = SimpleNamespace(
-        nodes=(0, 0), num_nodes=1, chosen=choose_devices("cpu", [[], []], "", (0, 0), ("here",) * 2)
-    )
-    assert cluster_of(on_cpu, None, "cpu") == Cluster.parse("1x2")
-
-
-@pytest.mark.parametrize(
-    ("name", "gib", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80g"),
-        ("NVIDIA H200", 139.8, "h200-141g"),
-        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80g"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "nvidia-a100-sxm4-40gb"),
-        ("AMD Instinct MI300X", 191.9, "amd-instinct-mi300x"),
-    ],
-)
-def test_types_of_devices_follow_from_their_names(name, gib, expected):
-    assert device_type_of(name, int(gib * 2**30)) == expected
-
-
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,56 +120,6 @@ def test_a_name_of_the_hub_says_to_download_it(capsys):
         assert "hf download" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("optimizer.lr=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
-        ("learning_rate=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
-        ("model=folder", "did you mean '--model'?"),
-        ("resume=runs/x", "did you mean '--resume'?"),
-        ("kl_coef=0.1", "did you mean 'ppo.kl_coef'?"),
-        ("beta=0.1", "did you mean 'ppo.kl_coef'?"),
-        ("epsilon=0.1", "did you mean 'ppo.clip_ratio'?"),
-        ("actor_rollout_ref.rollout.n=8", "did you mean 'samples_per_prompt'?"),
-        ("algorithm.adv_estimator=grpo", "did you mean '--algorithm'?"),
-        ("ppo.klcoef=0.1", "did you mean 'ppo.kl_coef'?"),
-        ("num_generations=8", "did you mean 'samples_per_prompt'?"),
-        ("temprature=0.7", "did you mean 'generation.temperature'?"),
-        ("generation.new_tokens=7", "did you mean 'generation.max_new_tokens' or 'generation.min_new_tokens'?"),
-        ("--device=cpu", "did you mean device=VALUE, without dashes?"),
-        ("--learning-rate", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
-    ],
-)
-def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
-    assert main(["check", "flattening", word]) == 2
-    assert hint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "word", "hint"),
-    [
-        ("grpo", "beta=0.1", "did you mean 'grpo.kl_coef'?"),
-        ("rloo", "beta=0.1", "did you mean 'rloo.kl_coef'?"),
-        ("dpo", "loss_type=ipo", "did you mean 'dpo.loss'?"),
-        ("dpo", "assistant_only_loss=true", "did you mean 'data.turns'?"),
-        ("reward_model", "center_rewards_coefficient=0.1", "did you mean 'reward_model.centering_coef'?"),
-        ("distill", "teacher_model=x", "did you mean 'models.teacher'?"),
-        ("grpo", "epsilon=0.1", "did you mean 'grpo.clip_low' or 'grpo.clip_high'?"),
-        ("remax", "actor.loss_agg_mode=token-mean", "did you mean 'remax.aggregation' or 'remax.surrogate'?"),
-    ],
-)
-def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, hint, capsys):
-    assert main(["check", "flattening", "--algorithm", algorithm, word]) == 2
-    assert hint in capsys.readouterr().err
-
-
-def test_names_of_other_systems_stand_for_options_that_there_are():
-    ours = {key for name in algorithm_names() for key in keys_of(presets.load("tiny", algorithm=name))}
-    ours |= {"--model", "--algorithm", "--name", "--runs", "strategy.recompute", "strategy.zero"}
-    assert {name for names in ELSEWHERE.values() for name in names} <= ours
-    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in presets.all_keys()}, "such a name has one meaning"
-
-
 def test_an_empty_model_is_no_model(capsys):
     """`--model "$MODEL"` with a variable that is not set must not train the toy."""
     assert main(["check", "flattening", "--model", ""]) == 2
@@ -208,3 +132,11 @@ def test_check_judges_the_precision_of_the_run(folder, capsys):
         assert main(["check", "flattening", "--layout", "1x2", "--model", path, "reward_function=m:f", *words]) == 0
         told.add(capsys.readouterr().out.partition(CONFIG_HEADING)[0])
     assert len(told) == 1 and "60.0 GiB" in told.pop()  # of bfloat16; of float32 it would not fit
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("layout", ["1x1", "2x8", "4x8"])
+def test_the_options_that_are_tried_exist(name, layout):
+    strategy, cluster = load_strategy(name), Cluster.parse(layout)
+    options = options_to_try(name, make_workload(load("llama-7b")), cluster)
+    assert options[0] == {} and all(strategy.typed(one) == one for one in options)

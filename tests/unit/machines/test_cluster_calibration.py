@@ -8,8 +8,7 @@ import pytest
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration, read_calibration, write_calibration
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.machines.cluster_calibration import with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import RESERVE, Cluster, Node
@@ -38,16 +37,6 @@ def test_an_option_counts_more_than_the_calibration(option, calibrated, expected
 def test_without_a_calibration_and_without_a_limit():
     assert with_reserve(A100, None, None) == A100 and A100.nodes[0].reserve == RESERVE
     assert with_reserve(Cluster.parse("1x2"), 0.5, None).usable_bytes(0) is None
-
-
-def test_a_calibration_file_keeps_its_reserve(tmp_path):
-    path = str(tmp_path / "mine.json")
-    write_calibration(replace(reserving(0.08), name="mine"), path)
-    assert read_calibration(path).devices["a100-80g"].reserve == 0.08
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text((tmp_path / "mine.json").read_text(encoding="utf-8").replace("0.08", "1.5"), encoding="utf-8")
-    with pytest.raises(UserError, match="reserve 1.5 is not a share"):
-        read_calibration(str(wrong))
 
 
 def test_what_fills_a_device_is_refused():

@@ -6,14 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.command_line import plans
-from rlhf_spmd.command_line.fitting_strategies import COMPARED, options_to_try
-from rlhf_spmd.command_line.plans import Alternative, Misfit, auto, fitted
+from rlhf_spmd.command_line.fitting_strategies import COMPARED
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -21,20 +18,10 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.machines.cluster_calibration import calibration_for
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.calibration import Machine
-from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
-from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.runtime.execute.response_hashes import digests
-from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
-from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
-from rlhf_spmd.runtime.profile.calibration_probe import AtHand
-from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.verbs.plan import _check_words
 from tests.programs import make_workload as small_workload
-from tests.unit.plan.cost.test_seconds import machine
 from tests.unit.verbs.test_check import HEAVY
 
 CPU = {
@@ -53,7 +40,6 @@ CPU = {
     "inside": {"bytes_per_s": 1e9, "latency_s": 1e-4},
     "between": {"bytes_per_s": 1e9, "latency_s": 1e-4},
 }
-HERE = Machine("p", "d", 2.0, 1, "t")
 SMALL = ["--preset", "llama-7b", "--layout", "1x8", "--calibration", "a100-80g", "--method", "two_phase"]
 
 
@@ -84,15 +70,6 @@ def refusal(capsys, *arguments: str) -> str:
 
 
 # ---- what is found ---------------------------------------------------------------------------------------------------
-
-
-def test_plans_stand_beside_the_strategies(planned):
-    text, result, _ = planned
-    for words in (*COMPARED, "Seconds of each call", "actor_generate", "bubble", "GiB", "products", "memory"):
-        assert words in text
-    assert result["ok"] is True and set(COMPARED) < set(result["plans"])
-    seconds = [value for value in result["plans"].values() if value is not None]
-    assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
 
 
 def test_the_commands_to_go_on_with_mean_the_same():
@@ -147,33 +124,6 @@ def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file, monk
     assert len(json.loads(last)["plans"]) == 1 + len(COMPARED)
     assert "Planned with rollout_batch=8 mini_batch=8." in " ".join(out.read_text(encoding="utf-8").split())
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_strategy_that_does_not_fit_says_how_many_bytes_are_missing():
-    cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-70b"))
-    found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
-    assert isinstance(found, Misfit) and found.note.startswith("does not fit: a device lacks ")
-    assert found.missing_bytes > 2**30
-
-
-def test_a_strategy_is_tried_with_more_sharding_until_it_fits():
-    cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-13b"))
-    found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
-    assert isinstance(found, Alternative) and "zero=3" in found.note
-    assert fitted("flattening", workload, Cluster.parse("1x2"), machine()).note == ""  # a CPU's memory has no limit
-
-
-def test_one_rank_cannot_separate():
-    found = fitted("separation", small_workload(), Cluster.parse("1x1"), machine())
-    assert isinstance(found, Misfit) and "start at least 2 ranks" in found.note
-
-
-@pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.parametrize("layout", ["1x1", "2x8", "4x8"])
-def test_the_options_that_are_tried_exist(name, layout):
-    strategy, cluster = load_strategy(name), Cluster.parse(layout)
-    options = options_to_try(name, make_workload(load("llama-7b")), cluster)
-    assert options[0] == {} and all(strategy.typed(one) == one for one in options)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -254,22 +204,21 @@ def test_a_launcher_is_refused(capsys, monkeypatch):
 # ---- train --strategy auto -------------------------------------------------------------------------------------------
 
 
-def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
-    config, cluster = load("tiny", ["rollout_batch=16", "mini_batch=8"]), Cluster.parse("1x4")
-    workload = make_workload(config)
-    found, again = (auto(config, workload, cluster, machine(layer_s=1e-4)) for _ in range(2))
-    assert found.source == again.source
-    (tmp_path / "kept.py").write_text(found.source, encoding="utf-8")
-    kept = load_strategy(str(tmp_path / "kept.py")).compile(workload, cluster, {})
-    assert kept.fingerprint == found.compile(workload, cluster, {}).fingerprint
+# ---- a forecast as records, and a run against its forecast -----------------------------------------------------------
 
 
-def test_auto_needs_a_calibration_and_takes_no_options():
-    with pytest.raises(UserError, match="no calibration of h200-141g is shipped; give --calibration"):
-        calibration_for(None, Cluster.parse("1x8", "h200-141g"), required=True)
-    config, cluster = load("tiny", ["strategy.zero=1"]), Cluster.parse("1x2")
-    with pytest.raises(UserError, match="strategy.zero is an option of a strategy"):
-        auto(config, make_workload(config), cluster, machine())
+def example(name: str, size: int, **options):
+    workload, cluster = small_workload(mini_batch=8), Cluster.parse(f"1x{size}")
+    return load_strategy(name).compile(workload, cluster, options)
+
+
+def test_plans_stand_beside_the_strategies(planned):
+    text, result, _ = planned
+    for words in (*COMPARED, "Seconds of each call", "actor_generate", "bubble", "GiB", "products", "memory"):
+        assert words in text
+    assert result["ok"] is True and set(COMPARED) < set(result["plans"])
+    seconds = [value for value in result["plans"].values() if value is not None]
+    assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
 
 
 def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
@@ -279,82 +228,3 @@ def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
     with pytest.raises(UserError, match="does not know devices of type h100-80g"):
         calibration_for(cpu_file, Cluster.parse("1x2", "h100-80g"))
     assert _parse(["train", "--calibration", "x"]).calibration == "x"
-
-
-# ---- a forecast as records, and a run against its forecast -----------------------------------------------------------
-
-
-def example(name: str, size: int, **options):
-    workload, cluster = small_workload(mini_batch=8), Cluster.parse(f"1x{size}")
-    return load_strategy(name).compile(workload, cluster, options)
-
-
-def test_records_are_the_forecast():
-    calibration = machine(decode_layer_s=1e-6)
-    found = forecast(example("separation", 4), calibration)
-    all_lanes = lanes(spans_of_forecast(found))
-    assert max(span.end_s for lane in all_lanes for span in lane.spans) == pytest.approx(found.makespan_s)
-    busy = [busy_fraction(lane.spans, 0.0, found.makespan_s) for lane in all_lanes]
-    worked = [0.0] * 4
-    for lane in all_lanes:
-        worked[lane.rank] = sum(span.end_s - span.start_s for span in lane.spans if span.category == "compute")
-    assert busy == pytest.approx([one / found.makespan_s for one in worked])
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "options"),
-    [("flattening", 2, {}), ("interleaving1", 4, {}), ("separation", 4, {}), ("flattening", 2, {"zero": 3})],
-)
-def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
-    """Spans like those of runtime/execute/executor.py, taken from the forecast itself: each row must then agree with
-    it."""
-    program, calibration = example(name, size, **options), machine(layer_s=1e-4)
-    found = forecast(program, calibration)
-    made = []
-    for rank, (steps, times) in enumerate(zip(program.instructions, found.times, strict=True)):
-        spans = []
-        for number, slower in ((0, 9.0), (1, 1.0), (2, 1.0)):  # the first iteration, which does not count, takes longer
-            shift = 100.0 * number
-            for step, (begin_s, end_s) in zip(steps, times, strict=True):
-                kind = "compute" if isinstance(step, Run) else "wait"
-                span = [getattr(step, "call", "other"), kind, shift + begin_s * slower, shift + end_s * slower]
-                spans.append([*span, number, {}])
-        made.append({"rank": rank, "host": "", "spans": spans})
-    workload = program.workload
-    lengths = ((workload.max_prompt,), (workload.max_response,))
-    compared = compare(program, AtHand(calibration, calibration, HERE), made, lengths)
-    rows = {row.call: row for row in compared.rows}
-    assert rows[WHOLE].forecast_s == pytest.approx(found.makespan_s)
-    assert set(rows) == {call for call, s in call_s(found).items() if s > 0} | {WHOLE}
-    for row in rows.values():
-        assert row.measured_s == pytest.approx(row.forecast_s, rel=1e-6), row
-    assert "1.00" in compared.show() and compared.scaled_by == 1 and "It was made on" not in compared.show()
-
-
-def test_the_table_says_how_the_calibration_was_scaled(tmp_path):
-    program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other", cores=1.5))
-    scale = Scale(2.0, 2.0, 2.0, 1.25)
-    found = AtHand(given, scaled(given, "cpu", scale), HERE, scale, probe_s=1.34)
-    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
-    compared = compare(program, found, [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,)))
-    assert compared.scaled_by > 1.5 and compared.whole.forecast_s > compared.as_given_s > 0
-    text = compared.show().splitlines()
-    scaled_by = f"scaled by {compared.scaled_by:.2f} to this one (p, 2 cores)"
-    kinds = "inference 2.00, training 2.00, generation 2.00"
-    assert text[2] == f"  It was made on Other, 1.5 cores, and is {scaled_by}"
-    assert text[3] == f"  after a probe of 1.3 s: {kinds}, 1.25 ranks at full speed"
-    RunFolder(tmp_path).write_values("forecast.json", compared.to_json())
-    written = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))
-    assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
-    assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")
-    short = replace(compared, found=AtHand(replace(given, machine=None), given, HERE, why_not="the run was too short"))
-    assert "  It was made on another machine, and is not scaled to this one: the run was too short" in short.show()
-
-
-def test_the_forecast_is_for_the_lengths_of_the_run():
-    program = example("flattening", 1)
-    answers = [{"rows": digests(np.array([[1, 0]]), np.array([[0, 0]]), torch.tensor([[[5, 6], [7, -1]]]))}]
-    assert token_counts(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
-    calibration = machine()
-    short = replace(program, workload=replace(program.workload, prompt_lengths=(1, 3), response_lengths=(2, 1)))
-    assert forecast(short, calibration).makespan_s < forecast(program, calibration).makespan_s

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.runtime.pictures.curves_svg import HEIGHT, WIDTH, curve, finite_points
 
 EMPTY = {"meta", "br", "img"}
 LOSSES = [2.0, None, 1.5, float("nan"), 1.25]
@@ -136,22 +135,3 @@ def test_bad_words(words, says, stages, tmp_path, capsys, monkeypatch):
     assert main(["report", *(word.replace("RUN", "sft") if word == "RUN" else word for word in words)]) == 2
     assert says in capsys.readouterr().err
     assert (tmp_path / "taken.html").read_text(encoding="utf-8") == "mine" and not (tmp_path / "page.html").exists()
-
-
-@pytest.mark.parametrize("line", [[], [(0, 1.0)], [(0, 2.0), (1, 2.0)], [(3, -1e-30), (4, 1e30)], [(0, 0.0), (9, 5.0)]])
-@pytest.mark.parametrize("dots", [[], [(0, 7.0)], [(0, 1.0), (10, 3.0)]])
-def test_curves_stay_inside_their_picture(line, dots):
-    text = curve("a & b", line, dots)
-    Tags(text)
-    places = [float(x) for x in re.findall(r'(?:cx|x1|x2|x)="([-\d.e+]+)"', text)]
-    heights = [float(y) for y in re.findall(r'(?:cy|y1|y2|y)="([-\d.e+]+)"', text)]
-    for pair in re.findall(r'points="([^"]*)"', text):
-        for x, y in (point.split(",") for point in pair.split()):
-            places.append(float(x))
-            heights.append(float(y))
-    assert all(0 <= x <= WIDTH for x in places) and all(0 <= y <= HEIGHT for y in heights) and "nan" not in text
-    assert text.count("<circle") == len(dots) + (len(line) == 1)
-
-
-def test_points_that_are_no_numbers_are_left_out():
-    assert finite_points([(0, 1), (1, None), (2, "x"), (3, float("inf")), (None, 3), (4, 2.5)]) == [(0, 1), (4, 2.5)]

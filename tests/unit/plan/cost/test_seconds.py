@@ -6,9 +6,8 @@ from typing import NamedTuple
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration, read_calibration
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.calibration import OF_DEVICE, ByLength, Calibration, Curve, Device, Layered, Link, Measured
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.memory import num_params
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, decode_steps, head_flops, layer_flops
@@ -249,56 +248,6 @@ def test_stragglers_come_from_a_distribution_of_lengths():
 def test_an_unknown_type_of_device_is_refused():
     with pytest.raises(UserError, match="calibration test does not know devices of type h100-80g, only cpu"):
         cost_of(machine(), 1, device="h100-80g")
-
-
-SMALLEST = """{"version": 1, "provenance": "none", "sources": {"layer_s": "fitted"}, "devices": {"cpu": {
-    "matrix_flops": 1, "memory_bytes_per_s": 1, "host_bytes_per_s": 1, "layer_s": 1, "decode_layer_s": 1}},
-    "inside": {"bytes_per_s": 1, "latency_s": 0}, "between": {"bytes_per_s": 1, "latency_s": 0}}"""
-
-
-def test_a_calibration_says_where_its_constants_come_from(tmp_path):
-    (tmp_path / "mine.json").write_text(SMALLEST, encoding="utf-8")
-    assert read_calibration(str(tmp_path / "mine.json")).sources == {"layer_s": "fitted"}
-    for name in ("a100-80g", "h100-80g", "cpu-2core"):
-        calibration = load_calibration(name)
-        constants = {f"{link}.{one}" for link in ("inside", "between") for one in ("bytes_per_s", "latency_s")}
-        for device in calibration.devices.values():
-            constants |= {one for one in OF_DEVICE if getattr(device, one) is not None}
-        assert set(calibration.sources) == constants, name
-
-
-def test_a_network_by_name_replaces_the_link_between_nodes(tmp_path):
-    (tmp_path / "mine.json").write_text(SMALLEST, encoding="utf-8")
-    for name in ("a100-80g", str(tmp_path / "mine.json")):
-        given, found = load_calibration(name), load_calibration(f"{name}+200g-per-node")
-        assert (found.between.bytes_per_s, found.name) == (25e9 / 8, f"{given.name}+200g-per-node")
-        assert (found.devices, found.inside) == (given.devices, given.inside)
-    (tmp_path / "a+b.json").write_text(SMALLEST, encoding="utf-8")
-    assert load_calibration(str(tmp_path / "a+b.json")).name == "a+b"
-    with pytest.raises(UserError, match="did you mean '200g-per-node'"):
-        load_calibration("a100-80g+200g-per-nod")
-    with pytest.raises(UserError, match="unknown calibration 'a100'"):
-        load_calibration("a100+200g-per-node")
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "not JSON"),
-        ('{"version": 0}', "version 0"),
-        ('{"version": 1, "provenance": "none", "devices": {}}', "devices"),
-        ("[]", "it: "),
-        (SMALLEST.replace('"fitted"', '"guessed"'), "sources: layer_s has 'guessed'; write one of measured"),
-        (SMALLEST.replace('"layer_s": "', '"layers_s": "'), "sources: there is no constant 'layers_s'"),
-    ],
-)
-def test_bad_calibrations_are_refused_by_name(tmp_path, content, says):
-    path = tmp_path / "mine.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=rf"mine\.json.*{says}"):
-        read_calibration(str(path))
-    with pytest.raises(UserError, match="nowhere"):
-        read_calibration(str(tmp_path / "nowhere.json"))
 
 
 def table_of(shape: ModelShape = SHAPE, tp: int = 1, **parts) -> Measured:

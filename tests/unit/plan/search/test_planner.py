@@ -1,14 +1,12 @@
 """The search for placements: the exact method against brute force, the other methods against the exact one, the score
 against programs, and what comes out against compile and check."""
 
-import random
 import time
 from dataclasses import replace
-from itertools import count, product
+from itertools import count
 
 import pytest
 
-from bench.forecast.markov_chain import mcmc
 from rlhf_spmd.config import options as config
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
@@ -17,18 +15,14 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
-from rlhf_spmd.plan.search.budget import Budget
-from rlhf_spmd.plan.search.exact import Best, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.search.meshes import layouts, meshes
-from rlhf_spmd.plan.search.planner import choose, name_of, search
+from rlhf_spmd.plan.search.planner import name_of, search
 from rlhf_spmd.plan.workload import ModelShape
 from tests.programs import make_workload
 
@@ -55,158 +49,6 @@ def model_of(layout: str, num_bytes: int | None = None, **options) -> CallModel:
 
 def llama(preset: str, layout: str, *overrides: str) -> tuple:
     return config.make_workload(presets.load(preset, overrides)), Cluster.parse(layout, "a100-80g")
-
-
-def test_meshes_are_slices_of_nodes_whole_nodes_and_eighths():
-    found = {mesh.ranks for mesh in meshes(Cluster.parse("2x4"))}
-    slices = {tuple(range(at, at + size)) for size in (1, 2, 4) for at in range(0, 8, size)}
-    ends = {tuple(range(edge)) for edge in range(1, 9)} | {tuple(range(edge, 8)) for edge in range(8)}
-    assert found == slices | ends
-
-
-def test_no_mesh_has_two_types_of_devices():
-    cluster = Cluster(CLUSTERS["mixed"])
-    assert all(len({cluster.node_of(rank) for rank in mesh.ranks}) == 1 for mesh in meshes(cluster))
-
-
-@pytest.mark.parametrize("layout", ["2x4", "mixed"])
-def test_every_candidate_compiles_beside_any_other(layout):
-    model = model_of(layout, old_logprobs="recompute")
-    workload, cluster = model.workload, model.cluster
-    every = [
-        [one for mesh in meshes(cluster) for one in layouts(call, mesh, workload, cluster)] for call in model.calls
-    ]
-    draw = random.Random(0)
-    for _ in range(60):
-        chosen = {call.name: draw.choice(of) for call, of in zip(model.calls, every, strict=True)}
-        compile_program(workload, Placement(chosen), cluster)
-
-
-@pytest.mark.parametrize(
-    "preset, layout, overrides", [("llama-13b", "2x8", ["ppo.old_logprobs=recompute"]), ("llama-70b", "4x8", [])]
-)
-def test_score_agrees_with_programs(preset, layout, overrides):
-    """Seconds within a sixth of the forecast, and never fewer bytes than memory.py counts, nor many more."""
-    workload, cluster = llama(preset, layout, *overrides)
-    model, draw = CallModel(Cost(A100, workload, cluster)), random.Random(1)
-    lists = [model.costs.candidates(call) for call in model.calls]
-    for _ in range(15):
-        chosen = [draw.choice(of) for of in lists]
-        program = compile_program(workload, model.placement(chosen), cluster)
-        assert model.schedule_s(chosen, range(len(model.calls))) == pytest.approx(
-            forecast(program, A100).makespan_s, rel=1 / 6
-        )
-        need = max(peak_bytes(static_bytes(program, r), working_bytes(program, r)) for r in cluster.ranks)
-        mine = model.excess_bytes(chosen) + cluster.usable_bytes(0)
-        assert need <= mine <= 1.02 * need
-
-
-def test_streaming_agrees_with_programs():
-    workload, cluster = llama("llama-7b", "2x8", "ppo.epochs=2")
-    model = CallModel(Cost(A100, workload, cluster))
-    lists = [model.costs.candidates(call) for call in model.calls]
-    spans = [(8, 16) if call.kind == "train" else (0, 8) for call in model.calls]
-    halves = [quickest_on(of, span) for of, span in zip(lists, spans, strict=True)]
-    assert model.streams(halves)
-    program = compile_program(workload, replace(model.placement(halves), stream=True), cluster)
-    assert model.streamed_s(halves) == pytest.approx(forecast(program, A100).makespan_s, rel=0.1)
-    assert not model.streams([*halves[:-1], quickest_on(lists[-1], (0, 16))])
-
-
-def quickest_on(candidates, mesh):
-    return next(one for one in candidates if (one.first, one.stop) == mesh)
-
-
-def test_slices_may_be_unequal():
-    """LLaMA 33B has 52 heads: of 8 slices, some have 7 and some 6."""
-    workload, cluster = llama("llama-33b", "2x8")
-    for call in workload.workflow.placed_calls:
-        found = list(layouts(call, meshes(cluster)[0], workload, cluster))
-        assert {one.tp for one in found} == {1, 2, 4, 8}
-
-
-def test_phases_are_cut_where_everything_needs_everything_before():
-    assert model_of("1x4").phases == [[0], [1, 2, 3], [4, 5]]
-    assert model_of("1x4", old_logprobs="recompute").phases == [[0], [1, 2, 3, 4], [5, 6]]
-
-
-def brute_force_s(space: Space) -> float:
-    fitting = (chosen for chosen in product(*space.candidates) if space.model.excess_bytes(chosen) <= 0)
-    return min(map(space.model.score_s, fitting), default=float("inf"))
-
-
-def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
-    """A few candidates of each call, quick ones first, as the search wants them."""
-    lists = []
-    for call in model.calls:
-        every = model.costs.candidates(call)
-        some = draw.sample(every, min(most, len(every)))
-        lists.append(tuple(sorted(some, key=lambda one: one.seconds)))
-    return Space(model, tuple(lists))
-
-
-@pytest.mark.parametrize("layout", list(CLUSTERS))
-@pytest.mark.parametrize("num_bytes", [None, 2_500_000, 1_500_000, 900_000])
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_exact_is_brute_force(layout, num_bytes, epochs):
-    """Also under memory limits that bite, and where streaming is the best."""
-    model = model_of(layout, num_bytes, epochs=epochs)
-    for seed in range(6):
-        space = small_space(model, random.Random(seed), 4)
-        best = Best(20)
-        least_s = exact(space, best, Budget())
-        assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
-        assert least_s == best.seconds
-
-
-def test_memory_limits_of_the_brute_force_test_bite():
-    """Between the limits the best time changes, and below the least nothing fits: the test above means something."""
-    found = []
-    for num_bytes in (None, 2_500_000, 1_500_000, 900_000):
-        space = small_space(model_of("2x4", num_bytes), random.Random(0), 4)
-        found.append(brute_force_s(space))
-    assert found == sorted(found) and len(set(found)) > 1
-
-
-def test_streaming_wins_somewhere():
-    model = model_of("2x4", epochs=1)
-    wins = 0
-    for seed in range(6):
-        space = small_space(model, random.Random(seed), 4)
-        for chosen in product(*space.candidates):
-            wins += model.score_s(chosen) < model.schedule_s(chosen, range(len(model.calls)))
-    assert wins
-
-
-def test_a_spent_budget_is_no_worse_than_the_local_search():
-    workload, cluster = llama("llama-7b", "1x8")
-    space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    best, gap = choose(space, "exact", Best(20), Budget(0))
-    assert gap > 0 and best.seconds <= choose(space, "two_phase", Best(20), Budget(0))[0].seconds
-
-
-def test_a_spent_budget_leaves_an_honest_gap():
-    workload, cluster = llama("llama-70b", "8x8")
-    space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    best, gap = choose(space, "exact", Best(20), Budget(0))
-    later, proved = choose(space, "exact", Best(20), Budget())
-    assert 0 < gap < 1 and proved == 0.0
-    assert later.seconds >= best.seconds * (1 - gap) * (1 - 1e-9)
-
-
-SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in ("13b", "33b", "65b", "70b")]
-
-
-@pytest.mark.parametrize("size", ["7b", *SLOW])
-def test_other_methods_are_near_the_exact_one(size):
-    workload, cluster = llama(f"llama-{size}", "8x8")
-    space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    found, gap = choose(space, "exact", Best(20), Budget())
-    assert gap == 0.0
-    assert choose(space, "two_phase", Best(20), Budget(0))[0].seconds <= 1.02 * found.seconds
-    chain = Best(20)
-    mcmc(space, chain, seed=0)
-    assert chain.seconds <= 1.02 * found.seconds
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
-import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +28,6 @@ from rlhf_spmd.runtime.checkpoint.resume import (
 from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import recorded, run_text
-from tests.runs import OneRank
 
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
 OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
@@ -134,18 +131,6 @@ def test_what_the_message_of_a_full_memory_advises_is_allowed(tmp_path):
     assert (config.micro_batch, config.generation.max_sequences) == (4, 16)
 
 
-def test_a_thread_that_cannot_start_is_no_bug_of_the_program():
-    """A full memory or a limit of the job; here a stack that no machine can give."""
-    before = threading.stack_size(2**46)
-    try:
-        with pytest.raises(RuntimeError) as error:
-            threading.Thread(target=print).start()
-    finally:
-        threading.stack_size(before)
-    text = explain(error.value)
-    assert "ran out of memory, or may not start another thread" in text and "pids.max" in text
-
-
 def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
     """The checkpoint knows what it was made with."""
     values = json.loads((write_run(tmp_path) / "config.json").read_text(encoding="utf-8"))
@@ -233,28 +218,6 @@ def test_inputs_are_those_of_the_checkpoint(tmp_path):
             refuse_other_inputs(now | {name: "another"}, run)
 
 
-def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(presets.load("tiny").models["actor"], folder)
-    (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
-    words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
-    prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
-    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
-    before = recorded.inputs(job)
-    changes = {
-        "chat_template.jinja": "tokenizer files",
-        "generation_config.json": "model",
-        "../r.py": "reward function",
-    }
-    for file, name in changes.items():
-        with (folder / file).open("a", encoding="utf-8") as opened:
-            opened.write(" \n")
-        now = recorded.inputs(job)
-        (changed,) = [one for one in now if now[one] != before[one]]
-        assert changed.startswith(name) and now.keys() == before.keys()
-        before = now
-
-
 def test_the_options_of_an_older_run_folder_are_read(tmp_path):
     """Of a version before algorithms had pages: as it wrote them for `--preset tiny`, in full."""
     values = json.loads(OLDER_CONFIG)
@@ -310,32 +273,6 @@ def test_a_checkpoint_that_came_since_is_not_overlooked(tmp_path, before):
     with pytest.raises(UserError, match="its newest checkpoint is now iteration-000003.*resume it again"):
         refuse_older(found)
     refuse_older(resumed(tmp_path))
-
-
-class TwoHosts(OneRank):
-    """Whose other rank has another processor."""
-
-    size = 2
-
-    def allgather(self, value, what="", **_):
-        return [value, value | {"processor": "none"}]
-
-
-def test_surroundings_of_all_ranks_count():
-    job = SimpleNamespace(program=SimpleNamespace(fingerprint="abc"), world=OneRank())
-    alone = recorded.surroundings(job)
-    job.world = TwoHosts()
-    both = recorded.surroundings(job)
-    assert both == alone | {"processor": f"{alone['processor']} (ranks 0), none (ranks 1)"}
-    assert "processor" in recorded.changed(both, alone) and recorded.changed(both, both) == ""
-
-
-def test_other_surroundings_are_told():
-    now = {"stable program": "b", "torch": "2.13", "threads": "1"}
-    assert recorded.changed(now, dict(now)) == ""
-    assert recorded.changed(now, {}) == ""  # of a version that did not write them
-    text = recorded.changed(now, {"stable program": "a", "torch": "2.11", "threads": "1"})
-    assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"
 
 
 # ---- the time of the first start -------------------------------------------------------------------------------------

@@ -8,10 +8,6 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import launcher
 from rlhf_spmd.runtime.guard.launcher import Launched
-from rlhf_spmd.runtime.observe import node_files
-from rlhf_spmd.runtime.observe.node_files import new_file, open_file
-from rlhf_spmd.runtime.observe.position_board import Board, RankStatus, board_bytes
-from rlhf_spmd.runtime.world import groups
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
 
@@ -99,69 +95,3 @@ def test_variables_that_would_end_mpi_are_forgotten():
         environment = {**left, "MPI_LOCALNRANKS": "2", **of_step}
         launcher.forget_leftovers(environment)
         assert environment == of_step
-
-
-def test_the_interface_is_the_users_choice_or_real(monkeypatch):
-    monkeypatch.setattr(
-        groups, "interface_addresses", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.7", "ib0": "198.51.100.7"}
-    )
-    monkeypatch.delenv(groups.INTERFACE_OPTION, raising=False)
-    assert groups.choose_interface([]) == ("eth0", "192.0.2.7")
-    assert groups.choose_interface(["127.0.0.1"]) == ("eth0", "192.0.2.7")  # a route by loopback leads nowhere
-    monkeypatch.setenv(groups.INTERFACE_OPTION, "ib0")
-    assert groups.choose_interface([]) == ("ib0", "198.51.100.7")
-    monkeypatch.setenv(groups.INTERFACE_OPTION, "ib1")
-    with pytest.raises(UserError, match="RLHF_SPMD_INTERFACE=ib1.*eth0, ib0, lo"):
-        groups.choose_interface([])
-    monkeypatch.delenv(groups.INTERFACE_OPTION)
-    monkeypatch.setattr(groups, "interface_addresses", lambda: {"lo": "127.0.0.1"})
-    with pytest.raises(UserError, match="no network interface"):
-        groups.choose_interface([])
-
-
-def test_this_machines_interfaces():
-    assert groups.interface_addresses().get("lo") == "127.0.0.1"
-    assert groups.network_stack() == groups.network_stack()
-
-
-def test_a_board_shows_positions_and_grants_one_claim():
-    file = new_file(board_bytes(2))
-    first, second = (Board(open_file(*file), rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
-    os.unlink(file[0])
-    assert first.read((4, 6)) == {4: RankStatus(), 6: RankStatus()}
-    second.post(b"iteration 1", 1, 0)
-    second.post(("iteration 2 \u2603" + "x" * 2000).encode(), 2, 0)
-    text = first.read((6,))[6].text
-    assert text.startswith("iteration 2 \u2603xxx") and 900 < len(text) < 1020
-    assert first.statuses((6,)) == {}  # it has shown no life yet
-    second.post(b"iteration 3", 3, 7)
-    second.report(active_s=1.0, is_meeting=True)
-    assert first.read((6,))[6].text == "iteration 3"
-    status = first.statuses((4, 6))[6]
-    assert (status.text, status.iteration, status.position, status.active_s, status.is_meeting) == (
-        "iteration 3",
-        3,
-        7,
-        1.0,
-        True,
-    )
-    assert first.read((5,)) == {}  # on another node, and there is no store to ask
-    assert [first.claim(), second.claim(), first.claim()] == [True, False, False]
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_file_of_the_ranks_of_a_node_has_no_name(has_room, monkeypatch, tmp_path):
-    folder = tmp_path if has_room else tmp_path / "absent"
-    monkeypatch.setattr(node_files, "SHARED_MEMORY", str(folder))
-    everyone: list[list] = []
-
-    def gather(view: list) -> list[list]:
-        everyone.append(view)
-        return [view, ["/nope", 0]]
-
-    descriptor, views = node_files.share_file(4096, 0, 0, gather, is_empty=True)
-    assert os.fstat(descriptor).st_size == 0 and views == [[0, True], ["/nope", 0]] and not list(tmp_path.iterdir())
-    assert os.path.realpath(f"/proc/self/fd/{descriptor}").startswith(str(folder) if has_room else "/memfd:")
-    assert node_files.open_file(f"/proc/self/fd/{descriptor}", 0) is None  # another file by that path
-    assert node_files.share_file(4096, 1, 1, gather) == (None, [[1, False], ["/nope", 0]])
-    os.close(descriptor)

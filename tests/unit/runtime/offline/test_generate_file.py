@@ -7,62 +7,21 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.offline import generate_file, options
+from rlhf_spmd.runtime.offline import generate_file
 from rlhf_spmd.runtime.offline.generate_file import OutputFile, deal, line_of, merge_in_order
 from rlhf_spmd.runtime.offline.options import load_options
-from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts, sampling_of
-from tests.folders import write_model, write_tokenizer
+from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
+from tests.folders import write_model
 
 CONTEXT = 32
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer.from_json(folder)
 
 
 def config(**changes) -> ModelConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
     shape = {"model_type": "llama", "vocab_size": 63, "head_dim": 16, "max_position_embeddings": CONTEXT}
     return ModelConfig(**(sizes | shape | changes))
-
-
-def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, capsys):
-    (tmp_path / "p.jsonl").write_text(
-        '{"prompt": [{"role": "user", "content": "ba"}], "tools": [{}]}\n'
-        '{"messages": [{"role": "user", "content": "ba"}], "chat_template_kwargs": {"x": "bo"}}\n{"prompt": "bi"}\n',
-        encoding="utf-8",
-    )
-    (tmp_path / "t.jinja").write_text("{{ x }} {% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
-    write_tokenizer(tmp_path)
-
-    def read(kwargs: str) -> list[str]:
-        words = ["generation.max_new_tokens=8", f"data.chat_template_kwargs={kwargs}"]
-        template = ChatTemplate(tmp_path, str(tmp_path / "t.jinja"), started="2026-02-03T00:00:00")
-        given = load_options(words), None, template
-        return [one.text for one in read_offline_prompts(tmp_path / "p.jsonl", tokenizer, config(), *given)]
-
-    assert read('{"x": "be"}') == ["be ba", "bo ba", "bi"]
-    assert capsys.readouterr().err.split("\n")[:-1] == [
-        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: 1 of text, which no chat template renders, so that "
-        "chat_template_kwargs have no effect",
-        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: the chat template does not read 'tools'",
-    ]
-    with pytest.raises(
-        UserError, match=r"data.chat_template_kwargs has 'y', which the chat template .* \(it reads x\)"
-    ):
-        read('{"y": "be"}')
-    with pytest.raises(UserError, match="data.chat_template_kwargs has 'tools', which every chat template is given by"):
-        options.check_options(load_options(['data.chat_template_kwargs={"tools": []}']))
-    for wrong in ("1", "[1]", '{"x": False}', "x=1"):
-        with pytest.raises(UserError, match=r'write an object of JSON, such as {"enable_thinking": false}'):
-            load_options([f"data.chat_template_kwargs={wrong}"])
-    assert load_options(["data.chat_template_kwargs=none"]).data.chat_template_kwargs == {}
 
 
 def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: str, **model) -> list[Prompt]:
@@ -75,109 +34,7 @@ def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: st
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def test_words_set_options():
-    words = ["seed=5", "dtype=bfloat16", "generation.temperature=0", "generation.top_p=0.5", "data.long_prompts=drop"]
-    options = load_options([*words, "samples_per_prompt=3", "generation.stop=a,b", "seed=6"])
-    assert (options.seed, options.dtype, options.samples_per_prompt, options.tp) == (6, "bfloat16", 3, 1)
-    assert sampling_of(options.generation) == Sampling(128, temperature=0.0, top_p=0.5, stop=("a", "b"))
-    assert options.data.long_prompts == "drop"
-
-
-@pytest.mark.parametrize("key", options.types())
-def test_every_key_can_be_set(key):
-    words = {
-        "dtype": "bfloat16",
-        "products": "onednn",
-        "device": "shared",
-        "data.key": "text",
-        "data.long_prompts": "drop",
-    }
-    if key == "data.chat_template_kwargs":
-        assert load_options([f'{key}={{"a": [1]}}']).data.chat_template_kwargs == {"a": [1]}
-        return
-    value = (words | {"generation.stop": "x"}).get(key, "1")
-    options = load_options([f"{key}={value}"])
-    for part in key.split("."):
-        options = getattr(options, part)
-    assert str(options) == {"generation.stop": "('x',)"}.get(key, value) or float(options) == 1.0
-
-
-WRONG = {
-    "generation.temperature=-1": "generation.temperature=-1",
-    "generation.stop=a,,b": "generation.stop=a,,b",
-    "generation.top_k=x": "generation.top_k=x",
-    "tp=0": "tp=0",
-    "seed=-1": "seed=-1",
-    "dtype=float16": "dtype=float16",
-    "temprature=1": "unknown key 'temprature' .did you mean 'generation.temperature'",
-    "generation.topp=1": "unknown key 'generation.topp' .did you mean 'generation.top_p'",
-    "top_k=3": "unknown key 'top_k' .did you mean 'generation.top_k'",
-    "ppo.kl_coef=1": "unknown key 'ppo.kl_coef'; known: seed, ",
-    "generation=1": "unknown key 'generation'",
-    "top_k": "not of the form",
-}
-
-
-@pytest.mark.parametrize("word", WRONG)
-def test_wrong_words_are_refused(word):
-    with pytest.raises(UserError, match=WRONG[word]):
-        load_options([word])
-
-
 # ---- prompts --------------------------------------------------------------------------------------------------------
-
-
-def test_a_prompts_own_sampling(tmp_path, tokenizer):
-    own = {"max_new_tokens": 3, "min_new_tokens": 1, "temperature": 0, "top_k": 4, "top_p": 0.5, "min_p": 0.1}
-    lines = [{"prompt": "ba"}, {"prompt": "be", "id": 7} | own | {"stop": [" bi,"]}, {"prompt": "bi", "top_k": None}]
-    first, second, third = prompts_of(tmp_path, lines, tokenizer, "generation.temperature=0.5")
-    assert first.sampling == third.sampling == Sampling(8, temperature=0.5)
-    assert second.sampling == Sampling(3, 1, 0.0, 4, 0.5, 0.1, (" bi,",))
-    assert sampling_of(options.OfflineGeneration(), {"stop": "a,b"}).stop == ("a,b",)
-
-
-BAD = {
-    "temperature": ({"temperature": -1}, "line 2: temperature=-1"),
-    "text": ({"temperature": "1"}, 'line 2: temperature="1" is not a number'),
-    "bool": ({"top_k": True}, "line 2: top_k=true is not a number"),
-    "list": ({"top_p": [1]}, r"line 2: top_p=\[1\] is not a number"),
-    "fraction": ({"max_new_tokens": 2.5}, "line 2: max_new_tokens=2.5"),
-    "none": ({"max_new_tokens": 0}, "line 2: max_new_tokens=0"),
-    "top_p": ({"top_p": 0}, "line 2: top_p=0"),
-    "least": ({"min_new_tokens": 9}, "line 2: min_new_tokens=9, max_new_tokens=8"),
-    "stop": ({"stop": [1]}, "line 2: stop="),
-    "empty stop": ({"stop": ["a", ""]}, "line 2: stop="),
-    "too many": ({"max_new_tokens": 31}, "line 2: the prompt has 2 tokens and may get 31 new ones, .* context of 32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_refused(name, tmp_path, tokenizer):
-    own, message = BAD[name]
-    with pytest.raises(UserError, match=r"p\.jsonl, " + message):
-        prompts_of(tmp_path, [{"prompt": "ba"}, {"prompt": "be bi"} | own], tokenizer)
-
-
-def test_room_for_a_prompt(tmp_path, tokenizer):
-    """As long as the context leaves; what happens beyond that, or beyond data.max_prompt, long_prompts says."""
-    just, over = {"prompt": "ba " * (CONTEXT - 8)}, {"prompt": "be " * (CONTEXT - 7)}
-    lines = [{"prompt": "bi"}, over, just]
-    assert len(prompts_of(tmp_path, [just], tokenizer)) == 1
-    with pytest.raises(UserError, match="line 2: the prompt has 25 tokens .* data.max_prompt=24"):
-        prompts_of(tmp_path, lines, tokenizer)
-    with pytest.raises(UserError, match="line 2: .* the limit is 9"):
-        prompts_of(tmp_path, lines, tokenizer, "data.max_prompt=9")
-    dropped = prompts_of(tmp_path, lines, tokenizer, "data.long_prompts=drop")
-    assert [prompt.index for prompt in dropped] == [0, 2]
-    assert [len(prompt.tokens) for prompt in dropped] == [1, 24]
-    cut = prompts_of(tmp_path, lines, tokenizer, "data.long_prompts=truncate", "data.max_prompt=9")
-    assert [len(prompt.tokens) for prompt in cut] == [1, 9, 9]
-    with pytest.raises(UserError, match="data.long_prompts=drop leaves no prompt"):
-        prompts_of(tmp_path, [over], tokenizer, "data.long_prompts=drop")
-    with pytest.raises(UserError, match="max_new_tokens=32 leaves no room"):
-        prompts_of(tmp_path, lines, tokenizer, "generation.max_new_tokens=32")
-    with pytest.raises(UserError, match="line 1: the prompt has token 5, but the model has 5"):
-        prompts_of(tmp_path, lines, tokenizer, vocab_size=5)
 
 
 # ---- dealing and writing --------------------------------------------------------------------------------------------
