@@ -8,7 +8,7 @@ Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), in the o
 
 
 def held(forecast: Forecast, rank: int) -> Steps:
-    """Bytes on a rank's device during one iteration, as steps that begin at 0 s: `static_bytes` all the time;
+    """Bytes on a rank's device during one iteration, as levels that begin at 0 s: `static_bytes` all the time;
     `call_bytes` during a Run (of a pipelined training step, from its begin to its update); buckets of weights from Post
     to Wait; an offloaded model from Load to Offload."""
     program = forecast.program
@@ -22,24 +22,24 @@ def held(forecast: Forecast, rank: int) -> Steps:
     placed = program.workload.workflow.placed_calls
     calls = {call.name: sum(call_bytes(program, call, rank).values()) for call in placed}
     since: dict[object, float] = {}  # loaded model, posted transfer or call of a training step -> its begin
-    for step, (begin_s, end_s) in zip(program.instructions[rank], forecast.times[rank], strict=True):
-        if isinstance(step, Run) and step.phase in ("begin", "update"):
-            since.setdefault(step.call, begin_s)
-            if step.phase == "update":
-                hold(since.pop(step.call), end_s, calls[step.call])
-        elif isinstance(step, Run) and step.call in calls and step.call not in since:
-            hold(begin_s, end_s, calls[step.call])
-        elif isinstance(step, Post):
-            since[step.transfer] = begin_s
-        elif isinstance(step, Wait):
-            moved = program.transfers[step.transfer].reallocation
+    for instruction, (begin_s, end_s) in zip(program.instructions[rank], forecast.times[rank], strict=True):
+        if isinstance(instruction, Run) and instruction.phase in ("begin", "update"):
+            since.setdefault(instruction.call, begin_s)
+            if instruction.phase == "update":
+                hold(since.pop(instruction.call), end_s, calls[instruction.call])
+        elif isinstance(instruction, Run) and instruction.call in calls and instruction.call not in since:
+            hold(begin_s, end_s, calls[instruction.call])
+        elif isinstance(instruction, Post):
+            since[instruction.transfer] = begin_s
+        elif isinstance(instruction, Wait):
+            moved = program.transfers[instruction.transfer].reallocation
             num_bytes = moved.extra_bytes(BUCKET_BYTES).get(rank, 0) if moved else 0
-            hold(since.pop(step.transfer), end_s, num_bytes)
-        elif isinstance(step, Load):
-            since[step.model] = begin_s
-        elif isinstance(step, Offload):
-            loaded = max(loaded_bytes(program, call, rank) for call in placed if call.model == step.model)
-            hold(since.pop(step.model), end_s, loaded)
+            hold(since.pop(instruction.transfer), end_s, num_bytes)
+        elif isinstance(instruction, Load):
+            since[instruction.model] = begin_s
+        elif isinstance(instruction, Offload):
+            loaded = max(loaded_bytes(program, call, rank) for call in placed if call.model == instruction.model)
+            hold(since.pop(instruction.model), end_s, loaded)
     return _steps(sum(static.values()) - static["offloaded"], changes)
 
 
@@ -50,8 +50,8 @@ def most_bytes(forecast: Forecast) -> int:
 
 def _steps(now: int, changes: list[tuple[float, int]]) -> Steps:
     """Running sums of the changes; at the same moment, bytes are freed before others are taken."""
-    steps = {0.0: now}
+    levels = {0.0: now}
     for moment, change in sorted(changes):
         now += change
-        steps[moment] = now
-    return tuple(steps.items())
+        levels[moment] = now
+    return tuple(levels.items())

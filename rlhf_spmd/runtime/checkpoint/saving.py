@@ -21,11 +21,12 @@ from rlhf_spmd.runtime.world.world import World
 class Saver:
     """Writes the checkpoints of one run. All ranks call `save` after the same iterations, and `finish` at the end."""
 
-    def __init__(self, world: World, models: RankModels, run: Path, *, every: int, keep: int, texts: Mapping[str, str]):
-        """run: the run folder. every: iterations between checkpoints; 0: only on a signal and at the end. texts: small
-        files that are
-        copied into each checkpoint."""
-        self.world, self.models, self.run, self.root = world, models, run, run / "checkpoints"
+    def __init__(
+        self, world: World, models: RankModels, folder: Path, *, every: int, keep: int, texts: Mapping[str, str]
+    ):
+        """folder: that of the run. every: iterations between checkpoints; 0: only on a signal and at the end. texts:
+        small files that are copied into each checkpoint."""
+        self.world, self.models, self.folder, self.root = world, models, folder, folder / "checkpoints"
         self.every, self.keep, self.texts = every, keep, dict(texts)
         self.writers = [rank for rank in range(world.size) if models.program.trained(rank)]
         self.last: int | None = None  # iterations done at the last `save`
@@ -74,8 +75,8 @@ class Saver:
             self._write(*arguments)
         except Exception as error:  # the main thread reports it
             self._error = files.unwritable(self.root, error) if isinstance(error, OSError) else error
-            if not self.run.is_dir():
-                self._error = files.gone(self.run)
+            if not self.folder.is_dir():
+                self._error = files.gone(self.folder)
         finally:
             self._mine_written.set()
 
@@ -99,7 +100,7 @@ class Saver:
         # a rank that can't write reports it itself, and one that dies ends the job: only a slow disk is left
         written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
         with suppress(FileNotFoundError):  # the metrics of these iterations must survive if their weights do
-            descriptor = os.open(self.run / "metrics.jsonl", os.O_RDONLY)
+            descriptor = os.open(self.folder / "metrics.jsonl", os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
         files.commit(self.root, iteration, written)

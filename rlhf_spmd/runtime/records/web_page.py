@@ -30,7 +30,7 @@ FIRST = ("response_length",)  # curves that are always shown, after those that t
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFiles:
     """What a run folder holds."""
 
     path: Path
@@ -56,7 +56,7 @@ class Run:
         return [path for path in paths_in(self.path, "*") if is_file(path / "config.json")]
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> RunFiles:
     """Raises UserError if it is no run folder, and OSError if it can't be read."""
     check_is_folder(path)
     if why := why_no_file(path / CONFIG):
@@ -67,10 +67,10 @@ def read(path: Path) -> Run:
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
     files = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
-    return Run(path, config, reported(path, config), *files)
+    return RunFiles(path, config, reported(path, config), *files)
 
 
-def page(runs: Sequence[Run], title: str) -> str:
+def page(runs: Sequence[RunFiles], title: str) -> str:
     """The whole page."""
     made_by = {folder.resolve(): number for number, run in enumerate(runs) for folder in run.written}
     body = f"<h1>{escape(title)}</h1>{_overview(runs)}<p class='faint'>{LEGEND}</p>"
@@ -79,7 +79,7 @@ def page(runs: Sequence[Run], title: str) -> str:
     return printable(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n")
 
 
-def ends(run: Run) -> dict[str, tuple[float, float]]:
+def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
     """The first and the last value of what an algorithm reports, on held-out data where it has an evaluation."""
     found = {}
     for name in (*run.about.headlines, *_scores(run)):
@@ -89,7 +89,7 @@ def ends(run: Run) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[RunFiles]) -> str:
     """A table with a line for each run."""
     rows = []
     for number, run in enumerate(runs):
@@ -101,7 +101,7 @@ def _overview(runs: Sequence[Run]) -> str:
     )
 
 
-def _section(run: Run, number: int, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
+def _section(run: RunFiles, number: int, runs: Sequence[RunFiles], made_by: Mapping[Path, int]) -> str:
     """Heading, facts, curves and samples of one run."""
     by = f" by {escape(run.about.strategy)}" if run.about.strategy else ""
     parts = [
@@ -114,18 +114,18 @@ def _section(run: Run, number: int, runs: Sequence[Run], made_by: Mapping[Path, 
     return f"<section>{''.join(parts)}{_samples(run)}</section>"
 
 
-def _done(run: Run) -> str:
+def _done(run: RunFiles) -> str:
     wanted = run.config.get("iterations")
     return f"{len(run.metrics)} of {escape(str(wanted))}" if wanted else str(len(run.metrics))
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: RunFiles) -> float:
     """Of iterations and evaluations."""
     times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
     return sum(y for _, y in finite_points([(0, one) for one in times]))
 
 
-def _facts(run: Run, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
+def _facts(run: RunFiles, runs: Sequence[RunFiles], made_by: Mapping[Path, int]) -> str:
     """Where models and data come from, and what was written; a model of another run on the page is a link to it."""
     rows = []
     for role, folder in run.models.items():
@@ -148,12 +148,12 @@ def _place(folder: str) -> Path | None:
         return None
 
 
-def _scores(run: Run) -> list[str]:
+def _scores(run: RunFiles) -> list[str]:
     """The metrics of an evaluation that scores responses."""
     return [name for name in dict.fromkeys(name for row in run.evaluations for name in row) if "@" in name]
 
 
-def _curves(run: Run) -> tuple[str, str]:
+def _curves(run: RunFiles) -> tuple[str, str]:
     """The curves of what is reported, of evaluations and lengths; and those of all other metrics."""
     pictures: dict[str, str] = {}
     for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):
@@ -165,11 +165,11 @@ def _curves(run: Run) -> tuple[str, str]:
     return "".join(pictures[name] for name in shown), "".join(others)
 
 
-def _both(run: Run) -> tuple[list[Row], list[Row]]:
+def _both(run: RunFiles) -> tuple[list[Row], list[Row]]:
     return run.metrics, run.evaluations
 
 
-def _samples(run: Run) -> str:
+def _samples(run: RunFiles) -> str:
     """Responses before and after training."""
     rows = []
     for sample in run.samples:

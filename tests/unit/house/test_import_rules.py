@@ -321,6 +321,9 @@ OFFENCES = [
     ("bench/rows.py", "subprocess.run(command, text=True)", "run without an encoding"),
     ("tests/unit/test_x.py", "path.read_text()", "read_text without an encoding"),
     (WORLD, "path.read_text(encoding='utf-8').splitlines()", 'split at "\\n"'),
+    # words
+    (WORLD, "def f(step: Run | None):\n    pass", "a parameter of the type Run | None is named run, not step"),
+    ("kernels/philox.py", "def f(*, run: Path):\n    pass", "a parameter run is of the type Run or RunFiles, not Path"),
     # sizes
     ("strategies/flattening.py", LONG, "at most 80"),
     ("bench/forecast/scan.py", LONG, "at most 80"),
