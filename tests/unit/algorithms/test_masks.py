@@ -1,4 +1,4 @@
-"""Which tokens of a response count, and whether generation and training agree on them (rows 12 and 17)."""
+"""Which tokens of a response count (row 17)."""
 
 import torch
 

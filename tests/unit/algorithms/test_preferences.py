@@ -1,4 +1,4 @@
-"""The losses of given responses against closed forms, and the advantages of distillation."""
+"""The losses of pairs of responses against closed forms."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The KL term of the loss, against the derivative of the KL divergence of a distribution."""
+"""The KL term of the loss against the derivative of the KL divergence, and the policy loss of distillation."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Commands of users who have not read the manual: they work, or the error says which option to set."""
+"""Commands of users who have not read the manual: they work, or the error says which strategy and model to name."""
 
 import json
 import shlex

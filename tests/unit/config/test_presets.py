@@ -1,4 +1,4 @@
-"""Presets, overrides in words, and the sizes that byte and cost forecasts follow from."""
+"""Presets, and the sizes that byte and cost forecasts follow from."""
 
 import dataclasses
 import json

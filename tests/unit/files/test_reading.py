@@ -1,4 +1,4 @@
-"""The rules for files: texts that need not be paths, lines that end at line feeds, JSON that UTF-8 can hold."""
+"""The rules for files: texts that need not be paths, lines that end at line feeds, texts that UTF-8 cannot hold."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The paged KV cache's writes against a plain copy."""
+"""kv_write: kernel, dispatch and twin write the same cache."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""kv_write, rmsnorm, rope and silu_mul: kernel, dispatch and twin agree, and with the torch code that training runs."""
+"""rmsnorm: kernel, dispatch and twin agree, and with the torch code that training runs; what has no backward pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rotary positions against the formula."""
+"""rope: kernel, dispatch and twin agree, and with the torch code that training runs."""
 
 import pytest
 import torch

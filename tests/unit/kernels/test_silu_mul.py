@@ -1,4 +1,4 @@
-"""The inner step of SwiGLU against torch."""
+"""silu_mul: kernel, dispatch and twin agree, and with the torch code that training runs."""
 
 import pytest
 import torch

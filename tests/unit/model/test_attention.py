@@ -1,4 +1,4 @@
-"""Packed sequences against one row at a time, recomputation, and shards of a model in one process."""
+"""Packed sequences against one row at a time, recomputation, and what torch's packed kernel is called with."""
 
 from types import SimpleNamespace
 

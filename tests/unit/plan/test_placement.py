@@ -1,4 +1,4 @@
-"""Model placement ratios (APP, arXiv 2312.11819) and what makes a placement fit a workload and a cluster."""
+"""Model placement ratios (APP, arXiv 2312.11819) and the layouts of a placement."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""`python -m rlhf_spmd plan`: what it prints, what it writes, what it refuses; and what a run is compared with."""
+"""`python -m rlhf_spmd plan`: what it prints, what it writes, what it refuses, and which calibration it takes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tables of a calibration: curves between and beyond what was measured, files there and back, files that are wrong."""
+"""Tables of a calibration: curves between and beyond what was measured, and the link that a ring fits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Metrics of evaluations against enumeration, and the program of an evaluation under every strategy."""
+"""The program of an evaluation under every strategy, its options and its memory."""
 
 from dataclasses import replace
 

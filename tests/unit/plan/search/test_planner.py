@@ -1,5 +1,4 @@
-"""The search for placements: the exact method against brute force, the other methods against the exact one, the score
-against programs, and what comes out against compile and check."""
+"""The search for placements: what comes out compiles, passes check and is the same every time."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a rank decides about launcher, devices and network before it can communicate."""
+"""What a rank decides about its launcher before it can communicate."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The flight recorder, and what is made of the records of several ranks."""
+"""The flight recorder: what a record says, whatever its end, and what beginning an entry costs."""
 
 import mmap
 import time

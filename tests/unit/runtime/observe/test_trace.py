@@ -1,4 +1,4 @@
-"""Spans of ranks: what recording costs, that the Chrome trace is valid, and that the picture shows what it should."""
+"""Spans of ranks: what recording costs, and that the Chrome trace is valid."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The parts of offline generation: options, prompts with sampling of their own, dealing, and lines of the file."""
+"""The file of offline generation: how responses are dealt, how they ended, and what becomes of a broken run's file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The console of a run."""
+"""The console of a run: its heading and lines, and the last line that machines read."""
 
 import io
 import json

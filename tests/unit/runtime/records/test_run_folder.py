@@ -1,4 +1,4 @@
-"""The run folder and the console: what is written where, never twice, and the last line that machines read."""
+"""The run folder: what is written where, and never twice."""
 
 import json
 import math
