@@ -16,7 +16,7 @@ The numbers come from the two words w of the token's random bits (philox.py),
 where mix is the finalizer of MurmurHash3, a permutation of 32-bit words. Each number therefore takes each of its 2**32
 values equally often, and u_0 is independent of the others. All other levels derive from w_1: over its 2**32 values,
 a uniform distribution over 131,072 tokens is drawn with a total variation distance of 0.11%
-(tests/unit/kernels/test_resolution.py).
+(tests/unit/kernels/test_cdf_tree.py).
 
 The inequality is strict and the target stays strictly below the total, so a token of zero probability is never drawn,
 regardless of rounding. Numbers and cumulated masses are float64.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.text_rules import text_problems
+from tests.text_rules import text_problems, word_problems
 
 ROOT = Path(__file__).parents[1]
 # Folders of the package, by the name they install under.
@@ -24,6 +24,7 @@ LONG_FILE = 400  # lines, of which a warning asks
 LISTS = ("rlhf_spmd/algorithms", "rlhf_spmd/verbs", "kernels", "strategies", "bench", "tests")  # a file for each thing
 LOOSE = ("rlhf_spmd/__init__.py", "rlhf_spmd/__main__.py", "rlhf_spmd/errors.py", "rlhf_spmd/rewards.py")
 ANYTHING = ("",)
+OLD_WORDS = ("rlhf_spmd/runtime/execute",)  # folders in which some names have an older meaning
 
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
 RUNTIME: dict[str, tuple[str, ...]] = {
@@ -388,8 +389,11 @@ def problems_of(root: Path) -> list[str]:
     for path in [*modules.values(), *beside]:
         where, source = path.relative_to(root), path.read_text(encoding="utf-8")
         found += size_problems(source, where)
-        problems = text_problems(ast.parse(source), in_package=where.parts[0] in ("rlhf_spmd", "kernels", "strategies"))
-        found += [f"{where}:{call.lineno}: {problem}" for call, problem in problems]
+        tree, in_package = ast.parse(source), where.parts[0] in ("rlhf_spmd", "kernels", "strategies")
+        problems = list(text_problems(tree, in_package=in_package))
+        if in_package and not where.as_posix().startswith(OLD_WORDS):
+            problems += word_problems(tree)
+        found += [f"{where}:{node.lineno}: {problem}" for node, problem in problems]
     for module, path in modules.items():
         where, tree = path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
         imports = list(imports_of(tree, module, path.name == "__init__.py", set(modules)))

@@ -26,7 +26,7 @@ PARTS = ("unit", "mpi")
 LONG = [
     f"tests/unit/{name}.py"
     for name in (
-        "plan/search/test_search",
+        "plan/search/test_planner",
         "kernels/test_sample_kernel",
         "bench/test_scan",
         "kernels/test_kernels_compile",
@@ -59,7 +59,7 @@ def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
 def busy_files() -> list[str]:
     """The files with tests for --busy: to collect all others takes minutes there."""
     files = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests" / "unit").rglob("test_*.py"))
-    searches = {"test_misfit", "test_search"}
+    searches = {"test_misfit", "test_planner"}
     return [
         str(path)
         for path in files

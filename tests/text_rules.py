@@ -1,6 +1,8 @@
-"""The rule for text files: the encoding is given, whatever the locale, and lines end at "\\n" only.
+"""The rules for text files and for words.
 
-`text_problems` names the calls of a module that break it; tests/import_rules.py asks it about every file.
+Of text files the encoding is given, whatever the locale, and lines end at "\\n" only: `text_problems`. A word has one
+meaning (docs/glossary.md): `word_problems` finds parameters whose name says something else than their type.
+tests/import_rules.py asks both about every file.
 """
 
 import ast
@@ -12,6 +14,20 @@ OPENERS = {"open": (1, "r"), "fdopen": (1, "r"), "makefile": (0, "r")}
 OPENERS |= dict.fromkeys(("NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"), (0, "w+b"))
 OF_PROCESSES = ("text", "universal_newlines")  # True: their output is read as text
 OF_DESCRIPTORS = ("os",)  # os.open opens no text
+
+NAMES = {"Run": "run", "Run | None": "run", "Instruction": "instruction", "Step": "step"}  # type of a parameter -> name
+TYPES = {"run": ("Run", "RunFiles")}  # name of a parameter -> its types
+
+
+def word_problems(tree: ast.Module) -> Iterator[tuple[ast.arg, str]]:
+    """The parameters that break the rule, and how. One without an annotation may have any name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            types = ast.unparse(node.annotation)
+            if NAMES.get(types, node.arg) != node.arg:
+                yield node, f"a parameter of the type {types} is named {NAMES[types]}, not {node.arg}"
+            elif types not in TYPES.get(node.arg, (types,)):
+                yield node, f"a parameter {node.arg} is of the type {' or '.join(TYPES[node.arg])}, not {types}"
 
 
 def text_problems(tree: ast.Module, *, in_package: bool) -> Iterator[tuple[ast.Call, str]]:

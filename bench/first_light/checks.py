@@ -18,7 +18,8 @@ from bench.first_light.steps import Found, Light
 from bench.rows import REPOSITORY
 from tests.run_mpi import Counter, mpi_command, run_limited
 
-KERNEL_TESTS = ("decode_attention", "decode_kernels", "sample_kernel", "token_logprobs")  # use the fixture `device`
+DECODE_TESTS = ("decode_attention", "kv_write", "rmsnorm", "rope", "silu_mul")
+KERNEL_TESTS = (*DECODE_TESTS, "sample_kernel", "token_logprobs")  # use the fixture `device`
 SHARED_TESTS = "tests/gpu/test_shared_device.py"  # what the step `shared` does, for fewer strategies
 WORKERS = 6  # processes of pytest on a GPU
 FEW, LAST_CHARACTERS = 3, 1500  # names of failed tests that are told; what is shown of a failure when it happens
@@ -57,8 +58,8 @@ def gpu_tests(light: Light) -> Found:
 
 
 def kernel_tests(light: Light) -> Found:
-    names, some = (KERNEL_TESTS[1:2], ["-k", "silu"]) if light.dry else (KERNEL_TESTS, [])
-    return tested(light, [*(f"tests/unit/kernels/test_{name}.py" for name in names), *some], least=1)
+    names = DECODE_TESTS[-1:] if light.dry else KERNEL_TESTS
+    return tested(light, [*(f"tests/unit/kernels/test_{name}.py" for name in names)], least=1)
 
 
 def tested(light: Light, arguments: list[str], *, least: int) -> Found:

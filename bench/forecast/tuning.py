@@ -111,7 +111,7 @@ def _different(placement: Placement, cluster: Cluster) -> list[int]:
     found: dict[tuple, int] = {}
     for rank in cluster.ranks:
         layouts = placement.layouts.items()
-        stages = [(name, layout.place(rank)[1]) for name, layout in layouts if rank in layout.ranks]
+        stages = [(name, layout.coordinates(rank)[1]) for name, layout in layouts if rank in layout.ranks]
         found.setdefault((cluster.nodes[cluster.node_of(rank)].device, *stages), rank)
     return list(found.values())
 

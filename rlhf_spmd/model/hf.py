@@ -260,7 +260,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
 
-def _refuse_chance(*_: Any, **__: Any) -> None:
+def _refuse_chance(*_: object, **__: object) -> None:
     raise ValueError("it draws at random, so that no run with it could be repeated or resumed")
 
 

@@ -145,13 +145,13 @@ class Algorithm:
             said: str = self.module.refused(options, can_end=can_end)
             return said
 
-    def problem(self, options: page.Options, **run: int) -> str:
-        """What the page says against its options in a run of these sizes; empty if nothing. run: options of the run by
-        name, of which the page asks for those that matter."""
+    def problem(self, options: page.Options, **sizes: int) -> str:
+        """What the page says against its options in a run of these sizes; empty if nothing. sizes: options of the run
+        by name, of which the page asks for those that matter."""
         if not hasattr(self.module, "problem"):
             return ""
         with self.calling("problem", self.module.problem):
-            said: str = self.module.problem(**bound(self.module.problem, {"options": options} | run))
+            said: str = self.module.problem(**bound(self.module.problem, {"options": options} | sizes))
             return said
 
     def calling(
@@ -188,7 +188,7 @@ class Algorithm:
         named = dict(zip(OF_ITERATION, values, strict=True))
         return self._state_by("after_iteration", **named) if self.has_state else None
 
-    def _state_by(self, name: str, *arguments: Any, **named: Any) -> Any:
+    def _state_by(self, name: str, *arguments: page.Options, **named: object) -> Any:
         """The state that a function of the page makes. Raises UserError if a user's function fails."""
         function = getattr(self.module, name)
         with self.calling(name, function):

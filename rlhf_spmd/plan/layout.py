@@ -116,13 +116,13 @@ class Layout:
         """The index of each rank in `ranks`."""
         return {rank: number for number, rank in enumerate(self.ranks)}
 
-    def place(self, rank: int) -> tuple[int, int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Indices of a world rank in the grid: dp, stage, tp."""
         dp_index, rest = divmod(self._numbers[rank], self.pp * self.tp)
         return dp_index, *divmod(rest, self.tp)
 
     def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
-        """The inverse of `place`."""
+        """The inverse of `coordinates`."""
         return self.ranks[(dp_index * self.pp + stage) * self.tp + tp_index]
 
     def dp_index(self, rank: int) -> int:
@@ -131,7 +131,7 @@ class Layout:
 
     def shard(self, rank: int) -> Shard:
         """The part of the model that a world rank computes with."""
-        _, stage, tp_index = self.place(rank)
+        _, stage, tp_index = self.coordinates(rank)
         return Shard(stage, self.pp, tp_index, self.tp)
 
     def same_shards(self, other: "Layout") -> bool:
@@ -162,7 +162,7 @@ class Layout:
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank's slice."""
-        return self.model_ranks(rank)[self.place(rank)[2] :: self.tp]
+        return self.model_ranks(rank)[self.coordinates(rank)[2] :: self.tp]
 
     def tied_ranks(self, rank: int) -> tuple[int, ...]:
         """The first and the last stage of a rank's slice, which share tied embeddings; any other rank alone."""
@@ -178,7 +178,7 @@ class Layout:
 
     def reports(self, rank: int) -> bool:
         """Whether a rank reports for its data-parallel shard, so that sums over ranks count each row once."""
-        _, stage, tp_index = self.place(rank)
+        _, stage, tp_index = self.coordinates(rank)
         return stage == self.pp - 1 and tp_index == 0
 
     # ---- rows -------------------------------------------------------------------------------------------------------

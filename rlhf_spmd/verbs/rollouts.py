@@ -60,22 +60,22 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
+def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
     """The folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
-    check_is_folder(run)
+    check_is_folder(folder)
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
-    known = [path for path in paths_in(run / FOLDER, f"{kind}-*") if path.name.partition("-")[2].isdecimal()]
+    known = [path for path in paths_in(folder / FOLDER, f"{kind}-*") if path.name.partition("-")[2].isdecimal()]
     if not known:
         raise UserError(
-            f"{run} has no samples of an {kind} in {FOLDER}/: train with rollouts.every=N"
+            f"{folder} has no samples of an {kind} in {FOLDER}/: train with rollouts.every=N"
             + (" and eval.prompts=FILE" if kind == "evaluation" else "")
         )
     if number is None:
         return known[-1]
-    found = run / FOLDER / f"{kind}-{number:06d}"
+    found = folder / FOLDER / f"{kind}-{number:06d}"
     if found not in known:
         numbers = ", ".join(str(int(path.name.partition("-")[2])) for path in known)
-        raise UserError(f"--{kind} {number}: {run} has samples of {numbers}")
+        raise UserError(f"--{kind} {number}: {folder} has samples of {numbers}")
     return found
 
 

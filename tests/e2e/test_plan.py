@@ -9,7 +9,7 @@ import pytest
 from rlhf_spmd.runtime.run.forecast_report import WHOLE
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
-from tests.unit.verbs.test_plan_verb import CPU
+from tests.unit.verbs.test_plan import CPU
 
 LIMIT_S = 120.0
 

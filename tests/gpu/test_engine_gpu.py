@@ -20,7 +20,7 @@ from rlhf_spmd.runtime.observe.device_clock import DeviceClock
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy
 from tests.draws import random_responses
-from tests.unit.runtime.generation.test_generate import OFTEN, make_model, make_prompts, rows
+from tests.unit.runtime.generation.test_rollout import OFTEN, make_model, make_prompts, rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

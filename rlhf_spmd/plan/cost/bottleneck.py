@@ -20,19 +20,19 @@ NOTHING = "waiting"  # for a call that no resource would make faster: it only wa
 def limits(program: Program, calibration: Calibration) -> dict[str, str]:
     """By call of the workflow: "products", "memory", "kernel starts", "messages" (inside the call), "host memory", or
     "waiting". Of the rank on which the call computes longest. Raises UserError as forecast() does."""
-    program = expand(program, lambda step: usual_number(program, step))
-    steps = _steps(program)
+    program = expand(program, lambda run: usual_number(program, run))
+    instructions = _instructions(program)
     calibration = _of_devices(calibration, lambda one: replace(one, measured=()))
     usual = _seconds_of(program, calibration)
     busiest: dict[str, int] = {}
-    for name, ranks in steps.items():
+    for name, ranks in instructions.items():
         whole = {rank: usual(rank, mine) for rank, mine in ranks.items()}
         busiest[name] = max(whole, key=whole.__getitem__)
     least = {what: _seconds_of(program, changed) for what, changed in _endless(calibration).items()}
     bottlenecks = {}
     for call in program.workload.workflow.calls:
         rank = busiest[call.name]
-        mine = steps[call.name][rank]
+        mine = instructions[call.name][rank]
         whole_s = usual(rank, mine)
         saved_s = {what: whole_s - seconds(rank, mine) for what, seconds in least.items()}
         best = max(saved_s, key=saved_s.__getitem__)
@@ -40,25 +40,28 @@ def limits(program: Program, calibration: Calibration) -> dict[str, str]:
     return bottlenecks
 
 
-def _steps(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
+def _instructions(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
     """The Runs of each rank for each call, and the Loads of its model."""
     workflow = program.workload.workflow
-    steps_of: dict[str, dict[int, list[Run | Load]]] = {call.name: {} for call in workflow.calls}
+    instructions_of: dict[str, dict[int, list[Run | Load]]] = {call.name: {} for call in workflow.calls}
     users = {call.model: call.name for call in workflow.placed_calls}  # a frozen model has one call
-    for rank, steps in enumerate(program.instructions):
-        for step in steps:
-            if isinstance(step, Run | Load):
-                name = step.call if isinstance(step, Run) else users[step.model]
-                steps_of[name].setdefault(rank, []).append(step)
-    return steps_of
+    for rank, instructions in enumerate(program.instructions):
+        for instruction in instructions:
+            if isinstance(instruction, Run | Load):
+                name = instruction.call if isinstance(instruction, Run) else users[instruction.model]
+                instructions_of[name].setdefault(rank, []).append(instruction)
+    return instructions_of
 
 
 def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, list[Run | Load]], float]:
     """A function from a rank and some of its instructions to their seconds, without waiting."""
     times = times_of(program, calibration)
 
-    def seconds(rank: int, steps: list[Run | Load]) -> float:
-        return sum(times.run_s(rank, step) if isinstance(step, Run) else times.load_s(rank, step) for step in steps)
+    def seconds(rank: int, instructions: list[Run | Load]) -> float:
+        return sum(
+            times.run_s(rank, instruction) if isinstance(instruction, Run) else times.load_s(rank, instruction)
+            for instruction in instructions
+        )
 
     return seconds
 

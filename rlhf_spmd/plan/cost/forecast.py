@@ -46,49 +46,49 @@ class _Costs:
             return self.cost.host_message_s(message.source, message.destination, message.num_bytes)
         return self.cost.message_s(message.source, message.destination, message.num_bytes, message.num_parts)
 
-    def load_s(self, rank: int, step: Load) -> float:
-        calls = [call for call in self.program.workload.workflow.placed_calls if call.model == step.model]
+    def load_s(self, rank: int, instruction: Load) -> float:
+        calls = [call for call in self.program.workload.workflow.placed_calls if call.model == instruction.model]
         layouts = (self.program.placement.layouts[call.name] for call in calls)
-        return self.cost.load_s(step.model, next(layout for layout in layouts if layout.offload), rank)
+        return self.cost.load_s(instruction.model, next(layout for layout in layouts if layout.offload), rank)
 
-    def run_s(self, rank: int, step: Run) -> float:
+    def run_s(self, rank: int, run: Run) -> float:
         """Seconds of a Run on a rank, its collectives included."""
         workload = self.program.workload
-        call, layout = workload.workflow.call(step.call), self.program.layout_of(step)
-        if isinstance(call, Compute) or workload.models[call.model] is None or step.phase == "begin":
+        call, layout = workload.workflow.call(run.call), self.program.layout_of(run)
+        if isinstance(call, Compute) or workload.models[call.model] is None or run.phase == "begin":
             return 0.0
-        key = self.alike(rank, step)
+        key = self.alike(rank, run)
         if key not in self.known:
-            self.known[key] = self._run_s(call, layout, rank, step)
+            self.known[key] = self._run_s(call, layout, rank, run)
         return self.known[key]
 
-    def alike(self, rank: int, step: Run) -> Key:
+    def alike(self, rank: int, run: Run) -> Key:
         """A key, equal for Runs that take equally long."""
-        layout = self.program.layout_of(step)
-        site = (step.consumer or step.call, rank)
+        layout = self.program.layout_of(run)
+        site = (run.consumer or run.call, rank)
         if site not in self.places:
             groups = layout.tensor_ranks(rank), layout.data_ranks(rank)
             device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
-            self.places[site] = layout.place(rank)[1], device, *map(self.cost.link, groups)
-        columns = self.program.columns_of(step, rank)
+            self.places[site] = layout.coordinates(rank)[1], device, *map(self.cost.link, groups)
+        columns = self.program.columns_of(run, rank)
         rows = columns if self.program.workload.lengths_differ else len(columns)
-        kind = self.program.workload.workflow.call(step.call).kind
+        kind = self.program.workload.workflow.call(run.call).kind
         alone = self.program.workload.lengths_differ or kind == "generate"  # no two mini-batches are alike
-        number = step.mini_batch if alone else step.mini_batch is None
-        return step.call, step.phase, number, rows, self.places[site]
+        number = run.mini_batch if alone else run.mini_batch is None
+        return run.call, run.phase, number, rows, self.places[site]
 
-    def _run_s(self, call: ModelCall, layout: Layout, rank: int, step: Run) -> float:
+    def _run_s(self, call: ModelCall, layout: Layout, rank: int, run: Run) -> float:
         cost = self.cost
         if isinstance(call, Generate):
-            return self._gather_s(call, rank) + self._generate_s(call, rank, step)
-        if step.phase == "update":
+            return self._gather_s(call, rank) + self._generate_s(call, rank, run)
+        if run.phase == "update":
             return cost.update_s(call.model, layout, rank)
-        passes = self._passes(rank, step, layout)
-        if step.phase:  # one micro-batch of a pipeline
-            number = usual_number(self.program, step)
+        passes = self._passes(rank, run, layout)
+        if run.phase:  # one micro-batch of a pipeline
+            number = usual_number(self.program, run)
             tokens, length = (sum(kind) / len(passes) for kind in zip(*passes, strict=True)) if passes else (0, 0)
             tokens *= len(passes) / number
-            return cost.pass_s(call, layout, rank, tokens, length, backward=step.phase == "backward")
+            return cost.pass_s(call, layout, rank, tokens, length, backward=run.phase == "backward")
         gather_s = self._gather_s(call, rank)
         forward_s = sum(cost.pass_s(call, layout, rank, *one) for one in passes)
         if not isinstance(call, Train):
@@ -102,40 +102,40 @@ class _Costs:
         layout = weights_layout(call, rank, self.program.workload, self.program.placement)
         return self.cost.gather_s(call, layout, rank)
 
-    def _rows(self, rank: int, step: Run) -> list[Lengths]:
+    def _rows(self, rank: int, run: Run) -> list[Lengths]:
         """The lengths of the rows of a Run, by mini-batch."""
-        columns, workload = self.program.columns_of(step, rank), self.program.workload
+        columns, workload = self.program.columns_of(run, rank), self.program.workload
         return [
             [workload.lengths(number * workload.mini_batch + column) for column in columns]
-            for number in self.program.mini_batches_of(step)
+            for number in self.program.mini_batches_of(run)
         ]
 
-    def _passes(self, rank: int, step: Run, layout: Layout) -> list[tuple[float, float]]:
+    def _passes(self, rank: int, run: Run, layout: Layout) -> list[tuple[float, float]]:
         """Tokens and mean length of the sequences of every micro-batch."""
         passes: list[tuple[float, float]] = []
-        num = self.program.workload.workflow.placed_call(step.call).num_sequences
-        for rows in self._rows(rank, step):
+        num = self.program.workload.workflow.placed_call(run.call).num_sequences
+        for rows in self._rows(rank, run):
             lengths = [num * (prompt + response) for prompt, response in rows]
             for part in cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
                 tokens = sum(lengths[part])
                 passes.append((tokens, tokens / (part.stop - part.start) / num))
         return passes
 
-    def _generate_s(self, call: ModelCall, rank: int, step: Run) -> float:
+    def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
         """While streaming, the rows of all mini-batches are one queue, and each Run waits for its part."""
-        workload, layout = self.program.workload, self.program.layout_of(step)
-        columns = self.program.columns_of(step, rank)
-        rows = [one for some in self._rows(rank, replace(step, mini_batch=None)) for one in some]
+        workload, layout = self.program.workload, self.program.layout_of(run)
+        columns = self.program.columns_of(run, rank)
+        rows = [one for some in self._rows(rank, replace(run, mini_batch=None)) for one in some]
         if not rows:
             return 0.0
         places = workload.max_sequences
-        if step.mini_batch is not None:
+        if run.mini_batch is not None:
             places = min(places, self.program.placement.decode_mini_batches * len(columns))
-        key = (step.call, rank, columns)
+        key = (run.call, rank, columns)
         if key not in self.done_s:
             self.done_s[key] = self.cost.generate_s(call, layout, rank, rows, places)
         done_s = self.done_s[key]
-        if step.mini_batch is None:
+        if run.mini_batch is None:
             return max(done_s)
-        first = step.mini_batch * len(columns)
+        first = run.mini_batch * len(columns)
         return max(done_s[: first + len(columns)]) - max(done_s[:first], default=0.0)

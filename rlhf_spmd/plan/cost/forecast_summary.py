@@ -7,24 +7,24 @@ from rlhf_spmd.plan.program.instructions import Run
 
 
 def runs(forecast: Forecast) -> Iterable[tuple[int, Run, float, float]]:
-    """Every Run: rank, step, begin of the computation (with a group: when its last rank arrived), and end."""
+    """Every Run: rank, run, begin of the computation (with a group: when its last rank arrived), and end."""
     program = forecast.program
     came_s: dict[Run, float] = {}  # Run with a group -> arrival of its last rank
     begun = []
-    for rank, (steps, spans) in enumerate(zip(program.instructions, forecast.times, strict=True)):
-        for step, (begin_s, end_s) in zip(steps, spans, strict=True):
-            if isinstance(step, Run):
-                begun.append((rank, step, begin_s, end_s))
-                if step.group is not None:
-                    came_s[step] = max(came_s.get(step, 0.0), begin_s)
-    return [(rank, step, came_s.get(step, begin_s), end_s) for rank, step, begin_s, end_s in begun]
+    for rank, (instructions, spans) in enumerate(zip(program.instructions, forecast.times, strict=True)):
+        for instruction, (begin_s, end_s) in zip(instructions, spans, strict=True):
+            if isinstance(instruction, Run):
+                begun.append((rank, instruction, begin_s, end_s))
+                if instruction.group is not None:
+                    came_s[instruction] = max(came_s.get(instruction, 0.0), begin_s)
+    return [(rank, run, came_s.get(run, begin_s), end_s) for rank, run, begin_s, end_s in begun]
 
 
 def call_s(forecast: Forecast) -> dict[str, float]:
     """Seconds of each call in one iteration, on the rank where it takes longest."""
     of_rank: dict[tuple[str, int], float] = {}
-    for rank, step, begin_s, end_s in runs(forecast):
-        of_rank[step.call, rank] = of_rank.get((step.call, rank), 0.0) + end_s - begin_s
+    for rank, run, begin_s, end_s in runs(forecast):
+        of_rank[run.call, rank] = of_rank.get((run.call, rank), 0.0) + end_s - begin_s
     calls = [call.name for call in forecast.program.workload.workflow.calls]
     return {call: max((s for (name, _), s in of_rank.items() if name == call), default=0.0) for call in calls}
 

@@ -42,9 +42,9 @@ class Times:
 
     run_s: Callable[[int, Run], float]
     message_s: Callable[[Message], float] = lambda message: 0.0
-    load_s: Callable[[int, Load], float] = lambda rank, step: 0.0
+    load_s: Callable[[int, Load], float] = lambda rank, load: 0.0
     num_workers: Callable[[int], float | None] = lambda node: None
-    alike: Callable[[int, Run], Hashable] = lambda rank, step: (rank, step)
+    alike: Callable[[int, Run], Hashable] = lambda rank, run: (rank, run)
 
 
 def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], int] | None = None) -> Forecast:
@@ -53,11 +53,11 @@ def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], 
     num_micro_batches(run): of a Run with stages, for whose passes run_s is called one by one (see Run.phase); None: as
     many as its rows make in full-sized micro-batches.
     """
-    program = expand(program, num_micro_batches or (lambda step: usual_number(program, step)))
+    program = expand(program, num_micro_batches or (lambda run: usual_number(program, run)))
     simulation = _Simulation(program, times)
     simulation.go_on()
     done = zip(simulation.spans, program.instructions, strict=True)
-    assert all(len(spans) == len(steps) for spans, steps in done), "the program hangs; check says where"
+    assert all(len(spans) == len(instructions) for spans, instructions in done), "the program hangs; check says where"
     return Forecast(program, tuple(tuple(spans) for spans in simulation.spans))
 
 
@@ -99,23 +99,23 @@ class _Simulation:
 
     def _arrive(self, rank: int) -> None:
         """Executes a rank's instructions until one takes time or waits."""
-        steps = self.program.instructions[rank]
+        instructions = self.program.instructions[rank]
         self.began[rank] = self.now
-        while len(self.spans[rank]) < len(steps):
-            step = steps[len(self.spans[rank])]
-            if isinstance(step, Post):
-                self._post(rank, step.transfer)
+        while len(self.spans[rank]) < len(instructions):
+            instruction = instructions[len(self.spans[rank])]
+            if isinstance(instruction, Post):
+                self._post(rank, instruction.transfer)
                 self.spans[rank].append((self.now, self.now))
                 continue
-            if isinstance(step, Wait) and not self.program.moves_weights(step):
-                self._wait(rank, step.transfer)
+            if isinstance(instruction, Wait) and not self.program.moves_weights(instruction):
+                self._wait(rank, instruction.transfer)
                 return
-            members = self.program.together(rank, step)
-            number = self.arrived.pop(step, 0) + 1 if len(members) > 1 else 1
+            members = self.program.together(rank, instruction)
+            number = self.arrived.pop(instruction, 0) + 1 if len(members) > 1 else 1
             if number < len(members):
-                self.arrived[step] = number
+                self.arrived[instruction] = number
             else:
-                self._begin(step, members)
+                self._begin(instruction, members)
             return
 
     def _end(self, members: tuple[int, ...]) -> None:
@@ -126,66 +126,66 @@ class _Simulation:
 
     # ---- instructions that take time --------------------------------------------------------------------------------
 
-    def _begin(self, step: Instruction, members: tuple[int, ...]) -> None:
+    def _begin(self, instruction: Instruction, members: tuple[int, ...]) -> None:
         """All ranks of an instruction have reached it."""
-        if not isinstance(step, Run):
-            self.at(self.now + self._length_s(step, members), lambda: self._end(members))
+        if not isinstance(instruction, Run):
+            self.at(self.now + self._length_s(instruction, members), lambda: self._end(members))
             return
-        if step.phase == "begin" and not any(self.nodes):
-            self._pipeline(step, members)
+        if instruction.phase == "begin" and not any(self.nodes):
+            self._pipeline(instruction, members)
             return
-        self.working[step, members[0]] = len(members)
+        self.working[instruction, members[0]] = len(members)
         for rank in members:
             node = self.nodes[self.program.cluster.node_of(rank)]
-            work_s = self.times.run_s(rank, step)
+            work_s = self.times.run_s(rank, instruction)
             if node is None or work_s == 0:
-                self.at(self.now + work_s, lambda: self._computed(step, members))
+                self.at(self.now + work_s, lambda: self._computed(instruction, members))
             else:
-                node.add(work_s, lambda: self._computed(step, members))
+                node.add(work_s, lambda: self._computed(instruction, members))
 
-    def _pipeline(self, step: Run, members: tuple[int, ...]) -> None:
-        """All passes of a training step at once, on devices that no ranks share: since all stages begin together,
+    def _pipeline(self, run: Run, members: tuple[int, ...]) -> None:
+        """All passes of a training run at once, on devices that no ranks share: since all stages begin together,
         shards whose passes take equally long have the same times."""
-        layout = self.program.layout_of(step)
+        layout = self.program.layout_of(run)
         for dp_index in range(layout.dp):
             shard = [layout.rank_at(dp_index, stage, t) for stage in range(layout.pp) for t in range(layout.tp)]
-            for rank, spans in zip(shard, self._passes(shard, step), strict=True):
+            for rank, spans in zip(shard, self._passes(shard, run), strict=True):
                 self.spans[rank].append((self.began[rank], self.now))
                 self.spans[rank] += [(self.now + begin_s, self.now + end_s) for begin_s, end_s in spans]
         for rank in members:
             self.at(self.spans[rank][-1][1], partial(self.ready.append, rank))
 
-    def _passes(self, shard: Sequence[int], step: Run) -> list[list[tuple[float, float]]]:
-        """Begin and end of each instruction between the "begin" and "update" phases of a training step, by rank."""
+    def _passes(self, shard: Sequence[int], run: Run) -> list[list[tuple[float, float]]]:
+        """Begin and end of each instruction between the "begin" and "update" phases of a training run, by rank."""
         node_of = self.program.cluster.node_of
-        key = step.call, *((self.times.alike(rank, step), node_of(rank) - node_of(shard[0])) for rank in shard)
+        key = run.call, *((self.times.alike(rank, run), node_of(rank) - node_of(shard[0])) for rank in shard)
         if key not in self.known:
-            update, passes = replace(step, phase="update"), {}
+            update, passes = replace(run, phase="update"), {}
             for rank in shard:
-                steps, first = self.program.instructions[rank], len(self.spans[rank]) + 1
-                passes[rank] = steps[first : steps.index(update, first)]
+                instructions, first = self.program.instructions[rank], len(self.spans[rank]) + 1
+                passes[rank] = instructions[first : instructions.index(update, first)]
             alone = replace(self.program, instructions=tuple(passes.get(rank, ()) for rank in self.ranks))
             inner = _Simulation(alone, self.times)
             inner.go_on()
             self.known[key] = [inner.spans[rank] for rank in shard]
         return self.known[key]
 
-    def _computed(self, step: Run, members: tuple[int, ...]) -> None:
+    def _computed(self, run: Run, members: tuple[int, ...]) -> None:
         """One more rank of a Run has computed; the last one ends it."""
-        self.working[step, members[0]] -= 1
-        if not self.working[step, members[0]]:
-            del self.working[step, members[0]]
+        self.working[run, members[0]] -= 1
+        if not self.working[run, members[0]]:
+            del self.working[run, members[0]]
             self._end(members)
 
-    def _length_s(self, step: Instruction, members: tuple[int, ...]) -> float:
-        if isinstance(step, Wait):  # the hops of a chain run at the same time, but those of one rank in turn
+    def _length_s(self, instruction: Instruction, members: tuple[int, ...]) -> float:
+        if isinstance(instruction, Wait):  # the hops of a chain run at the same time, but those of one rank in turn
             sent_s, received_s = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
-            for message in self.program.transfers[step.transfer].messages:
+            for message in self.program.transfers[instruction.transfer].messages:
                 took_s = self.times.message_s(message)
                 sent_s[message.source] += took_s
                 received_s[message.destination] += took_s
             return max(*sent_s.values(), *received_s.values())
-        return self.times.load_s(members[0], step) if isinstance(step, Load) else 0.0
+        return self.times.load_s(members[0], instruction) if isinstance(instruction, Load) else 0.0
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -114,8 +114,8 @@ class _Compiler:
                 self._post(rank, number)  # weights between GPUs; all else has been posted
                 self._once(rank, Wait(number))
         self._emit_offloads()
-        for steps in self.instructions:
-            steps.append(Agree("metrics"))
+        for instructions in self.instructions:
+            instructions.append(Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
         """The calls before training; those that exchange together form one unit."""
@@ -123,11 +123,11 @@ class _Compiler:
         names = [self.placement.unit(call.name) for call in workflow.calls if not isinstance(call, Train)]
         return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
 
-    def _once(self, rank: int, step: Post | Wait) -> None:
+    def _once(self, rank: int, instruction: Post | Wait) -> None:
         """Adds an instruction unless the rank has it."""
-        if (rank, step) not in self.given:
-            self.given.add((rank, step))
-            self.instructions[rank].append(step)
+        if (rank, instruction) not in self.given:
+            self.given.add((rank, instruction))
+            self.instructions[rank].append(instruction)
 
     def _post(self, rank: int, number: int) -> None:
         """Posts a transfer; by NCCL after what is due before it."""
@@ -180,11 +180,11 @@ class _Compiler:
             group = self._group(group_of(call, layout, self.workload, self.placement, rank))
             late = arriving.get(rank, [])
             own, others = self._split(call, layout, rank, late, group)
-            steps = [Run(call.name, group, piece, consumer=consumer, columns=columns) for columns in (*own, *others)]
-            self.instructions[rank] += steps[: len(own)]
+            runs = [Run(call.name, group, piece, consumer=consumer, columns=columns) for columns in (*own, *others)]
+            self.instructions[rank] += runs[: len(own)]
             for index in late:
                 self._wait(rank, self._number(index, piece))
-            self.instructions[rank] += steps[len(own) :]
+            self.instructions[rank] += runs[len(own) :]
 
     def _split(
         self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None
@@ -236,9 +236,9 @@ class _Compiler:
             for index in moves:
                 self._wait(rank, self._number(index, piece))
         group = self._group(group_of(call, layout, self.workload, self.placement, layout.ranks[0]))
-        step = Run(call.name, group, mini_batch, epoch)
+        run = Run(call.name, group, mini_batch, epoch)
         for rank in layout.ranks:
-            self.instructions[rank].append(step)
+            self.instructions[rank].append(run)
         last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
         if last and call.name in after_training and not has_gpus(self.cluster):
             number = after_training[call.name]
@@ -268,12 +268,16 @@ class _Compiler:
 
     def _emit_offloads(self) -> None:
         """Offloaded weights are loaded before a rank's first Run with them and freed after its last one."""
-        for rank, steps in enumerate(self.instructions):
+        for rank, instructions in enumerate(self.instructions):
             for model, calls in offloaded(self.workload, self.placement, rank).items():
-                places = [i for i, step in enumerate(steps) if isinstance(step, Run) and step.call in calls]
+                places = [
+                    i
+                    for i, instruction in enumerate(instructions)
+                    if isinstance(instruction, Run) and instruction.call in calls
+                ]
                 if places:
-                    steps.insert(places[-1] + 1, Offload(model))
-                    steps.insert(places[0], Load(model))
+                    instructions.insert(places[-1] + 1, Offload(model))
+                    instructions.insert(places[0], Load(model))
 
 
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:

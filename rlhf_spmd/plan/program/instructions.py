@@ -197,71 +197,71 @@ class Program:
         goes on with a later version."""
         return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
 
-    def layout_of(self, step: Run) -> Layout:
+    def layout_of(self, run: Run) -> Layout:
         """The layout of a Run; a rank may run a compute once for each of several consumers, on other columns."""
-        return self.placement.layouts[step.consumer or step.call]
+        return self.placement.layouts[run.consumer or run.call]
 
-    def columns_of(self, step: Run, rank: int) -> range:
+    def columns_of(self, run: Run, rank: int) -> range:
         """The columns that a Run computes on a rank."""
-        return self.layout_of(step).columns(rank, self.workload.mini_batch) if step.columns is None else step.columns
+        return self.layout_of(run).columns(rank, self.workload.mini_batch) if run.columns is None else run.columns
 
-    def columns_seen(self, step: Run, rank: int) -> range:
+    def columns_seen(self, run: Run, rank: int) -> range:
         """The columns that a Run reads on a rank: more than it computes if it must see other rows."""
-        return self.workload.columns_seen(self.workload.workflow.call(step.call), self.columns_of(step, rank))
+        return self.workload.columns_seen(self.workload.workflow.call(run.call), self.columns_of(run, rank))
 
-    def reads(self, step: Run, rank: int) -> tuple[str, ...]:
+    def reads(self, run: Run, rank: int) -> tuple[str, ...]:
         """The data keys that a Run reads on a rank."""
-        return keys_read(self.workload.workflow.call(step.call), self.layout_of(step), rank)
+        return keys_read(self.workload.workflow.call(run.call), self.layout_of(run), rank)
 
-    def makes(self, step: Run, rank: int) -> tuple[str, ...]:
+    def makes(self, run: Run, rank: int) -> tuple[str, ...]:
         """The data keys that a Run makes on a rank."""
-        return keys_made(self.workload.workflow.call(step.call), self.layout_of(step), rank)
+        return keys_made(self.workload.workflow.call(run.call), self.layout_of(run), rank)
 
-    def gains(self, step: Instruction, rank: int) -> list[tuple[str, range, range]]:
+    def gains(self, instruction: Instruction, rank: int) -> list[tuple[str, range, range]]:
         """The data that a rank gains by an instruction: keys with their mini-batches and columns."""
-        if isinstance(step, Run):
-            rows, columns = self.mini_batches_of(step), self.columns_of(step, rank)
-            return [(key, rows, columns) for key in self.makes(step, rank)]
-        if isinstance(step, Wait):
-            moved = self.transfers[step.transfer]
+        if isinstance(instruction, Run):
+            rows, columns = self.mini_batches_of(instruction), self.columns_of(instruction, rank)
+            return [(key, rows, columns) for key in self.makes(instruction, rank)]
+        if isinstance(instruction, Wait):
+            moved = self.transfers[instruction.transfer]
             rows = self.mini_batches_of(moved)
             return [(key, rows, message.columns) for message in moved.received_by(rank) for key in message.keys]
         return []
 
-    def mini_batches_of(self, step: Run | Transfer) -> range:
+    def mini_batches_of(self, run_or_transfer: Run | Transfer) -> range:
         """The mini-batches that a Run computes or a transfer moves."""
-        one = step.mini_batch
+        one = run_or_transfer.mini_batch
         return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
 
-    def moves_weights(self, step: Instruction) -> bool:
+    def moves_weights(self, instruction: Instruction) -> bool:
         """Whether this is the Wait of a reallocation."""
-        return isinstance(step, Wait) and self.transfers[step.transfer].reallocation is not None
+        return isinstance(instruction, Wait) and self.transfers[instruction.transfer].reallocation is not None
 
-    def together(self, rank: int, step: Instruction) -> tuple[int, ...]:
+    def together(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
         """The ranks that meet at an instruction of this rank: none of them ends it before all have begun it."""
-        if isinstance(step, Run) and step.group is not None:
-            return self.groups[step.group]
-        if isinstance(step, Agree):
+        if isinstance(instruction, Run) and instruction.group is not None:
+            return self.groups[instruction.group]
+        if isinstance(instruction, Agree):
             return tuple(range(len(self.instructions)))
-        if isinstance(step, Wait) and self.moves_weights(step):
-            return self.transfers[step.transfer].ranks
+        if isinstance(instruction, Wait) and self.moves_weights(instruction):
+            return self.transfers[instruction.transfer].ranks
         return (rank,)
 
-    def meets(self, rank: int, step: Instruction) -> tuple[Instruction, tuple[int, ...]]:
+    def meets(self, rank: int, instruction: Instruction) -> tuple[Instruction, tuple[int, ...]]:
         """The instruction that other ranks must begin before this rank can end its own, and those ranks. A transfer of
         data needs the Posts of its peers, whose Waits may come much later."""
-        if isinstance(step, Post | Wait) and not self.moves_weights(step):
-            return Post(step.transfer), tuple(sorted(self.transfers[step.transfer].peers(rank)))
-        return step, tuple(other for other in self.together(rank, step) if other != rank)
+        if isinstance(instruction, Post | Wait) and not self.moves_weights(instruction):
+            return Post(instruction.transfer), tuple(sorted(self.transfers[instruction.transfer].peers(rank)))
+        return instruction, tuple(other for other in self.together(rank, instruction) if other != rank)
 
     def held(self, rank: int) -> dict[str, tuple[range, ...]]:
         """The columns of each data key that a rank reads, makes or receives in an iteration, as `merged` ranges."""
         held: dict[str, set[range]] = {}
-        for step in self.instructions[rank]:
-            if isinstance(step, Run):
-                for key in self.reads(step, rank):
-                    held.setdefault(key, set()).add(self.columns_seen(step, rank))
-            for key, _, columns in self.gains(step, rank):
+        for instruction in self.instructions[rank]:
+            if isinstance(instruction, Run):
+                for key in self.reads(instruction, rank):
+                    held.setdefault(key, set()).add(self.columns_seen(instruction, rank))
+            for key, _, columns in self.gains(instruction, rank):
                 held.setdefault(key, set()).add(columns)
         return {key: merged(ranges) for key, ranges in held.items()}
 
@@ -322,7 +322,7 @@ def communicators(
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
     """The data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
     are trained on."""
-    if isinstance(call, Compute) or layout.place(rank)[1] == layout.pp - 1:
+    if isinstance(call, Compute) or layout.coordinates(rank)[1] == layout.pp - 1:
         return call.inputs
     needed = (*call.tokens, call.only) if isinstance(call, Train | Measure) else call.tokens
     return tuple(key for key in call.inputs if key in needed)
@@ -330,7 +330,7 @@ def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
     """The data keys that a call makes on a rank: the last stage has the results."""
-    return call.outputs if layout.place(rank)[1] == layout.pp - 1 else ()
+    return call.outputs if layout.coordinates(rank)[1] == layout.pp - 1 else ()
 
 
 def merged(ranges: Iterable[range]) -> tuple[range, ...]:

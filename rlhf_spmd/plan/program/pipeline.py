@@ -47,10 +47,10 @@ def largest_number(layout: Layout, workload: Workload, call: ModelCall) -> int:
     return _number(layout, workload, call, size)
 
 
-def usual_number(program: Program, step: Run) -> int:
+def usual_number(program: Program, run: Run) -> int:
     """Micro-batches of a Run, also with a budget of tokens counted as if each had the usual number of rows."""
-    workload, layout = program.workload, program.layout_of(step)
-    call = workload.workflow.placed_call(step.call)
+    workload, layout = program.workload, program.layout_of(run)
+    call = workload.workflow.placed_call(run.call)
     return _number(layout, workload, call, layout.micro_batch or workload.micro_batch)
 
 
@@ -92,9 +92,7 @@ def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> lis
 
 
 @cache
-def body(
-    layout: Layout, call: ModelCall, step: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0
-) -> Body:
+def body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
     """The instructions of one shard's ranks. pass_bytes: of the message of one micro-batch, on each slice."""
     train, last = isinstance(call, Train), layout.pp - 1
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
@@ -109,11 +107,11 @@ def body(
         # a gradient proves that the next stage is done with the activations that this one sent
         sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
         due = [n for n in (sent, number) if n is not None]
-        part = replace(step, group=group, phase=kind, micro_batch=index)  # the same on all slices
-        steps: list[Instruction] = [*map(Wait, due), part]
+        part = replace(run, group=group, phase=kind, micro_batch=index)  # the same on all slices
+        instructions: list[Instruction] = [*map(Wait, due), part]
         for rank in ranks[stage]:
             waited.update((rank, n) for n in due)
-            lists[rank] += steps
+            lists[rank] += instructions
         to = stage + 1 if kind == "forward" else stage - 1
         if not 0 <= to <= last:
             continue
@@ -125,21 +123,21 @@ def body(
         for rank in (*ranks[stage], *ranks[to]):
             lists[rank].append(post)
         name = f"{what} of {call.name} to stage {to}"
-        transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
+        transfers.append(Transfer(name, messages, mini_batch=run.mini_batch, call=call.name))
         makers.append(((kind, index), stage))
     for number, transfer in enumerate(transfers):  # Waits that are missing on the sending side
         for rank in transfer.ranks:
             if (rank, number) not in waited:
                 lists[rank].append(Wait(number))
     if train:
-        update = replace(step, phase="update")
+        update = replace(run, phase="update")
         for rank in lists:
             lists[rank].append(update)
-    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
+    return Body({rank: tuple(instructions) for rank, instructions in lists.items()}, tuple(transfers), tuple(makers))
 
 
 @cache
-def token_body(layout: Layout, call: ModelCall, step: Run, dp_index: int, num_tokens: int) -> Body:
+def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tokens: int) -> Body:
     """The instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache; each
     token of a batch is a forward of every stage, then the last stage sends the drawn tokens to the others; at the end
     it sends the results. As in `body`, all slices do the same."""
@@ -150,14 +148,14 @@ def token_body(layout: Layout, call: ModelCall, step: Run, dp_index: int, num_to
     def all_stages(phase: str, token: int | None = None) -> None:
         for rank in lists:
             group = group_name(layout.stage_ranks(rank), STAGES)
-            lists[rank].append(replace(step, group=group, phase=phase, micro_batch=token))
+            lists[rank].append(replace(run, group=group, phase=phase, micro_batch=token))
 
     all_stages("begin")
     for token in range(num_tokens):
         for stage, here in enumerate(ranks):
             group = group_name(here) if layout.tp > 1 else None
             for rank in here:
-                lists[rank].append(replace(step, group=group, phase="token", micro_batch=token))
+                lists[rank].append(replace(run, group=group, phase="token", micro_batch=token))
             if stage == layout.pp - 1:
                 continue
             pairs = zip(here, ranks[stage + 1], strict=True)
@@ -165,10 +163,10 @@ def token_body(layout: Layout, call: ModelCall, step: Run, dp_index: int, num_to
             for rank in (*here, *ranks[stage + 1]):  # dist.send and dist.recv: both wait at once
                 lists[rank] += [Post(len(transfers)), Wait(len(transfers))]
             name = f"a token's activations of {call.name} to stage {stage + 1}"
-            transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
+            transfers.append(Transfer(name, messages, mini_batch=run.mini_batch, call=call.name))
         all_stages("drawn", token)
     all_stages("end")
-    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers))
+    return Body({rank: tuple(instructions) for rank, instructions in lists.items()}, tuple(transfers))
 
 
 def expand(
@@ -180,34 +178,38 @@ def expand(
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
 
-    def body_of(step: Run, call: ModelCall, layout: Layout, dp_index: int) -> Body | None:
+    def body_of(run: Run, call: ModelCall, layout: Layout, dp_index: int) -> Body | None:
         if is_pipelined(call, layout):
-            return body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
+            return body(layout, call, run, dp_index, num_micro_batches(run), pass_bytes(layout, workload, call))
         if num_tokens is not None and isinstance(call, Generate) and layout.pp > 1:
-            return token_body(layout, call, step, dp_index, num_tokens(step))
+            return token_body(layout, call, run, dp_index, num_tokens(run))
         return None
 
-    for rank, steps in enumerate(program.instructions):
+    for rank, instructions in enumerate(program.instructions):
         lists.append([])
-        for step in steps:
-            call = workload.workflow.call(step.call) if isinstance(step, Run) and not step.phase else None
-            if not isinstance(step, Run) or call is None or isinstance(call, Compute):
-                lists[rank].append(step)
+        for instruction in instructions:
+            call = (
+                workload.workflow.call(instruction.call)
+                if isinstance(instruction, Run) and not instruction.phase
+                else None
+            )
+            if not isinstance(instruction, Run) or call is None or isinstance(call, Compute):
+                lists[rank].append(instruction)
                 continue
-            layout = program.layout_of(step)
+            layout = program.layout_of(instruction)
             dp_index = layout.dp_index(rank)
-            inner = body_of(step, call, layout, dp_index)
+            inner = body_of(instruction, call, layout, dp_index)
             if inner is None:
-                lists[rank].append(step)
+                lists[rank].append(instruction)
                 continue
-            if (step, dp_index) not in offsets:
-                offsets[step, dp_index] = len(transfers)
+            if (instruction, dp_index) not in offsets:
+                offsets[instruction, dp_index] = len(transfers)
                 transfers += inner.transfers
             if isinstance(call, Train):
-                lists[rank].append(replace(step, phase="begin"))
+                lists[rank].append(replace(instruction, phase="begin"))
             for part in inner.instructions[rank]:
                 if isinstance(part, Post | Wait):
-                    part = type(part)(part.transfer + offsets[step, dp_index])
+                    part = type(part)(part.transfer + offsets[instruction, dp_index])
                 lists[rank].append(part)
     return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
 
@@ -232,12 +234,12 @@ def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
         if layout.pp == 1:
             continue
         ranks = layout.model_ranks(layout.ranks[0])
-        runs = (step for step in program.instructions[ranks[0]] if isinstance(step, Run) and step.call == call.name)
-        step = next(runs, None)
-        if step is None:  # `check` says so elsewhere
+        runs = (run for run in program.instructions[ranks[0]] if isinstance(run, Run) and run.call == call.name)
+        run = next(runs, None)
+        if run is None:  # `check` says so elsewhere
             continue
         group = group_name(ranks)
-        alone = replace(step, group=group)
+        alone = replace(run, group=group)
         lists = [(alone,) if rank in ranks else () for rank in program.cluster.ranks]
         groups = dict(program.groups) | {group: tuple(sorted(ranks))}
         one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
@@ -246,7 +248,7 @@ def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
             yield call, number, expand(one, same, same)
 
 
-def _same(number: int, step: Run) -> int:
+def _same(number: int, run: Run) -> int:
     return number
 
 

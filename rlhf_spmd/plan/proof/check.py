@@ -74,17 +74,19 @@ def _structure(program: Program) -> Iterator[Problem]:
     for rank, instructions in enumerate(program.instructions):
         posted: set[int] = set()
         waited: set[int] = set()
-        for position, step in enumerate(instructions):
+        for position, instruction in enumerate(instructions):
             texts: Iterable[str]
-            if isinstance(step, Run):
-                texts = _run_problems(program, step, rank)
-            elif isinstance(step, Post | Wait):
-                texts = _transfer_problems(program, step, rank, posted, waited)
+            if isinstance(instruction, Run):
+                texts = _run_problems(program, instruction, rank)
+            elif isinstance(instruction, Post | Wait):
+                texts = _transfer_problems(program, instruction, rank, posted, waited)
             else:
-                texts = [] if isinstance(step, Agree | Load | Offload) else [f"{step!r} is no instruction"]
+                texts = (
+                    [] if isinstance(instruction, Agree | Load | Offload) else [f"{instruction!r} is no instruction"]
+                )
             yield from ((rank, position, text) for text in texts)
-            if isinstance(step, Post | Wait):
-                (posted if isinstance(step, Post) else waited).add(step.transfer)
+            if isinstance(instruction, Post | Wait):
+                (posted if isinstance(instruction, Post) else waited).add(instruction.transfer)
         for number, transfer in enumerate(program.transfers):
             if rank not in transfer.ranks:
                 continue
@@ -97,43 +99,43 @@ def _structure(program: Program) -> Iterator[Problem]:
                 yield rank, None, text
 
 
-def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
+def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
     """What is wrong with a Run, taken by itself."""
     workload, layouts = program.workload, program.placement.layouts
-    call = next((call for call in workload.workflow.calls if call.name == step.call), None)
+    call = next((call for call in workload.workflow.calls if call.name == run.call), None)
     if call is None:
-        return [f"{step}: the workflow has no call {step.call}"]
-    site = step.consumer or step.call
-    if site not in layouts or (isinstance(call, Compute)) != (step.consumer is not None):
-        return [f"{step}: {site} has no place to run at"]
+        return [f"{run}: the workflow has no call {run.call}"]
+    site = run.consumer or run.call
+    if site not in layouts or (isinstance(call, Compute)) != (run.consumer is not None):
+        return [f"{run}: {site} has no place to run at"]
     place = ranks_of(call, layouts[site])
     if rank not in place:
-        return [f"{step} runs here, but its place is ranks {format_ranks(place)}"]
+        return [f"{run} runs here, but its place is ranks {format_ranks(place)}"]
     meets = group_of(call, layouts[site], workload, program.placement, rank)
     group = group_name(meets) if meets else None
     meant = f"its collectives need all of {group}" if group else "it computes alone there"
-    if step.group is not None and rank not in program.groups.get(step.group, ()):
-        return [f"{step} enters a group that this rank is not in"]
-    if step.group != group:
-        return [f"{step} enters {step.group or 'no group'}, but {meant}"]
+    if run.group is not None and rank not in program.groups.get(run.group, ()):
+        return [f"{run} enters a group that this rank is not in"]
+    if run.group != group:
+        return [f"{run} enters {run.group or 'no group'}, but {meant}"]
     if meets and group is not None and program.groups[group] != tuple(sorted(meets)):
-        return [f"{step} enters a group of ranks {format_ranks(program.groups[group])}, but {meant}"]
+        return [f"{run} enters a group of ranks {format_ranks(program.groups[group])}, but {meant}"]
     return []
 
 
 def _transfer_problems(
-    program: Program, step: Post | Wait, rank: int, posted: set[int], waited: set[int]
+    program: Program, instruction: Post | Wait, rank: int, posted: set[int], waited: set[int]
 ) -> Iterator[str]:
     """What is wrong with a Post or Wait after those that came before it."""
-    if not 0 <= step.transfer < len(program.transfers):
-        yield f"{step} does not exist"
+    if not 0 <= instruction.transfer < len(program.transfers):
+        yield f"{instruction} does not exist"
         return
-    if rank not in program.transfers[step.transfer].ranks:
-        yield f"{step} has nothing for this rank"
-    if step.transfer in (posted if isinstance(step, Post) else waited):
-        yield f"{step} appears twice"
-    if isinstance(step, Wait) and step.transfer not in posted:
-        yield f"{step} comes before its Post: it would wait for a message that it never started"
+    if rank not in program.transfers[instruction.transfer].ranks:
+        yield f"{instruction} has nothing for this rank"
+    if instruction.transfer in (posted if isinstance(instruction, Post) else waited):
+        yield f"{instruction} appears twice"
+    if isinstance(instruction, Wait) and instruction.transfer not in posted:
+        yield f"{instruction} comes before its Post: it would wait for a message that it never started"
 
 
 # ---- what is computed, read and sent -------------------------------------------------------------------------------
@@ -146,25 +148,25 @@ def _runs(program: Program) -> Iterator[Problem]:
         done: set[Cell] = set()
         last: dict[str, tuple[int, int]] = {}
         trained: set[str] = set()
-        for position, step in enumerate(instructions):
-            if not isinstance(step, Run):
+        for position, instruction in enumerate(instructions):
+            if not isinstance(instruction, Run):
                 continue
-            call = program.workload.workflow.call(step.call)
-            cells = _cells(program, step, rank)
+            call = program.workload.workflow.call(instruction.call)
+            cells = _cells(program, instruction, rank)
             if cells & done:
-                yield rank, position, f"{step} is there a second time"
+                yield rank, position, f"{instruction} is there a second time"
             elif not cells <= due.keys():
-                yield rank, position, f"{step} belongs to no iteration of this workload"
+                yield rank, position, f"{instruction} belongs to no iteration of this workload"
             elif isinstance(call, Train):
-                turn = (step.epoch, step.mini_batch or 0)
-                if turn < last.get(step.call, turn):
-                    epoch, mini_batch = last[step.call]
-                    yield rank, position, f"{step} comes after epoch {epoch} mini-batch {mini_batch}"
-                last[step.call] = turn
+                turn = (instruction.epoch, instruction.mini_batch or 0)
+                if turn < last.get(instruction.call, turn):
+                    epoch, mini_batch = last[instruction.call]
+                    yield rank, position, f"{instruction} comes after epoch {epoch} mini-batch {mini_batch}"
+                last[instruction.call] = turn
                 trained.add(call.model)
             elif call.model in trained:
-                text = f"{step} comes after {call.model} began to train here: its weights are no longer the old ones"
-                yield rank, position, text
+                text = f"comes after {call.model} began to train here: its weights are no longer the old ones"
+                yield rank, position, f"{instruction} {text}"
             done |= cells
         never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
         yield from ((rank, None, f"never executes {text}") for text in never)
@@ -173,7 +175,7 @@ def _runs(program: Program) -> Iterator[Problem]:
 
 def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Problem]:
     """An iteration ends with its one Agree, where the ranks exchange metrics."""
-    agrees = [position for position, step in enumerate(instructions) if isinstance(step, Agree)]
+    agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
     if not agrees:
         yield rank, None, "never agrees with the other ranks: its list must end with one Agree"
     last = len(instructions) - 1
@@ -181,13 +183,13 @@ def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Pro
     yield from ((rank, at, f"{instructions[at]} {text}") for at in agrees if at != last)
 
 
-def _cells(program: Program, step: Run, rank: int) -> set[Cell]:
-    """What a Run computes: a train step as a whole, any other call row by row (a row is a mini-batch and a column)."""
-    if isinstance(program.workload.workflow.call(step.call), Train):
-        return {(step.call, step.epoch, step.mini_batch, step.columns)}
-    rows = program.mini_batches_of(step)
-    columns = program.columns_of(step, rank) or (None,)  # a rank without rows still runs the call, for its collectives
-    return {(step.call, step.consumer, row, column) for row in rows for column in columns}
+def _cells(program: Program, run: Run, rank: int) -> set[Cell]:
+    """What a Run computes: a train run as a whole, any other call row by row (a row is a mini-batch and a column)."""
+    if isinstance(program.workload.workflow.call(run.call), Train):
+        return {(run.call, run.epoch, run.mini_batch, run.columns)}
+    rows = program.mini_batches_of(run)
+    columns = program.columns_of(run, rank) or (None,)  # a rank without rows still runs the call, for its collectives
+    return {(run.call, run.consumer, row, column) for row in rows for column in columns}
 
 
 def _due(program: Program, rank: int) -> dict[Cell, str]:
@@ -200,10 +202,10 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
                 continue
             if isinstance(call, Train):
                 turns = product(range(workload.epochs), range(workload.num_mini_batches))
-                steps = [Run(call.name, None, mini_batch, epoch) for epoch, mini_batch in turns]
+                runs = [Run(call.name, None, mini_batch, epoch) for epoch, mini_batch in turns]
             else:
-                steps = [Run(call.name, consumer=site if isinstance(call, Compute) else None)]
-            due |= {cell: str(step) for step in steps for cell in _cells(program, step, rank)}
+                runs = [Run(call.name, consumer=site if isinstance(call, Compute) else None)]
+            due |= {cell: str(run) for run in runs for cell in _cells(program, run, rank)}
     return due
 
 
@@ -217,35 +219,37 @@ def _data(program: Program) -> Iterator[Problem]:
         def lacking(key: str, row: int, columns: range, held: Mapping[tuple[str, int], set[int]] = held) -> set[int]:
             return set(columns) - held.get((key, row), set())
 
-        for position, step in enumerate(instructions):
-            if isinstance(step, Run):
-                columns = program.columns_seen(step, rank)
-                for key in program.reads(step, rank):
-                    row = next((row for row in program.mini_batches_of(step) if lacking(key, row, columns)), None)
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Run):
+                columns = program.columns_seen(instruction, rank)
+                for key in program.reads(instruction, rank):
+                    row = next(
+                        (row for row in program.mini_batches_of(instruction) if lacking(key, row, columns)), None
+                    )
                     if row is not None:
                         yield rank, position, _unread(program, rank, position, key, row, lacking(key, row, columns))
-            elif isinstance(step, Post):
-                transfer = program.transfers[step.transfer]
+            elif isinstance(instruction, Post):
+                transfer = program.transfers[instruction.transfer]
                 rows = program.mini_batches_of(transfer)
                 for message in transfer.sent_by(rank):
                     keys = [key for key in message.keys if any(lacking(key, row, message.columns) for row in rows)]
                     if keys:
-                        text = f"{step} sends {', '.join(keys)} to rank {message.destination} before it is here"
+                        text = f"{instruction} sends {', '.join(keys)} to rank {message.destination} before it is here"
                         yield rank, position, text
-            for key, rows, columns in program.gains(step, rank):
+            for key, rows, columns in program.gains(instruction, rank):
                 for row in rows:
                     held.setdefault((key, row), set()).update(columns)
 
 
 def _unread(program: Program, rank: int, position: int, key: str, row: int, lacking: set[int]) -> str:
     """Says which later instruction brings the lacking columns."""
-    step, why = program.instructions[rank][position], "nothing brings them"
+    instruction, why = program.instructions[rank][position], "nothing brings them"
     for number, later in enumerate(program.instructions[rank][position:], start=position):
         gains = program.gains(later, rank)
         if any(name == key and row in rows and lacking & set(columns) for name, rows, columns in gains):
             why = f"they come only by instruction {number}, {later}"
             break
-    return f"{step} reads {key} of columns {format_ranks(tuple(sorted(lacking)))}, which are not here: {why}"
+    return f"{instruction} reads {key} of columns {format_ranks(tuple(sorted(lacking)))}, which are not here: {why}"
 
 
 def _weights(program: Program) -> Iterator[Problem]:
@@ -277,28 +281,30 @@ def _weights(program: Program) -> Iterator[Problem]:
 def _early(program: Program, rank: int, number: int, move: Transfer) -> Iterator[Problem]:
     """Weights that move while a call may still use or change them."""
     post = program.instructions[rank].index(Post(number))
-    for position, step in enumerate(program.instructions[rank][post:], start=post):
-        if isinstance(step, Run) and program.workload.workflow.call(step.call).model == move.model:
-            text = f"Post transfer {number} moves the weights of {move.model} before instruction {position}, {step}"
+    for position, instruction in enumerate(program.instructions[rank][post:], start=post):
+        if isinstance(instruction, Run) and program.workload.workflow.call(instruction.call).model == move.model:
+            text = (
+                f"Post transfer {number} moves the weights of {move.model} before instruction {position}, {instruction}"
+            )
             yield rank, post, text
             return
 
 
 def _offloads(program: Program) -> Iterator[Problem]:
     """Calls with offloaded weights run between a Load and an Offload of them."""
-    for rank, steps in enumerate(program.instructions):
+    for rank, instructions in enumerate(program.instructions):
         away = offloaded(program.workload, program.placement, rank)
         loaded: set[str] = set()
-        for position, step in enumerate(steps):
-            if isinstance(step, Load | Offload):
-                if step.model not in away:
-                    yield rank, position, f"{step}: {step.model} does not wait in host memory here"
-                elif (step.model in loaded) == isinstance(step, Load):
-                    yield rank, position, f"{step} comes twice"
-                (loaded.add if isinstance(step, Load) else loaded.discard)(step.model)
-            elif isinstance(step, Run):
-                absent = [model for model, calls in away.items() if step.call in calls and model not in loaded]
-                yield from ((rank, position, f"{step} comes before Load {model}") for model in absent)
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Load | Offload):
+                if instruction.model not in away:
+                    yield rank, position, f"{instruction}: {instruction.model} does not wait in host memory here"
+                elif (instruction.model in loaded) == isinstance(instruction, Load):
+                    yield rank, position, f"{instruction} comes twice"
+                (loaded.add if isinstance(instruction, Load) else loaded.discard)(instruction.model)
+            elif isinstance(instruction, Run):
+                absent = [model for model, calls in away.items() if instruction.call in calls and model not in loaded]
+                yield from ((rank, position, f"{instruction} comes before Load {model}") for model in absent)
         yield from ((rank, None, f"never offloads {model} again") for model in sorted(loaded))
 
 

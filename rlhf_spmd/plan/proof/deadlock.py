@@ -35,10 +35,10 @@ def misorders(program: Program) -> list[Hang]:
 def _misorders(program: Program, communicator: str) -> list[Hang]:
     """If there is one order, removing transfers that come first on all their ranks removes everything."""
     queues: list[deque[tuple[int, int]]] = [deque() for _ in program.instructions]  # position, transfer
-    for queue, steps in zip(queues, program.instructions, strict=True):
-        for position, step in enumerate(steps):
-            if isinstance(step, Post) and program.transfers[step.transfer].communicator == communicator:
-                queue.append((position, step.transfer))
+    for queue, instructions in zip(queues, program.instructions, strict=True):
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Post) and program.transfers[instruction.transfer].communicator == communicator:
+                queue.append((position, instruction.transfer))
     ranks_of = [transfer.ranks for transfer in program.transfers]
 
     def head(rank: int) -> int | None:
@@ -200,51 +200,51 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
     waiters: dict[int, set[int]] = {}  # rank -> ranks that it may release
     while runnable:
         rank = runnable.pop()
-        step = current(rank)
-        if step is None:
+        instruction = current(rank)
+        if instruction is None:
             continue
-        together = program.together(rank, step)
+        together = program.together(rank, instruction)
         if len(together) > 1:
-            here = standing.setdefault(step, set())
+            here = standing.setdefault(instruction, set())
             here.add(rank)
             if len(here) < len(together):
                 continue
-        if in_order and isinstance(step, Wait) and program.moves_weights(step):
-            changed = transfers.chain(step.transfer)
+        if in_order and isinstance(instruction, Wait) and program.moves_weights(instruction):
+            changed = transfers.chain(instruction.transfer)
             runnable |= set().union(*(waiters.pop(one, ()) for one in changed))
-        late = _late(program, rank, step, current, transfers)
+        late = _late(program, rank, instruction, current, transfers)
         if late:
             for peer in late:
                 waiters.setdefault(peer, set()).add(rank)
             continue
-        standing.pop(step, None)
+        standing.pop(instruction, None)
         for member in together:
             position[member] += 1
             runnable.add(member)
-        if isinstance(step, Post):
-            changed = transfers.post(rank, step.transfer)
+        if isinstance(instruction, Post):
+            changed = transfers.post(rank, instruction.transfer)
             runnable |= changed.union(*(waiters.pop(one, ()) for one in changed | {rank}))
-    stuck = [(rank, step) for rank in range(len(lists)) if (step := current(rank)) is not None]
-    return [_deadlock(program, rank, step, current, position, transfers) for rank, step in stuck]
+    stuck = [(rank, instruction) for rank in range(len(lists)) if (instruction := current(rank)) is not None]
+    return [_deadlock(program, rank, instruction, current, position, transfers) for rank, instruction in stuck]
 
 
-def _late(program: Program, rank: int, step: Instruction, current: Current, transfers: _Transfers) -> set[int]:
-    """The ranks for which `step` still waits."""
-    if isinstance(step, Wait) and not program.moves_weights(step):
-        return transfers.missing(rank, step.transfer)
-    late = {member for member in program.together(rank, step) if current(member) != step}
-    if not late and isinstance(step, Wait) and transfers.in_order:
-        return transfers.before_chain(step.transfer)
+def _late(program: Program, rank: int, instruction: Instruction, current: Current, transfers: _Transfers) -> set[int]:
+    """The ranks for which `instruction` still waits."""
+    if isinstance(instruction, Wait) and not program.moves_weights(instruction):
+        return transfers.missing(rank, instruction.transfer)
+    late = {member for member in program.together(rank, instruction) if current(member) != instruction}
+    if not late and isinstance(instruction, Wait) and transfers.in_order:
+        return transfers.before_chain(instruction.transfer)
     return late
 
 
 def _deadlock(
-    program: Program, rank: int, step: Instruction, current: Current, position: list[int], transfers: _Transfers
+    program: Program, rank: int, instruction: Instruction, current: Current, position: list[int], transfers: _Transfers
 ) -> Hang:
     """Says where a rank waits for ever, for which ranks, and where one of these stands."""
-    late = _late(program, rank, step, current, transfers)
+    late = _late(program, rank, instruction, current, transfers)
     peer = min(late, key=lambda r: (current(r) is not None, r))
     there = current(peer)
     where = f"stands at instruction {position[peer]}: {there}" if there is not None else "has ended its list"
-    text = f"{step} waits for ever for ranks {format_ranks(tuple(sorted(late)))}; rank {peer} {where}"
+    text = f"{instruction} waits for ever for ranks {format_ranks(tuple(sorted(late)))}; rank {peer} {where}"
     return rank, position[rank], text

@@ -93,7 +93,11 @@ def waste(program: Program) -> list[Finding]:
         if any(len({program.cluster.node_of(r) for r in layout.tensor_ranks(rank)}) > 1 for rank in layout.ranks):
             text = "tensor-parallel ranks on several nodes exchange activations in every layer; lower tp"
             texts.append(f"{call.name}: {text}")
-    idle = [rank for rank, steps in enumerate(program.instructions) if not any(isinstance(s, Run) for s in steps)]
+    idle = [
+        rank
+        for rank, instructions in enumerate(program.instructions)
+        if not any(isinstance(s, Run) for s in instructions)
+    ]
     if idle:
         texts.append(f"ranks {format_ranks(tuple(idle))} run no call in this placement")
     return [Finding("warning", text) for text in texts]

@@ -89,7 +89,7 @@ def _stages(layout: Layout, num_micro_batches: int) -> str:
         passes = order_of_passes(stage, layout.pp, num_micro_batches, train=True)
         words = " ".join(f"{kind[0].upper()}{index}" for kind, index in passes[:NUM_INSTRUCTIONS])
         more = f" ... {len(passes) - NUM_INSTRUCTIONS} more" if len(passes) > NUM_INSTRUCTIONS else ""
-        ranks = format_ranks(tuple(sorted(rank for rank in layout.ranks if layout.place(rank)[1] == stage)))
+        ranks = format_ranks(tuple(sorted(rank for rank in layout.ranks if layout.coordinates(rank)[1] == stage)))
         lines.append(f"  stage {stage} (ranks {ranks}): {words}{more}")
     return "\n".join(lines)
 
@@ -161,10 +161,10 @@ def show_packed(program: Program) -> str:
 
 def _instructions(program: Program, rank: int) -> str:
     lines = []
-    for position, step in enumerate(program.instructions[rank]):
-        text = str(step)
-        if not isinstance(step, Run) and hasattr(step, "transfer"):
-            text += f": {program.describe(step.transfer)}"
+    for position, instruction in enumerate(program.instructions[rank]):
+        text = str(instruction)
+        if not isinstance(instruction, Run) and hasattr(instruction, "transfer"):
+            text += f": {program.describe(instruction.transfer)}"
         lines.append(f"  {position:4}  {text}")
     if len(lines) > NUM_INSTRUCTIONS:
         half = NUM_INSTRUCTIONS // 2

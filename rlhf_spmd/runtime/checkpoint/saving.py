@@ -20,9 +20,10 @@ from rlhf_spmd.runtime.execute.job import Job
 class Saver:
     """Writes the checkpoints of one run. All ranks call `save` after the same iterations, and `finish` at the end."""
 
-    def __init__(self, job: Job, run: Path, texts: Mapping[str, str]):
-        """run: the run folder. texts: small files that are copied into each checkpoint."""
-        self.job, self.world, self.run, self.root, self.texts = job, job.world, run, run / "checkpoints", dict(texts)
+    def __init__(self, job: Job, folder: Path, texts: Mapping[str, str]):
+        """folder: that of the run. texts: small files that are copied into each checkpoint."""
+        self.job, self.world, self.folder, self.root = job, job.world, folder, folder / "checkpoints"
+        self.texts = dict(texts)
         self.options = job.config.checkpoint
         self.writers = [rank for rank in range(job.world.size) if job.program.trained(rank)]
         self.last: int | None = None  # iterations done at the last `save`
@@ -71,8 +72,8 @@ class Saver:
             self._write(*arguments)
         except Exception as error:  # the main thread reports it
             self._error = files.unwritable(self.root, error) if isinstance(error, OSError) else error
-            if not self.run.is_dir():
-                self._error = files.gone(self.run)
+            if not self.folder.is_dir():
+                self._error = files.gone(self.folder)
         finally:
             self._mine_written.set()
 
@@ -96,7 +97,7 @@ class Saver:
         # a rank that can't write reports it itself, and one that dies ends the job: only a slow disk is left
         written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
         with suppress(FileNotFoundError):  # the metrics of these iterations must survive if their weights do
-            descriptor = os.open(self.run / "metrics.jsonl", os.O_RDONLY)
+            descriptor = os.open(self.folder / "metrics.jsonl", os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
         files.commit(self.root, iteration, written)

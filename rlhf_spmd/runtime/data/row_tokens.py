@@ -108,10 +108,10 @@ def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
         return _read(where, record, reading)
     given: list[dict[str, Any]] = []
 
-    def render(where: str, messages: list[Message], **how: Any) -> str:
+    def render(where: str, messages: list[Message], *, answers: bool = True) -> str:
         if not given:  # not before, because a column beside text may mean something else
             given.append(arguments_of(where, record, reading.template_kwargs))
-        return render_with(where, messages, **given[0], **how)
+        return render_with(where, messages, **given[0], **({} if answers else {"answers": False}))
 
     row = _read(where, record, replace(reading, render=render))
     if row is None or given:

@@ -19,7 +19,7 @@ Needs = tuple[tuple[int, int], ...]  # (rank, position in its instruction list)
 
 
 @dataclass(frozen=True, slots=True)
-class WaitStep:
+class InstructionNeeds:
     """An instruction of one rank. needs: the instructions that must begin before this one can end."""
 
     text: str
@@ -30,13 +30,16 @@ class WaitStep:
 class WaitGraph:
     """The instruction lists of all ranks, [rank][position], with what each instruction waits for."""
 
-    of_rank: tuple[tuple[WaitStep, ...], ...]
+    of_rank: tuple[tuple[InstructionNeeds, ...], ...]
 
     def write(self, folder: Path) -> None:
         """Writes the lists to the run folder, each text once."""
-        texts = {step.text: None for steps in self.of_rank for step in steps}
+        texts = {instruction.text: None for instructions in self.of_rank for instruction in instructions}
         numbers = {text: number for number, text in enumerate(texts)}
-        lists = [[[numbers[step.text], step.needs] for step in steps] for steps in self.of_rank]
+        lists = [
+            [[numbers[instruction.text], instruction.needs] for instruction in instructions]
+            for instructions in self.of_rank
+        ]
         (folder / FOLDER).mkdir(mode=0o750, exist_ok=True)
         (folder / FOLDER / FILE).write_text(
             json.dumps({"texts": list(texts), "ranks": lists}, separators=(",", ":")), encoding="utf-8"
@@ -52,10 +55,10 @@ class WaitGraph:
             return cls(
                 tuple(
                     tuple(
-                        WaitStep(texts[number], tuple((int(rank), int(at)) for rank, at in needs))
-                        for number, needs in steps
+                        InstructionNeeds(texts[number], tuple((int(rank), int(at)) for rank, at in needs))
+                        for number, needs in instructions
                     )
-                    for steps in values["ranks"]
+                    for instructions in values["ranks"]
                 )
             )
         except (ValueError, KeyError, IndexError, TypeError):
@@ -98,8 +101,11 @@ class Divergence:
 def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
     """The ranks that others wait for; None if, according to the program, no rank waits for another."""
     by_rank = {one.rank: one for one in states}
-    steps = [(one, _step(one, graph)) for one in states]
-    missing = {one.rank: late_ranks(step.needs, one.iteration, by_rank) if step else () for one, step in steps}
+    instructions = [(one, _instruction(one, graph)) for one in states]
+    missing = {
+        one.rank: late_ranks(instruction.needs, one.iteration, by_rank) if instruction else ()
+        for one, instruction in instructions
+    }
     troubled = tuple(one.rank for one in states if one.trouble)
     if troubled:
         return _divergence(by_rank, troubled, tuple(rank for rank in by_rank if rank not in troubled), missing, graph)
@@ -121,11 +127,11 @@ def _progress(one: RankState | RankStatus) -> tuple[int, int]:
     return one.iteration, 10**9 if one.position == NOWHERE else one.position
 
 
-def _step(one: RankState, graph: WaitGraph | None) -> WaitStep | None:
+def _instruction(one: RankState, graph: WaitGraph | None) -> InstructionNeeds | None:
     if graph is None or one.position == NOWHERE or one.rank >= len(graph.of_rank):
         return None
-    steps = graph.of_rank[one.rank]
-    return steps[one.position] if one.position < len(steps) else None
+    instructions = graph.of_rank[one.rank]
+    return instructions[one.position] if one.position < len(instructions) else None
 
 
 def _cycle(missing: Mapping[int, Sequence[int]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
@@ -167,7 +173,7 @@ def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Diverg
     by_text: dict[str, list[RankState]] = {}
     for one in states:
         by_text.setdefault(one.text, []).append(one)
-    if len(by_text) == 1 and (graph is None or all(_step(one, graph) is None for one in states)):
+    if len(by_text) == 1 and (graph is None or all(_instruction(one, graph) is None for one in states)):
         return None
     groups = sorted(by_text.values(), key=lambda group: (len(group), -group[0].rank))
     if len(groups) == 1:

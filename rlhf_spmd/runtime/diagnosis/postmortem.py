@@ -49,20 +49,20 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
     return rank, share
 
 
-def check_is_folder(run: Path) -> None:
+def check_is_folder(folder: Path) -> None:
     """Raises UserError if what a command names as a run folder is no folder."""
-    if not is_folder(run):
-        why = why_no_file(run)
+    if not is_folder(folder):
+        why = why_no_file(folder)
         why = why if why.startswith("can't") else "is not a folder"
-        raise UserError(f"{run} {why}; give the run folder that train printed")
+        raise UserError(f"{folder} {why}; give the run folder that train printed")
 
 
-def records_of(run: Path) -> list[Record]:
+def records_of(folder: Path) -> list[Record]:
     """The flight records of a run folder, by rank. Raises UserError if there are none."""
-    check_is_folder(run)
-    records = read_records(run)
+    check_is_folder(folder)
+    records = read_records(folder)
     if not records:
-        raise UserError(f"{run} has no flight records; `train` writes them after it has created its run folder")
+        raise UserError(f"{folder} has no flight records; `train` writes them after it has created its run folder")
     return records
 
 

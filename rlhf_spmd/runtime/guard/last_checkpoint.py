@@ -37,26 +37,28 @@ def number_of(folder: Path) -> int:
     return int(found[1])
 
 
-def newest_checkpoint(run: str | Path) -> Path | None:
+def newest_checkpoint(folder: str | Path) -> Path | None:
     """The newest complete checkpoint of a run folder, from which `--resume` continues."""
-    folders = complete_checkpoints(Path(run) / "checkpoints")
+    folders = complete_checkpoints(Path(folder) / "checkpoints")
     return folders[-1] if folders else None
 
 
-def resume_command(run: str | Path, num_ranks: int) -> str:
+def resume_command(folder: str | Path, num_ranks: int) -> str:
     """The command that resumes a run."""
     launcher = f"mpirun -n {num_ranks} " if num_ranks > 1 else ""
-    return f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(str(run))}"
+    return f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(str(folder))}"
 
 
-def resume_hint(run: str, num_ranks: int) -> str:
+def resume_hint(folder: str, num_ranks: int) -> str:
     """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
-    if not run:
+    if not folder:
         return ""
     try:
-        newest = newest_checkpoint(run)
+        newest = newest_checkpoint(folder)
     except OSError as error:  # e.g. too many open files; it must not hide the error that is reported
-        return f"Its checkpoints can't be listed here ({error.strerror}); resume with: {resume_command(run, num_ranks)}"
+        return (
+            f"Its checkpoints can't be listed here ({error.strerror}); resume with: {resume_command(folder, num_ranks)}"
+        )
     if newest is None:
-        return f"There is no complete checkpoint in {run}."
-    return f"The newest complete checkpoint is {newest}; resume with: {resume_command(run, num_ranks)}"
+        return f"There is no complete checkpoint in {folder}."
+    return f"The newest complete checkpoint is {newest}; resume with: {resume_command(folder, num_ranks)}"

@@ -191,26 +191,26 @@ def _run_of(memory: bytes | mmap.mmap) -> str:
     return os.fsdecode(path.rstrip(b"\0"))
 
 
-def file_of(run: str | Path, rank: int) -> Path:
+def file_of(folder: str | Path, rank: int) -> Path:
     """The file of a rank's record."""
-    return Path(run) / FOLDER / f"rank-{rank:04d}.bin"
+    return Path(folder) / FOLDER / f"rank-{rank:04d}.bin"
 
 
-def read_records(run: str | Path) -> list[Record]:
+def read_records(folder: str | Path) -> list[Record]:
     """The records of a run folder, by rank; what is none is left out. Raises OSError and UserError for what can't be
     read."""
     records = []
-    for path in paths_in(Path(run) / FOLDER, "rank-*.bin"):
+    for path in paths_in(Path(folder) / FOLDER, "rank-*.bin"):
         with suppress(FileNotFoundError):
             records.append(parse(read_bytes(path)))
     return [record for record in records if record is not None]
 
 
-def keep_message(run: str, text: str) -> None:
+def keep_message(folder: str, text: str) -> None:
     """Stores the error message of a failed job for a postmortem; only the first one is kept."""
-    if not run:
+    if not folder:
         return
-    path = Path(run) / FOLDER / MESSAGE
+    path = Path(folder) / FOLDER / MESSAGE
     try:
         with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(printable(text) + "\n")
@@ -221,18 +221,18 @@ def keep_message(run: str, text: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_message(run: str | Path) -> str | None:
+def read_message(folder: str | Path) -> str | None:
     """The error message of a failed job; None if there is none. Raises OSError if it can't be read."""
     try:
-        return read_bytes(Path(run) / FOLDER / MESSAGE).decode(errors="replace").rstrip()
+        return read_bytes(Path(folder) / FOLDER / MESSAGE).decode(errors="replace").rstrip()
     except FileNotFoundError:
         return None
 
 
-def forget(run: str | Path, num_ranks: int) -> None:
+def forget(folder: str | Path, num_ranks: int) -> None:
     """Removes files of an earlier part of this run that a new part with `num_ranks` ranks will not overwrite."""
-    (Path(run) / FOLDER / MESSAGE).unlink(missing_ok=True)
-    kept = {file_of(run, rank) for rank in range(num_ranks)}
-    for path in (Path(run) / FOLDER).glob("rank-*.bin"):
+    (Path(folder) / FOLDER / MESSAGE).unlink(missing_ok=True)
+    kept = {file_of(folder, rank) for rank in range(num_ranks)}
+    for path in (Path(folder) / FOLDER).glob("rank-*.bin"):
         if path not in kept:
             path.unlink()

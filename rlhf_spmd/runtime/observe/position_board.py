@@ -72,12 +72,12 @@ class Board:
         self.turn = node if self.shared else rank
         self.post(b"", NOWHERE, NOWHERE)
 
-    def post(self, position: bytes, iteration: int, place: int) -> None:
-        """Publishes that this rank begins `position`, the instruction at `place` of its list."""
-        text = position[: SLOT_BYTES - TEXT_AT]
+    def post(self, where: bytes, iteration: int, position: int) -> None:
+        """Publishes that this rank begins `where`, the instruction at `position` of its list."""
+        text = where[: SLOT_BYTES - TEXT_AT]
         start = SLOT_BYTES * self.slots[self.rank]
         self.memory[start + TEXT_AT : start + TEXT_AT + len(text)] = text
-        LENGTH.pack_into(self.memory, start, len(text), iteration, place)
+        LENGTH.pack_into(self.memory, start, len(text), iteration, position)
         if self.store is not None:
             self.store.set(f"at/{self.rank}", self._slot(self.rank))
 
@@ -117,10 +117,10 @@ class Board:
             return False
         if self.num_nodes == 1 and self.shared:
             return True
-        place = None if self.store is None else self._ask(lambda: self.store.add("claim", 1))
-        if place is None:
+        number = None if self.store is None else self._ask(lambda: self.store.add("claim", 1))
+        if number is None:
             time.sleep(TURN_S * self.turn)
-        return place in (None, 1)
+        return number in (None, 1)
 
     def first_to_say(self, text: str) -> bool:
         """Whether no rank of this node has said this text. Behind the claim, the first slot has its hashes."""

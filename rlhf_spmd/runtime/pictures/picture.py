@@ -30,11 +30,21 @@ class Area:
     bottom: float
     height: float
 
-    def text(self, x: float, y: float, words: str, *, size: float = TEXT, colour: str = INK, **options: Any) -> None:
-        """Writes words at x from the left and y from the top."""
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float = TEXT,
+        colour: str = INK,
+        fontweight: str = "normal",
+        ha: str = "left",
+    ) -> None:
+        """Writes words at x from the left and y from the top. ha: which side of the words is at x."""
         width, height = self.figure.get_size_inches()
         at = x / width, (self.bottom + self.height - y) / height
-        self.figure.text(*at, words, fontsize=size, color=colour, **({"va": "center"} | options))
+        self.figure.text(*at, words, fontsize=size, color=colour, fontweight=fontweight, ha=ha, va="center")
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
         """Axes whose corner is at left and top."""

@@ -83,7 +83,7 @@ def _draw_boxes(axes: Axes, row: int, layout: Layout, style: Style, edge: float)
     """A cell for each rank; white edges between copies, thin ones between the ranks of a copy."""
     owner = {rank: layout.dp_index(rank) for rank in layout.ranks}
     for rank in layout.ranks:
-        _, stage, _ = layout.place(rank)
+        _, stage, _ = layout.coordinates(rank)
         colour = mix(style.colour, "#ffffff", min(0.6, 0.35 * stage))
         axes.broken_barh([(rank, 1)], (row + 0.08, 0.84), facecolor=colour, linewidth=0, zorder=2)
     for left, right in pairwise(sorted(layout.ranks)):

@@ -193,9 +193,9 @@ class _Stack:
         """Adds a timeline. heading: its title and facts, with their x; starts: of iterations, marked by lines."""
 
         def part(area: Area) -> None:
-            looks: tuple[dict[str, Any], ...] = {"fontweight": "bold"}, {"colour": FAINT_INK}
-            for (x, words), look in zip(heading, looks, strict=False):
-                area.text(x, 0.17, words, **look)
+            looks = ("bold", INK), ("normal", FAINT_INK)
+            for (x, words), (weight, colour) in zip(heading, looks, strict=False):
+                area.text(x, 0.17, words, fontweight=weight, colour=colour)
             axes = self._lanes(area, number, top)
             for iteration, x in sorted(starts.items()):
                 axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7, clip_on=False)

@@ -33,15 +33,15 @@ def read_rows(path: Path) -> list[Row]:
     return [row for _, row in numbered_values(path) if isinstance(row, dict)]
 
 
-def read_config(run: Path) -> Row:
+def read_config(folder: Path) -> Row:
     """The options of a run; none if they are not there or are no JSON. Raises OSError and UserError."""
-    return json_object(run / CONFIG)
+    return json_object(folder / CONFIG)
 
 
-def reported(run: Path, config: Row) -> Reported:
+def reported(folder: Path, config: Row) -> Reported:
     """What a run wrote of its algorithm and strategy; of runs of earlier versions, whose algorithm comes with the
     package, what its page says. Raises OSError and UserError."""
-    about, name = json_object(run / PROGRAM), config.get("algorithm", "ppo")
+    about, name = json_object(folder / PROGRAM), config.get("algorithm", "ppo")
     strategy, title, headlines = (about.get(key) for key in ("strategy", "algorithm", "headlines"))
     strategy = strategy if isinstance(strategy, str) else ""
     if isinstance(title, str) and isinstance(headlines, list):

@@ -90,7 +90,7 @@ FIRST = ("response_length",)  # curves that are always shown, after those that t
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFiles:
     """What a run folder holds."""
 
     path: Path
@@ -116,7 +116,7 @@ class Run:
         return [path for path in paths_in(self.path, "*") if is_file(path / "config.json")]
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> RunFiles:
     """Raises UserError if it is no run folder, and OSError if it can't be read."""
     check_is_folder(path)
     if why := why_no_file(path / CONFIG):
@@ -127,10 +127,10 @@ def read(path: Path) -> Run:
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
     files = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
-    return Run(path, config, reported(path, config), *files)
+    return RunFiles(path, config, reported(path, config), *files)
 
 
-def page(runs: Sequence[Run], title: str) -> str:
+def page(runs: Sequence[RunFiles], title: str) -> str:
     """The whole page."""
     made_by = {folder.resolve(): number for number, run in enumerate(runs) for folder in run.written}
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
@@ -138,7 +138,7 @@ def page(runs: Sequence[Run], title: str) -> str:
     return printable(template.render(title=title, runs=runs, made_by=made_by, style=STYLE, legend=LEGEND, **functions))
 
 
-def ends(run: Run) -> dict[str, tuple[float, float]]:
+def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
     """The first and the last value of what an algorithm reports, on held-out data where it has an evaluation."""
     found = {}
     for name in (*run.about.headlines, *_scores(run)):
@@ -148,7 +148,7 @@ def ends(run: Run) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: RunFiles) -> float:
     """Of iterations and evaluations."""
     times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
     return sum(y for _, y in finite_points([(0, one) for one in times]))
@@ -162,12 +162,12 @@ def _place(folder: str) -> Path | None:
         return None
 
 
-def _scores(run: Run) -> list[str]:
+def _scores(run: RunFiles) -> list[str]:
     """The metrics of an evaluation that scores responses."""
     return [name for name in dict.fromkeys(name for row in run.evaluations for name in row) if "@" in name]
 
 
-def _curves(run: Run) -> tuple[Markup, Markup]:
+def _curves(run: RunFiles) -> tuple[Markup, Markup]:
     """The curves of what is reported, of evaluations and lengths; and those of all other metrics."""
     pictures: dict[str, str] = {}
     for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):

@@ -136,17 +136,17 @@ def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dic
     for call in workflow.calls:
         for rank, mine in enumerate(spans):
             taken = [span for span in mine if span.category == "compute" and span.name == call.name]
-            runs = [step for step in program.instructions[rank] if isinstance(step, Run) and step.call == call.name]
+            runs = [run for run in program.instructions[rank] if isinstance(run, Run) and run.call == call.name]
             if runs and not isinstance(call, Compute) and is_pipelined(call, program.layout_of(runs[0])):
                 of_rank[call.name, rank] = sum(span.end_s - span.start_s for span in taken)
             else:  # a full recorder has dropped the first spans
                 pairs += [(rank, *pair) for pair in zip(runs[len(runs) - len(taken) :], taken, strict=True)]
     came_s: dict[Run, float] = {}
-    for _, step, span in pairs:
-        came_s[step] = max(came_s.get(step, span.start_s), span.start_s)
-    for rank, step, span in pairs:
-        begin_s = span.start_s if step.group is None else came_s[step]
-        of_rank[step.call, rank] = of_rank.get((step.call, rank), 0.0) + max(span.end_s - begin_s, 0.0)
+    for _, run, span in pairs:
+        came_s[run] = max(came_s.get(run, span.start_s), span.start_s)
+    for rank, run, span in pairs:
+        begin_s = span.start_s if run.group is None else came_s[run]
+        of_rank[run.call, rank] = of_rank.get((run.call, rank), 0.0) + max(span.end_s - begin_s, 0.0)
     whole_s = max(span.end_s for mine in spans for span in mine) - min(span.start_s for mine in spans for span in mine)
     calls = {call.name: max(s for (name, _), s in of_rank.items() if name == call.name) for call in workflow.calls}
     return calls | {WHOLE: whole_s}

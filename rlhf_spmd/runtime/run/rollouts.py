@@ -37,10 +37,10 @@ NUMBER = np.dtype([("name", "<u4"), ("row", "<u4"), ("value", "<f8")])  # one nu
 class Rollouts:
     """Writes the samples of a run's iterations or evaluations. All ranks call `write` after the same ones."""
 
-    def __init__(self, job: Job, run: Path, kind: str = "iteration"):
-        """run: the run folder. kind: `iteration`, or `evaluation`, of which all are written. Raises UserError if
+    def __init__(self, job: Job, folder: Path, kind: str = "iteration"):
+        """folder: that of the run. kind: `iteration`, or `evaluation`, of which all are written. Raises UserError if
         Parquet files are wanted and pyarrow is missing."""
-        self.job, self.root, self.kind = job, run / FOLDER, kind
+        self.job, self.root, self.kind = job, folder / FOLDER, kind
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
         self.call = _call_with_rows(job.program)
         self.types: Mapping[str, Any] = {}
@@ -148,12 +148,12 @@ class Rollouts:
             yield row, record
 
 
-def forget(run: Path, num_iterations: int) -> None:
+def forget(folder: Path, num_iterations: int) -> None:
     """Deletes what a resumed run computes again after so many iterations."""
-    for folder in (run / FOLDER).glob("*-*"):
-        kind, _, number = folder.name.partition("-")
+    for part in (folder / FOLDER).glob("*-*"):
+        kind, _, number = part.name.partition("-")
         if number.isdigit() and int(number) >= num_iterations + (kind == "evaluation"):
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def _call_with_rows(program: Program) -> ModelCall:

@@ -335,12 +335,12 @@ class World:
 
     # Positions and late ranks
 
-    def progress(self, position: str, iteration: int = NOWHERE, place: int = NOWHERE) -> None:
+    def progress(self, where: str, iteration: int = NOWHERE, position: int = NOWHERE) -> None:
         """Publishes this rank's position before it may block: a text that is the same on every rank that meets there,
         and the index in this rank's instruction list. Takes a few microseconds."""
-        text = position.encode()
-        self.board.post(text, iteration, place)
-        self.flight.begin(text, iteration, place)
+        text = where.encode()
+        self.board.post(text, iteration, position)
+        self.flight.begin(text, iteration, position)
         if self._device_bytes is not None:  # not in the watch, which would block on a lock that a hung rank holds
             self.flight.set_device_bytes(self._device_bytes())
 
@@ -354,12 +354,12 @@ class World:
         _, self.watch.graph = self._wait_graphs[id(program)]
         self.flight.describe(num_instructions=len(program.instructions[self.rank]))
 
-    def keep_records(self, run: str | Path) -> None:
+    def keep_records(self, folder: str | Path) -> None:
         """From now on the flight records and instruction lists are written to this run folder; call it on all ranks."""
         if self.rank == 0 and self.watch.graph is not None:
-            forget(run, self.size)
-            self.watch.graph.write(Path(run))
-        self.flight.describe(run=str(Path(run).absolute()))
+            forget(folder, self.size)
+            self.watch.graph.write(Path(folder))
+        self.flight.describe(run=str(Path(folder).absolute()))
 
     def _note(self, what: str) -> None:
         """Records an action of this rank outside its instructions, or within one."""

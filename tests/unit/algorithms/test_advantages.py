@@ -1,8 +1,8 @@
 """The numeric rules of PPO, one test or more per row (the row numbers are those of the project's rule table).
 
-Here: scores, rewards, KL, advantages, whitening. Losses are in test_losses.py, masks and parity in test_masks.py, what
-changes between steps and iterations in test_controllers.py, whole training steps in test_slow_ppo.py, the order of
-rollouts in test_order.py, random numbers in test_philox.py.
+Here: scores, rewards, KL, advantages, whitening. Losses are in test_losses.py, masks in test_masks.py, parity in
+test_logprob_parity.py, what changes between steps and iterations in test_controllers.py, whole training steps in
+test_slow_ppo.py, the order of rollouts in test_training_order.py, random numbers in test_philox.py.
 """
 
 import pytest

@@ -6,7 +6,7 @@ import sys
 import time
 
 from tests.run_mpi import REPOSITORY
-from tests.unit.runtime.rewards.test_reward_workers import is_alive
+from tests.unit.runtime.rewards.test_workers import is_alive
 
 PROGRAM = """
 import json, os, psutil

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.coverage_rules import coverage_problems
 from tests.import_rules import (
     LONG_FILE,
     MAX_FILES,
@@ -29,6 +30,10 @@ def test_this_repository():
     assert problems_of(ROOT) == []
     if found := long_files(ROOT):
         warnings.warn(f"is each of these one story? {found}", stacklevel=1)
+
+
+def test_every_module_of_this_repository_has_a_test_file():
+    assert list(coverage_problems(ROOT)) == []
 
 
 def test_large_folders_and_loose_files():
@@ -316,6 +321,9 @@ OFFENCES = [
     ("bench/rows.py", "subprocess.run(command, text=True)", "run without an encoding"),
     ("tests/unit/test_x.py", "path.read_text()", "read_text without an encoding"),
     (WORLD, "path.read_text(encoding='utf-8').splitlines()", 'split at "\\n"'),
+    # words
+    (WORLD, "def f(step: Run | None):\n    pass", "a parameter of the type Run | None is named run, not step"),
+    ("kernels/philox.py", "def f(*, run: Path):\n    pass", "a parameter run is of the type Run or RunFiles, not Path"),
     # sizes
     ("strategies/flattening.py", LONG, "at most 80"),
     ("bench/forecast/scan.py", LONG, "at most 80"),
@@ -340,3 +348,44 @@ def test_an_offence_is_found(tmp_path, name, source, problem):
     found = problems_of(tmp_path)
     assert any(problem in line and line.startswith(name) for line in found), found
     assert all(line.startswith(name) or "a circle of imports" in line for line in found), found
+
+
+MODULES = ("rlhf_spmd/plan/a.py", "rlhf_spmd/plan/b.py", "rlhf_spmd/verbs/run.py", "strategies/page.py")
+COVERED = {
+    **dict.fromkeys(MODULES, ""),
+    **{f"{folder}/__init__.py": "" for folder in ("rlhf_spmd", "rlhf_spmd/plan", "rlhf_spmd/verbs", "strategies")},
+    "rlhf_spmd/__main__.py": "from rlhf_spmd.verbs import run\n",
+    "rlhf_spmd/plan/a.py": "from rlhf_spmd.plan import b\n",
+    "tests/helper.py": "from rlhf_spmd.plan import a\n",
+    "tests/unit/plan/test_a.py": "from tests import helper\n",
+    "tests/e2e/test_run.py": "start('rlhf_spmd', 'run', '--strategy=page')\n",
+}
+LINES = {"unit/plan/test_a.py": ("plan.b",), "e2e/test_run.py": ("__main__", "strategies.page")}
+
+
+@pytest.mark.parametrize(
+    ("files", "lines", "problem"),
+    [
+        ({}, LINES, None),
+        (
+            {"rlhf_spmd/plan/c.py": ""},
+            LINES,
+            "plan/c.py: has no test file tests/unit/plan/test_c.py",
+        ),
+        ({"tests/unit/plan/test_a.py": '"""rlhf_spmd.plan.a"""'}, LINES, "plan/a.py: has no test file"),
+        (
+            {"tests/unit/plan/test_b.py": "import rlhf_spmd.plan.b"},
+            LINES,
+            "plan/b.py: has the test file unit/plan",
+        ),
+        ({"rlhf_spmd/plan/a.py": ""}, LINES, "plan/b.py: tests/unit/plan/test_a.py of COVERS neither imports nor runs"),
+        ({"tests/e2e/test_run.py": "start('rlhf_spmd', 'page')"}, LINES, "verbs/run.py: has no test file"),
+        ({}, LINES | {"unit/test_b.py": ("plan.b",)}, "plan/b.py: tests/unit/test_b.py of COVERS does not exist"),
+        ({}, LINES | {"unit/test_x.py": ("plan.x",)}, "COVERS names rlhf_spmd.plan.x"),
+        ({"tests/unit/nowhere/test_x.py": ""}, LINES, "tests/unit/nowhere/test_x.py: there is no room nowhere"),
+    ],
+)
+def test_a_module_without_its_test_file_is_found(files, lines, problem, tmp_path):
+    write_tree(tmp_path, COVERED | files)
+    found = list(coverage_problems(tmp_path, lines))
+    assert (found == []) if problem is None else any(problem in line for line in found), found

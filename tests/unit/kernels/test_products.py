@@ -15,7 +15,6 @@ from rlhf_spmd.kernels import products
 from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, Choice, packed, product, product_in, rows_for, use
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.hf import load_model, save_state
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
@@ -138,24 +137,6 @@ def test_generation_packs_and_draws_the_same_bits(dtype):
     assert (again - logprobs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
 
 
-def test_half_precision_joins_where_weights_lie(tmp_path):
-    """Of a model that is initialised, and of one that is loaded."""
-    made = small(torch.bfloat16)
-    save_state(made.state_dict(), made.config, "lm", tmp_path)
-    loaded = load_model(tmp_path, head="lm", dtype=torch.bfloat16)
-    for model in (made, loaded):
-        joined = Copies(model).joined
-        for layer in model.layers.values():
-            qkv, attention = joined.qkv[layer.self_attn.layer][0], layer.self_attn
-            parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-            assert torch.equal(qkv, torch.cat(parts)) and qkv.data_ptr() == parts[0].data_ptr()
-            gate_up, parts = joined.gate_up[layer.mlp.layer][0], [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
-            assert torch.equal(gate_up, torch.cat(parts)) and gate_up.data_ptr() == parts[0].data_ptr()
-    assert Copies(small(torch.float32)).joined is None
-    loaded.layers["1"].mlp.up_proj.weight.data = parts[1].clone()
-    assert Copies(loaded).joined is None  # that would take a copy
-
-
 def test_onednn_gets_few_numbers_of_rows(monkeypatch):
     """A pass is padded once, at its beginning, which changes its results by rounding only."""
     if ("onednn", "float32") not in CASES:
@@ -224,6 +205,32 @@ def test_what_packing_must_earn():
     assert Copies(model.float(), num_rows=2, num_steps=50).joined is None
 
 
+def test_what_cannot_be_had_does_not_exist(monkeypatch):
+    """An operator that raises, and one that computes something else."""
+
+    def raises(*_):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    for multiply in (raises, lambda self, x_NI, weight, bias: F.linear(x_NI, torch.ones(40, 48), bias)):
+        monkeypatch.setattr(products.OneDNN, "multiply", multiply)
+        assert not LIBRARIES["onednn"].exists(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_use_linear(dtype):
+    use({"float32": Choice("onednn")})
+    x, weight = tensors(dtype, (3, 8), (5, 8))
+    assert torch.equal(product(x, weight), F.linear(x, weight))
+    tokens_N = torch.tensor([1, 4, 0])
+    assert torch.isfinite(token_logprobs(x, weight, tokens_N)).all()
+
+
+def test_only_one_file_calls_the_private_operators():
+    """They have no derivative."""
+    found = [module for module, path in modules_of(ROOT).items() if "ops.mkl" in path.read_text(encoding="utf-8")]
+    assert found == ["rlhf_spmd.kernels.products"]
+
+
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_copies_take_the_bytes_of_the_forecast(name, dtype):
     """As this process grows."""
@@ -251,29 +258,3 @@ def resident_bytes() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would be taken again
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_what_cannot_be_had_does_not_exist(monkeypatch):
-    """An operator that raises, and one that computes something else."""
-
-    def raises(*_):
-        raise RuntimeError("could not create a primitive descriptor")
-
-    for multiply in (raises, lambda self, x_NI, weight, bias: F.linear(x_NI, torch.ones(40, 48), bias)):
-        monkeypatch.setattr(products.OneDNN, "multiply", multiply)
-        assert not LIBRARIES["onednn"].exists(torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_use_linear(dtype):
-    use({"float32": Choice("onednn")})
-    x, weight = tensors(dtype, (3, 8), (5, 8))
-    assert torch.equal(product(x, weight), F.linear(x, weight))
-    tokens_N = torch.tensor([1, 4, 0])
-    assert torch.isfinite(token_logprobs(x, weight, tokens_N)).all()
-
-
-def test_only_one_file_calls_the_private_operators():
-    """They have no derivative."""
-    found = [module for module, path in modules_of(ROOT).items() if "ops.mkl" in path.read_text(encoding="utf-8")]
-    assert found == ["rlhf_spmd.kernels.products"]

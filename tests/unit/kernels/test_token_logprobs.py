@@ -1,6 +1,6 @@
 """Logprobs from hidden states in chunks of the vocabulary, against the twin that holds all logits, with gradients.
 
-The slices of tensor parallelism are in tests/mpi/test_parallel_model.py.
+The slices of tensor parallelism are in tests/mpi/test_parallel.py.
 """
 
 # N tokens, D hidden, V vocabulary, K kept tokens

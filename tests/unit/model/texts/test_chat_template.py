@@ -2,14 +2,11 @@
 
 import inspect
 import json
-import time
-from datetime import datetime
 
 import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
-from rlhf_spmd.model.texts.template_time import checked_time, format_time, time_of_start
 from rlhf_spmd.pages.option_values import RESERVED
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from tests.folders import write_model
@@ -87,30 +84,6 @@ def test_tools_arguments_and_messages_reach_it_as_in_transformers(folder, tmp_pa
     assert made.remarks({}) == ()
 
 
-def test_every_template_writes_the_time_of_the_start(folder, tmp_path):
-    """Also two at a time with one text, which share their environment in transformers."""
-    text = "{{ strftime_now('%d %b %Y %H:%M:%S.%f %j %%s %Z') }}"
-    one, other = (template(folder, tmp_path, text, started) for started in (STARTED, "2025-01-01T00:00:00"))
-    for _ in range(2):
-        assert one.render("here", CHAT) == "03 Feb 2026 23:59:58.000007 034 %s "
-        assert other.render("here", CHAT) == "01 Jan 2025 00:00:00.000000 001 %s "
-    assert (one.written_at, other.written_at) == (STARTED, "2025-01-01T00:00:00")
-
-
-def test_the_time_zone_of_a_host_does_not_matter(monkeypatch):
-    moment, seen = datetime.fromisoformat(STARTED), set()
-    for zone in ("UTC", "Asia/Tokyo", "XYZ+11"):
-        monkeypatch.setenv("TZ", zone)
-        time.tzset()
-        seen.add(format_time(STARTED, "%s %c %Z %z"))
-        assert checked_time(time_of_start(), "here") and moment.tzinfo
-    monkeypatch.undo()
-    time.tzset()
-    assert seen == {f"{int(moment.timestamp())} Tue Feb  3 23:59:58 2026  "}
-    with pytest.raises(UserError, match=r"runs/a: 'yesterday' is no time of a start, such as '20.*; restore it"):
-        checked_time("yesterday", "runs/a")
-
-
 def test_what_is_given_in_vain_is_told(folder, tmp_path):
     made = template(folder, tmp_path, ALL)
     made.render("here", CHAT, chat_template_kwargs={"enable_thinkin": False})
@@ -145,3 +118,13 @@ def test_what_is_missing_is_told(folder, tmp_path):
     for text, why in refused.items():
         with pytest.raises(UserError, match=rf"line 1: the chat template does not take .*: {why}"):
             template(folder, tmp_path, text).render("p.jsonl, line 1", CHAT)
+
+
+def test_every_template_writes_the_time_of_the_start(folder, tmp_path):
+    """Also two at a time with one text, which share their environment in transformers."""
+    text = "{{ strftime_now('%d %b %Y %H:%M:%S.%f %j %%s %Z') }}"
+    one, other = (template(folder, tmp_path, text, started) for started in (STARTED, "2025-01-01T00:00:00"))
+    for _ in range(2):
+        assert one.render("here", CHAT) == "03 Feb 2026 23:59:58.000007 034 %s "
+        assert other.render("here", CHAT) == "01 Jan 2025 00:00:00.000000 001 %s "
+    assert (one.written_at, other.written_at) == (STARTED, "2025-01-01T00:00:00")

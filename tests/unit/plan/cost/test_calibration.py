@@ -1,18 +1,9 @@
-"""Tables of a calibration: curves between and beyond what was measured, files there and back, files that are wrong."""
+"""Tables of a calibration: curves between and beyond what was measured, and the link that a ring fits."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import (
-    SHIPPED,
-    check_out,
-    load_calibration,
-    read_calibration,
-    write_calibration,
-)
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured, fit_link
 from rlhf_spmd.plan.cost.seconds import all_gather_s
 from rlhf_spmd.plan.workload import ModelShape
@@ -60,69 +51,6 @@ def test_a_table_is_of_a_shape_whatever_its_layers():
     assert device.table(replace(SHAPE, num_layers=12), 4, 2) is None
     assert device.table(SHAPE, 1, 4) is None
     assert device.table(replace(SHAPE, scalar_head=True), 1, 2) is None
-
-
-def test_a_file_comes_back_as_it_was(tmp_path):
-    path = str(tmp_path / "mine.json")
-    drawn = table(prefill=table().forward, decode=table().forward.tables[0], ends=line(1e-3))
-    for one in (calibration(), calibration(table(), replace(drawn, tp=2))):
-        write_calibration(one, path)
-        assert read_calibration(path) == one
-    assert max(map(len, (tmp_path / "mine.json").read_text(encoding="utf-8").splitlines())) < 120
-
-
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
-def test_what_is_shipped_can_be_read(path):
-    found = load_calibration(path.stem)
-    assert found.name == path.stem and found.provenance
-    assert len({(one.shape, one.tp, one.param_bytes) for d in found.devices.values() for one in d.measured}) == sum(
-        len(device.measured) for device in found.devices.values()
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda file: file.update(version=7), "version 7"),
-        (lambda file: file["devices"]["cpu"].update(speed=1), "devices.cpu.speed"),
-        (lambda file: first(file)["forward"].pop("tables"), r"measured\.0\.forward\.tables"),
-        (lambda file: first(file)["forward"]["tables"].pop(), "1 tables are for lengths"),
-        (lambda file: first(file)["update"]["seconds"].pop(), "2 amounts, but 1 seconds"),
-        (lambda file: first(file)["update"].update(amounts=[2.0, 1.0]), "at least two amounts that ascend"),
-        (lambda file: first(file)["update"].update(amounts=[2.0], seconds=[1.0]), "at least two amounts"),
-        (lambda file: first(file)["update"].update(seconds=[-1.0, 1.0]), r"update\.seconds\.0"),
-        (lambda file: first(file)["shape"].pop("hidden_size"), r"shape\.hidden_size"),
-    ],
-)
-def test_a_bad_file_is_one_message(tmp_path, change, says):
-    path = tmp_path / "mine.json"
-    write_calibration(calibration(table()), str(path))
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(UserError, match=rf"mine\.json.*{says}") as error:
-        read_calibration(str(path))
-    assert "\n" not in str(error.value)
-
-
-def first(file: dict) -> dict:
-    return file["devices"]["cpu"]["measured"][0]
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match=r"unknown calibration 'a100-80' \(did you mean 'a100-80g'\?\)"):
-        load_calibration("a100-80")
-    with pytest.raises(UserError, match="does not know devices of type a100-80g, only cpu"):
-        calibration().require("a100-80g")
-
-
-def test_where_a_calibration_may_be_written(tmp_path):
-    check_out(str(tmp_path / "mine.json"))
-    (tmp_path / "mine.json").touch()
-    check_out(str(tmp_path / "mine.json"), overwrite=True)
-    for path, says in (("mine.json", "exists"), ("mine.txt", r"\.json"), ("no/mine.json", "cannot be written")):
-        with pytest.raises(UserError, match=says):
-            check_out(str(tmp_path / path))
 
 
 def test_the_link_of_a_ring_is_found():

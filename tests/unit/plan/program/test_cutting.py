@@ -10,7 +10,7 @@ from rlhf_spmd.model.sequences import Sequences, forward, lengths_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.shard import Shard
-from tests.unit.model.test_packed import place
+from tests.unit.model.test_attention import place
 
 LARGEST_WASTE = 1.05  # tokens computed / real tokens
 

@@ -1,14 +1,10 @@
-"""Metrics of evaluations against enumeration, and the program of an evaluation under every strategy."""
+"""The program of an evaluation under every strategy, its options and its memory."""
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
 from rlhf_spmd.config.options import Evaluation, evaluated, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
@@ -18,43 +14,9 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.runtime.execute.response_hashes import ROW
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluator
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(n):
-    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        subsets = list(itertools.combinations([index < c for index in range(n)], k))
-        assert pass_at(k, n, c) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_metrics_of_several_samples():
-    scores = [[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
-    found = measure(scores, right_at=0.5)
-    assert list(found) == metric_names(4) == ["mean@4", "best@4", "pass@1", "pass@2", "pass@4"]
-    expected = {"mean@4": 0.1875, "best@4": 0.5, "pass@1": 0.25, "pass@2": (1 - 1 / 6) / 2, "pass@4": 0.5}
-    assert found == pytest.approx(expected)
-    assert metric_names(1) == list(measure([[2.0]], 1.0)) == ["mean@1", "pass@1"]
-    assert metric_names(6) == ["mean@6", "best@6", "pass@1", "pass@2", "pass@4", "pass@6"]
-
-
-def test_sources_are_told_apart_if_there_are_several():
-    scores = [[1.0], [0.0], [1.0]]
-    found = measure_by_source(scores, ["b", "a", "b"], 1.0)
-    assert found["mean@1"] == pytest.approx(2 / 3)
-    assert (found["mean@1/a"], found["mean@1/b"], found["pass@1/b"]) == (0.0, 1.0, 1.0)
-    assert set(measure_by_source(scores, ["a"] * 3, 1.0)) == {"mean@1", "pass@1"}
-
-
-def test_the_first_of_equal_rows_is_the_best():
-    rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
-    assert best_row(rows, "x") == 1 and best_row(rows, "x", less=True) == 0
-    assert [is_better(rows[: num + 1], "x", less=True) for num in range(4)] == [True, False, False, False]
-    assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]
 
 
 def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
@@ -117,16 +79,6 @@ def test_options_of_the_evaluation_take_the_places_of_those_of_training():
     assert (found.data.prompts, found.reward_function) == ("held.jsonl", "b:g")
     assert (found.generation.max_new_tokens, found.generation.min_new_tokens) == (4, 4)
     assert evaluated(presets.load("tiny", ["eval.prompts=x"])).generation.max_new_tokens == 24
-
-
-def test_right_at_is_compared_in_the_precision_of_scores():
-    """A score of 0.9 is 0.89999998 as float32, so that pass@1 was 0."""
-    workload = SimpleNamespace(rollout_batch=1, samples_per_prompt=2)
-    job = SimpleNamespace(program=SimpleNamespace(workload=workload))
-    evaluator = SimpleNamespace(job=job, _scores=True, sources=[""], options=SimpleNamespace(right_at=0.9))
-    scored = np.array([(0, 0, np.float32(0.9)), (0, 1, np.float32(0.89))], SCORED)
-    answer = {"sums": {}, "maxima": {}, "minima": {}, "rows": np.zeros(0, ROW)}
-    assert Evaluator._metrics(evaluator, scored, [answer])["pass@1"] == 0.5
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rlhf_spmd.config.options import prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.prompts import load_prompts
-from tests.unit.runtime.data.test_data import Words
+from tests.unit.runtime.data.test_prompts import Words
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 WEIGHTS = st.floats(0.01, 100)

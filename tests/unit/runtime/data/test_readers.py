@@ -9,7 +9,7 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from rlhf_spmd.runtime.data.readers import kind_of, number_of, read_records
-from tests.unit.runtime.data.test_data import Words
+from tests.unit.runtime.data.test_prompts import Words
 
 arrow = pytest.importorskip("pyarrow")
 DATE = datetime.date(2024, 2, 29)

@@ -10,7 +10,7 @@ from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, token_bytes
 from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.draws import random_responses
-from tests.unit.runtime.generation.test_generate import OFTEN, SHAPES, VOCAB, make_model, make_prompts, rows
+from tests.unit.runtime.generation.test_rollout import OFTEN, SHAPES, VOCAB, make_model, make_prompts, rows
 
 LONGEST, MAX_NEW = 9 + 16, 16
 # what a run may be given: places, tokens of a block, blocks

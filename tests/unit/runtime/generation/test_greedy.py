@@ -9,7 +9,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.unit.model.test_transformer import CASES, ours, some_tokens, theirs
-from tests.unit.runtime.generation.test_generate import rows
+from tests.unit.runtime.generation.test_rollout import rows
 
 LENGTHS = (1, 9, 4, 17, 2, 12, 7, 30)  # of the prompts
 MAX_NEW = 24

@@ -180,6 +180,15 @@ def test_an_algorithm_without_a_frozen_model_is_refused(folder):
         make_workload(presets.load("tiny", ["data.precomputed_logprobs=a"], algorithm="sft"))  # which evaluates
 
 
+def test_a_file_that_cannot_be_written_is_known_before_the_passes(folder, tmp_path):
+    with pytest.raises(UserError, match=r"x.st can't be written: .*; name another file"):
+        try_to_write(folder / "rows.jsonl" / "x.st")
+    draft = try_to_write(tmp_path / "new" / "x.st")
+    assert draft.stat().st_size == 0 and draft.parent == tmp_path / "new"
+    written = write(config_of(folder), tmp_path / "ref.safetensors")
+    assert written.stat().st_mode == draft.stat().st_mode, "readable by whom the umask allows"
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -193,12 +202,3 @@ def test_a_file_that_would_be_lost_is_refused(out, message, folder):
     parsed = argparse.Namespace(out=out.replace("FOLDER", str(folder)), overwrite="rows" in out)
     with pytest.raises(UserError, match=message):
         check_out(parsed, config_of(folder))
-
-
-def test_a_file_that_cannot_be_written_is_known_before_the_passes(folder, tmp_path):
-    with pytest.raises(UserError, match=r"x.st can't be written: .*; name another file"):
-        try_to_write(folder / "rows.jsonl" / "x.st")
-    draft = try_to_write(tmp_path / "new" / "x.st")
-    assert draft.stat().st_size == 0 and draft.parent == tmp_path / "new"
-    written = write(config_of(folder), tmp_path / "ref.safetensors")
-    assert written.stat().st_mode == draft.stat().st_mode, "readable by whom the umask allows"

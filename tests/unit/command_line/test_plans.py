@@ -1,0 +1,51 @@
+"""Plans on the command line: what fits, and --strategy auto."""
+
+import pytest
+
+from rlhf_spmd.command_line.plans import Alternative, Misfit, auto, fitted
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from tests.programs import make_workload as small_workload
+from tests.unit.plan.cost.test_seconds import machine
+
+
+def test_a_strategy_that_does_not_fit_says_how_many_bytes_are_missing():
+    cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-70b"))
+    found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
+    assert isinstance(found, Misfit) and found.note.startswith("does not fit: a device lacks ")
+    assert found.missing_bytes > 2**30
+
+
+def test_a_strategy_is_tried_with_more_sharding_until_it_fits():
+    cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-13b"))
+    found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
+    assert isinstance(found, Alternative) and "zero=3" in found.note
+    assert fitted("flattening", workload, Cluster.parse("1x2"), machine()).note == ""  # a CPU's memory has no limit
+
+
+def test_one_rank_cannot_separate():
+    found = fitted("separation", small_workload(), Cluster.parse("1x1"), machine())
+    assert isinstance(found, Misfit) and "start at least 2 ranks" in found.note
+
+
+def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
+    config, cluster = load("tiny", ["rollout_batch=16", "mini_batch=8"]), Cluster.parse("1x4")
+    workload = make_workload(config)
+    found, again = (auto(config, workload, cluster, machine(layer_s=1e-4)) for _ in range(2))
+    assert found.source == again.source
+    (tmp_path / "kept.py").write_text(found.source, encoding="utf-8")
+    kept = load_strategy(str(tmp_path / "kept.py")).compile(workload, cluster, {})
+    assert kept.fingerprint == found.compile(workload, cluster, {}).fingerprint
+
+
+def test_auto_needs_a_calibration_and_takes_no_options():
+    with pytest.raises(UserError, match="no calibration of h200-141g is shipped; give --calibration"):
+        calibration_for(None, Cluster.parse("1x8", "h200-141g"), required=True)
+    config, cluster = load("tiny", ["strategy.zero=1"]), Cluster.parse("1x2")
+    with pytest.raises(UserError, match="strategy.zero is an option of a strategy"):
+        auto(config, make_workload(config), cluster, machine())

@@ -1,0 +1,51 @@
+"""Options that contradict each other are refused together, with all their names."""
+
+import pytest
+
+from rlhf_spmd.config.options import Config
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.errors import UserError
+from tests.unit.config.test_presets import refused
+
+
+def test_sizes_that_do_not_divide_name_all_three():
+    text = refused("rollout_batch=10", "samples_per_prompt=3", "mini_batch=4")
+    assert all(word in text for word in ("rollout_batch 10", "samples_per_prompt 3", "30 sequences", "mini_batch 4"))
+    assert load("tiny", ["rollout_batch=10", "samples_per_prompt=2", "mini_batch=4"]).mini_batch == 4
+
+
+def test_settings_that_contradict_each_other():
+    text = refused("generation.min_new_tokens=30")
+    assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
+    assert "generation.top_k" in refused("generation.top_p=0.9")
+    text = refused("mini_batch=7", "reward_workers=2", "eval.every=3", "eval.prompts=", "checkpoint.best=mean@1")
+    starts = ["rollout_batch 128", "reward_workers=2", "eval.every=3", "checkpoint.best=mean@1"]
+    assert [line.startswith(start) for line, start in zip(text.split("\n"), starts, strict=True)] == [True] * 4, text
+    for temperature in ("1e-45", "9e-7"):
+        text = refused(f"generation.temperature={temperature}")
+        assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
+        assert text.endswith("give at least 1e-06")
+        text = refused("eval.prompts=p.jsonl", f"eval.temperature={temperature}")
+        assert text.endswith("give at least 1e-06, or 0 for the most likely token")
+    assert "unknown shape 'llama-7' (did you mean 'llama-7b'?)" in refused("shape=llama-7", preset="llama-13b")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "fix"),
+    [
+        ("grpo", [], "k2 or k3, or kl_unbiased=true"),
+        ("reinforce_plus_plus", ["kl_in=loss"], "k2 or k3"),
+    ],
+)
+def test_k1_in_the_loss_is_refused(algorithm, more, fix):
+    """Its gradient does not depend on the reference. Multiplied by the ratio it does, and in the reward it counts."""
+
+    def load_with(*options: str) -> Config:
+        return load(None, [f"{algorithm}.{option}" for option in [*options, *more]], algorithm=algorithm)
+
+    with pytest.raises(UserError, match=f"kl_estimator=k1 as a term of the loss has no gradient .*={fix}$"):
+        load_with("kl_coef=0.1", "kl_estimator=k1")
+    assert load_with("kl_coef=0", "kl_estimator=k1").options.kl_estimator == "k1"
+    assert load_with("kl_coef=0.1", "kl_estimator=k2").options.kl_coef == 0.1
+    more = ["kl_in=reward"] if more else ["kl_unbiased=true"]
+    assert load_with("kl_coef=0.1", "kl_estimator=k1").options.kl_coef == 0.1

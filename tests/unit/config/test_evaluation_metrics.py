@@ -1,0 +1,39 @@
+"""Metrics of evaluations against counting."""
+
+import itertools
+
+import pytest
+
+from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([index < c for index in range(n)], k))
+        assert pass_at(k, n, c) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_metrics_of_several_samples():
+    scores = [[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    found = measure(scores, right_at=0.5)
+    assert list(found) == metric_names(4) == ["mean@4", "best@4", "pass@1", "pass@2", "pass@4"]
+    expected = {"mean@4": 0.1875, "best@4": 0.5, "pass@1": 0.25, "pass@2": (1 - 1 / 6) / 2, "pass@4": 0.5}
+    assert found == pytest.approx(expected)
+    assert metric_names(1) == list(measure([[2.0]], 1.0)) == ["mean@1", "pass@1"]
+    assert metric_names(6) == ["mean@6", "best@6", "pass@1", "pass@2", "pass@4", "pass@6"]
+
+
+def test_sources_are_told_apart_if_there_are_several():
+    scores = [[1.0], [0.0], [1.0]]
+    found = measure_by_source(scores, ["b", "a", "b"], 1.0)
+    assert found["mean@1"] == pytest.approx(2 / 3)
+    assert (found["mean@1/a"], found["mean@1/b"], found["pass@1/b"]) == (0.0, 1.0, 1.0)
+    assert set(measure_by_source(scores, ["a"] * 3, 1.0)) == {"mean@1", "pass@1"}
+
+
+def test_the_first_of_equal_rows_is_the_best():
+    rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
+    assert best_row(rows, "x") == 1 and best_row(rows, "x", less=True) == 0
+    assert [is_better(rows[: num + 1], "x", less=True) for num in range(4)] == [True, False, False, False]
+    assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]

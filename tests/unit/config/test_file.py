@@ -1,0 +1,393 @@
+"""Files of --config: what is read, what wins, what is refused in which words, and that a resolved config comes back."""
+
+import argparse
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.__main__ import main, read
+from rlhf_spmd.command_line.arguments import parse
+from rlhf_spmd.command_line.checks import CONFIG_HEADING
+from rlhf_spmd.command_line.words import load_config
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.checks import check_options
+from rlhf_spmd.config.file import read_config_file, to_text
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_tree import options_of, with_value
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
+    [
+        "on",
+        "null",
+        "1e-3",
+        "~",
+        "a: b",
+        "a #b",
+        "- a",
+        "{x}",
+        "'",
+        '"',
+        "\\",
+        "\t",
+        "\n",
+        "é\u2028\U0001f600\x7f\x85",
+        "a:",
+    ]
+)
+
+
+def write(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def parsed(path: str, *words: str, verb: str = "train") -> argparse.Namespace:
+    return read([verb, "--config", path, *words])
+
+
+def loaded(path: str, *words: str, verb: str = "train") -> configs.Config:
+    return load_config(parsed(path, *words, verb=verb))
+
+
+def refused(tmp_path: Path, text: str | bytes, *words: str, verb: str = "train") -> str:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as error:
+        loaded(path, *words, verb=verb)
+    assert path in str(error.value)
+    return str(error.value)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+def test_nested_keys_are_dotted_names_and_flags_are_keys(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        algorithm: grpo
+        model: some/folder
+        preset: tiny
+        strategy: {name: separation, zero: 1, ratios: "actor=1/2"}
+        layout: 2x4
+        runs: elsewhere
+        iterations: 3
+        grpo: {kl_coef: 1e-3, overlong: keep}
+        optimizer.actor_lr: 3e-6
+        generation:
+          stop: ["a,b", "\\n"]
+        reward_function: [a.py:f, "b.py:g"]
+        reward_weights: [1, 0.5]
+        """,
+    )
+    found = parsed(path)
+    config = load_config(found)
+    assert (found.strategy, found.runs, found.name) == ("separation", "elsewhere", None)
+    assert config.strategy == {"zero": "1", "ratios": "actor=1/2"}
+    words = ["grpo.kl_coef=1e-3", "optimizer.actor_lr=3e-6", 'generation.stop=["a,b", "\\n"]', "iterations=3"]
+    words += ["reward_function=a.py:f,b.py:g", "reward_weights=1,0.5", "strategy.zero=1", "strategy.ratios=actor=1/2"]
+    assert config == presets.load("tiny", words, "some/folder", algorithm="grpo")
+    assert parsed(path, verb="check").layout == parsed(path, verb="plan").layout == "2x4"
+    assert parsed(path, verb="check").strategy == "separation"
+    assert parsed(path, "--out", "x.png", verb="draw").strategies == ["separation"]
+
+
+@pytest.mark.parametrize("text", ["on", "yes", "True", "true", "1", '"true"', "'on'"])
+def test_booleans_of_yaml_and_texts_are_as_on_the_command_line(tmp_path, text):
+    assert loaded(write(tmp_path, f"ppo:\n  normalize_scores: {text}\n")).options.normalize_scores is True
+
+
+@pytest.mark.parametrize("text", ["no", "off", "FALSE", "0"])
+def test_false_in_all_its_spellings(tmp_path, text):
+    config = loaded(write(tmp_path, f"ppo.normalize_scores: {text}\n"), verb="plan")
+    assert config.options.normalize_scores is False
+
+
+@pytest.mark.parametrize("text", ["on", "1e-3", "1_000", "010", "12:30:45", "2026-01-02", "0x1f", "=", ".5"])
+def test_a_text_stays_what_stands_in_the_file(tmp_path, text):
+    assert loaded(write(tmp_path, f"data:\n  key: {text}\n")).data.key == text
+
+
+@pytest.mark.parametrize("null", ["null", "~", "", "# none"])
+def test_null(tmp_path, null):
+    path = write(
+        tmp_path, f"ppo: {{clip_score: 5}}\nparity_tolerance: {null}\ngeneration:\n  stop: {null}\nwandb: {null}\n"
+    )
+    config = loaded(path, "ppo.clip_score=none")
+    assert (config.parity_tolerance, config.generation.stop, config.wandb) == (None, (), "")
+    assert config.options.clip_score is None
+    assert loaded(write(tmp_path, "optimizer:\nstrategy:\nmodel: null\n")) == presets.load("tiny")
+    assert loaded(write(tmp_path, 'data: {key: "null"}\n')).data.key == "null"
+
+
+def test_numbers_that_yaml_1_1_takes_for_texts(tmp_path):
+    config = loaded(write(tmp_path, "optimizer: {actor_lr: 1e-6, eps: 1E-8}\niterations: 1e1\n"))
+    assert (config.optimizer.lr["actor"], config.optimizer.eps, config.iterations) == (1e-6, 1e-8, 10)
+
+
+# ---- what wins -------------------------------------------------------------------------------------------------------
+
+
+def test_words_win_over_the_file_and_the_file_over_the_preset(tmp_path):
+    path = write(tmp_path, "preset: tiny\niterations: 3\nppo: {kl_coef: 0.5}\nstrategy: {name: separation, zero: 1}\n")
+    config = loaded(path, "iterations=4")
+    assert (config.iterations, config.options.kl_coef, config.options.epochs) == (4, 0.5, 2)
+    assert loaded(path, "--preset", "smollm2").options.truncation == "score"
+    assert loaded(path, "strategy.zero=0").strategy == {"zero": "0"}
+    assert parsed(path, "--strategy", "flattening").strategy == "flattening"
+
+
+def test_another_strategy_comes_without_the_options_of_the_first(tmp_path):
+    path = write(tmp_path, "strategy: {name: separation, zero: 1}\n")
+    assert loaded(path, "--strategy", "flattening").strategy == {}
+    assert loaded(path, "--strategy", "separation").strategy == {"zero": "1"}
+    assert loaded(path, verb="plan").strategy == {}
+    assert loaded(path, "flattening", "separation", "--out", "x.png", verb="draw").strategy == {"zero": "1"}
+    path = write(tmp_path, "strategy.zero: 1\n")  # of flattening, the default
+    assert loaded(path).strategy == {"zero": "1"} and parsed(path, verb="check").strategy == "flattening"
+
+
+def test_another_algorithm_comes_without_the_options_and_roles_of_the_first(tmp_path):
+    path = write(tmp_path, to_text(configs.resolved(presets.load("tiny"))))
+    config = loaded(path, "--algorithm", "grpo", "samples_per_prompt=4")
+    assert config.algorithm.name == "grpo" and config.options == presets.load("tiny", algorithm="grpo").options
+    assert set(config.models) == {"actor", "reference", "reward"} and config.rollout_batch == 128
+
+
+def test_a_model_of_the_command_line_replaces_the_one_that_the_file_resolved(tmp_path):
+    path = write(tmp_path, "preset: tiny\nmodels: {actor: one, reference: two}\n")
+    assert loaded(path).models["actor"] == "one"
+    models = loaded(path, "--model", "three").models
+    assert (models["actor"], models["reference"]) == ("three", "two")
+
+
+def test_a_layout_or_a_cluster_of_the_command_line_replaces_both(tmp_path):
+    path = write(tmp_path, "layout: 2x4\n")
+    assert parsed(path, "--cluster", "c.toml", verb="plan").layout is None
+    assert parsed(path, "--layout", "1x2", verb="plan").layout == "1x2"
+    path = write(tmp_path, "cluster: c.toml\n")
+    assert parsed(path, "--layout", "1x2", verb="plan").cluster is None
+    assert parsed(path, verb="plan").cluster == parsed(path).cluster == "c.toml"
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nppo:\n  klcoef: 1\n", ["line 3", "ppo.klcoef", "did you mean 'ppo.kl_coef'"]),
+        ("itertions: 1\n", ["line 1", "did you mean 'iterations'"]),
+        ("learning_rate: 1\n", ["line 1", "did you mean 'optimizer.actor_lr'"]),
+        ("layuot: 1x2\n", ["did you mean 'layout'"]),
+        ("model_name_or_path: a\n", ["did you mean 'model'"]),
+        ("resume: a\n", ["line 1", "unknown option 'resume'"]),
+        ("grpo: {kl_coef: 1}\n", ["line 1", "unknown option 'grpo.kl_coef'"]),
+        ("\niterations: many\n", ["line 2", "iterations=many", "integer"]),
+        ("iterations: null\n", ["line 1", "iterations=null", "integer"]),
+        ("iterations: [1, 2]\n", ["line 1", "iterations=", "integer"]),
+        ("ppo: 3\n", ["line 1", "'ppo' is a group of options"]),
+        ("seed: {a: 1}\n", ["line 1", "seed has no parts"]),
+        ("ppo: {kl_coef: {a: 1}}\n", ["line 1", "ppo.kl_coef holds more options"]),
+        ("seed: 1\niterations: 2\nseed: 3\n", ["line 3", "seed is already given in line 1", "drop one"]),
+        ("ppo: {kl_coef: 1}\nppo: {epochs: 2}\n", ["line 2", "ppo is already given in line 1"]),
+        ("ppo: {kl_coef: 1}\nppo.kl_coef: 2\n", ["line 2", "ppo.kl_coef is already given in line 1"]),
+        ("strategy: a\nstrategy.name: b\n", ["line 2", "strategy is already given in line 1"]),
+        ("strategy: [a, b]\n", ["line 1", "strategy must be one text"]),
+        ('model: ""\n', ["line 1", "model must be one text"]),
+        ("", ["is empty"]),
+        ("# nothing\n", ["is empty"]),
+        ("- seed: 1\n", ["holds a list, not options"]),
+        ("seed=1\n", ["holds a text, not options"]),
+        ("seed: 1\nppo:\n\tkl_coef: 1\n", ["line 3", "begins with a tab", "spaces"]),
+        ("seed: 'a\n", ["line 2", "not valid YAML"]),
+        ("seed: 1\n---\nseed: 2\n", ["line 2", "second document"]),
+        ("seed: 1\nwandb: \x07\n", ["line 2", "not valid YAML"]),
+        (b"seed: 1\nwandb: \xe4\n", ["line 2", "byte 8 is not UTF-8"]),
+        ("a: &x {b: *x}\n", ["line 1", "a.b holds more options"]),
+        ("reward_function: &x [*x]\n", ["line 1", "a list of something else than texts"]),
+        ("[" * 5000, ["nested too deep"]),
+        ("base: &b {seed: 1}\nppo:\n  <<: *b\n", ["line 3", "merge keys"]),
+        ("seed: !!python/object/apply:os.system [ls]\n", ["line 1", "something else"]),
+        ('wandb: "\\ud83d"\n', ["line 1", "wandb has half a surrogate pair"]),
+        ("seed: !mine 3\n", ["line 1", "tag !mine"]),
+        ("? [a]\n: 1\n", ["line 1", "a list", "not the name of an option"]),
+        ("data: {prompts: ['a,b.jsonl', c.jsonl]}\n", ["line 1", "'a,b.jsonl'", "comma"]),
+    ],
+)
+def test_a_bad_file(tmp_path, text, words):
+    message = refused(tmp_path, text)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_all_mistakes_of_a_file_and_of_words_are_told_at_once(tmp_path):
+    message = refused(tmp_path, "seed: -1\nlayuot: 1x2\niterations: 3\n", "itertions=3", "wandb=x", "ppo.gamma=2")
+    assert [line.removeprefix(str(tmp_path)).partition(": ")[0] for line in message.split("\n")] == [
+        "/run.yaml, line 1",
+        "/run.yaml, line 2",
+        "unknown option 'itertions' (did you mean 'iterations'?); known here",
+        "ppo.gamma=2",
+    ]
+    assert "(did you mean 'layout'?)" in message
+
+
+def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_path):
+    with pytest.raises(UserError, match="mini_batch 7"):
+        loaded(write(tmp_path, "mini_batch: 7\n"))
+    for path, words in ((str(tmp_path / "no.yaml"), "can't be read: No such file"), (str(tmp_path), "Is a directory")):
+        with pytest.raises(UserError, match=words):
+            read_config_file(path)
+    with pytest.raises(UserError, match="--config is empty"):
+        loaded("")
+    assert "strategy auto is planned" in refused(tmp_path, "strategy: auto\n", verb="check")
+    with pytest.raises(UserError, match="required: STRATEGY"):
+        parse(["check", "--layout", "1x2"])
+
+
+# ---- back again ------------------------------------------------------------------------------------------------------
+
+
+def values_of(annotation: Any) -> st.SearchStrategy:
+    """Values of an option's type, within its limits."""
+    limits: dict[str, Any] = {}
+    if get_origin(annotation) is Annotated:
+        annotation, *extras = get_args(annotation)
+        parts = [one for extra in extras for one in getattr(extra, "metadata", [extra])]
+        limits = {name: getattr(one, name) for one in parts for name in ("ge", "gt", "le", "lt") if hasattr(one, name)}
+    if get_origin(annotation) is Literal:
+        return st.sampled_from(get_args(annotation))
+    if annotation is int:
+        low = limits.get("ge", limits.get("gt", -1) + 1)
+        return st.integers(low, min(limits.get("lt", 2**40) - 1, limits.get("le", 2**40)))
+    if annotation is float:
+        low, high = limits.get("ge", limits.get("gt", -1e9)), limits.get("le", limits.get("lt", 1e9))
+        return st.floats(low, high, exclude_min="gt" in limits, exclude_max="lt" in limits).map(
+            abs if low >= 0 else float
+        )
+    if get_origin(annotation) is tuple:
+        of_items = get_args(annotation)
+        if of_items[-1] is ...:
+            return st.lists(values_of(of_items[0]).filter(lambda item: item != ""), max_size=3).map(tuple)
+        return st.tuples(*map(values_of, of_items))
+    if get_origin(annotation) is Mapping:
+        plain = st.one_of(
+            st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS
+        )
+        return st.dictionaries(TEXTS, st.one_of(plain, st.lists(plain), st.dictionaries(TEXTS, plain)), max_size=3)
+    if isinstance(annotation, type) and annotation is bool:
+        return st.booleans()
+    if annotation is str:
+        return TEXTS
+    return st.one_of(*(st.none() if one is type(None) else values_of(one) for one in get_args(annotation)))
+
+
+# what names the rest, what check_options ties together, and what iterations follow from (test_epochs.py)
+FIXED = ("preset", "shape", "reward_weights", "data.epochs")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_resolved_config_comes_back(data, tmp_path):
+    """Any value of any option, of every algorithm: the file that `check` prints gives the identical config."""
+    algorithm = data.draw(st.sampled_from(["ppo", "grpo", "rloo", "remax", "reinforce_plus_plus"]))
+    preset = data.draw(st.sampled_from(["tiny", "model", "llama-7b"]))
+    config = presets.load(preset, algorithm=algorithm)
+    known = options_of(config)
+    for key in data.draw(st.lists(st.sampled_from([key for key in known if key not in FIXED]), max_size=8)):
+        value = data.draw(values_of(known[key].annotation), label=key)
+        changed = with_value(config, key, value)
+        try:
+            check_options(changed)
+        except UserError:
+            continue
+        config = changed
+    if data.draw(st.booleans()):
+        config = configs.overridden(config, [f"strategy.zero={data.draw(TEXTS)}"])
+    if config.main_folder:
+        config = with_value(config, "shape", "")
+    text = to_text(configs.resolved(config, strategy="flattening"))
+    path = write(tmp_path, text)
+    assert loaded(path) == config
+    assert to_text(configs.resolved(loaded(path), strategy=parsed(path).strategy)) == text
+    stored = tmp_path / "config.json"
+    indent, is_ascii = data.draw(st.sampled_from([2, "\t"])), data.draw(st.booleans())
+    values = configs.resolved(config, strategy="flattening")
+    stored.write_text(json.dumps(values, indent=indent, ensure_ascii=is_ascii), encoding="utf-8")
+    assert loaded(str(stored)) == config
+
+
+@given(TEXTS | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.none())
+def test_other_programs_read_the_same_values(value):
+    found = yaml.safe_load(to_text({"group": {"key": value}, "list": [value]}))
+    read = found["group"]["key"]
+    if isinstance(value, float) and isinstance(read, str):  # YAML 1.1 wants a point in 1e-05
+        read = float(read)
+    assert read == value or (isinstance(value, float) and math.isclose(read, value)) and found["list"]
+
+
+def test_what_check_prints_is_a_file(tmp_path, capsys):
+    words = ["check", "separation", "--layout", "1x4", "--algorithm", "grpo", "strategy.zero=1", "seed=5"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    path = write(tmp_path, first.partition(CONFIG_HEADING)[2].rpartition("\n\n")[0])
+    assert main(["check", "--config", path, "--layout", "1x4"]) == 0
+    assert capsys.readouterr().out == first
+    assert json.loads(first.splitlines()[-1])["strategy"] == "separation"
+
+
+def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
+    """As a run with --algorithm FILE.py leaves it: config.json has the page's title alone."""
+    page = Path(__file__).parents[2] / "toy_pages" / "group.py"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = presets.load("tiny", ["iterations=3"], algorithm=str(page))
+    (folder / "algorithm.py").write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(configs.resolved(config, strategy=f"{folder}/strategy.py")), encoding="utf-8"
+    )
+    found = parsed(str(folder / "config.json"))
+    again = load_config(found)
+    assert configs.resolved(again) == configs.resolved(config) and again.algorithm == config.algorithm
+    assert found.strategy == f"{folder}/strategy.py"
+
+
+def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
+    path = write(tmp_path, "preset: llama-7b\nlayout: 1x8\nstrategy: {name: flattening, zero: 3}\nmicro_batch: 4\n")
+    out = tmp_path / "plan.py"
+    words = ["plan", "--config", path, "--calibration", "a100-80g", "--method", "two_phase", "--out", str(out)]
+    assert main([*words, "iterations=3"]) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if "-m rlhf_spmd check" in line]
+    assert f"--config {path}" in command and "iterations=3" in command
+    text = " ".join(out.read_text(encoding="utf-8").split())
+    assert f"Planned with --config {path} iterations=3." in text
+    assert main([*shlex.split(command)[3:], "--rank", "7"]) == 0
+
+
+def test_the_mapping_of_a_template(tmp_path):
+    """Its values mean what they mean in YAML; `config.json` of a run folder is read alike."""
+    text = "data:\n  chat_template_kwargs:\n    {on: off, 'b': True, day: 2026-02-03, deep: {a: [null, 'no', 1e-3]}}"
+    wanted = {"on": False, "b": True, "day": "2026-02-03", "deep": {"a": [None, "no", 1e-3]}}
+    assert loaded(write(tmp_path, text)).data.chat_template_kwargs == wanted
+    for empty in ("data:\n  chat_template_kwargs:", "data: {chat_template_kwargs: {}}"):
+        assert loaded(write(tmp_path, empty)).data.chat_template_kwargs == {}
+    bomb = "a0: &a0 [x, x, x]\n" + "".join(f"    a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+    wrong = {
+        "{a: 1, a: 2}": "'a' twice",
+        "{[a]: 1}": "a list as a name",
+        "{a: .5}": "write a number as JSON does, such as 0.5",
+        "{messages: 1}": "has 'messages', which every chat template is given by the program",
+        "{a: !!python/name:os.system }": "has the tag tag:yaml.org,2002:python/name:os.system, which is not read",
+        "\n    " + bomb: "holds more than 1000 values",
+    }
+    for value, expected in wrong.items():
+        with pytest.raises(UserError, match=expected):
+            check_options(loaded(write(tmp_path, f"data:\n  chat_template_kwargs: {value}")))

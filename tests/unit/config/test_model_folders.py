@@ -1,0 +1,135 @@
+"""The folder of a model: the sizes that follow from its config.json, and what is wrong with one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.config.model_folders import shape_of_folder
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig, to_hf
+from rlhf_spmd.model.transformer import Transformer
+
+SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_layers": 3, "num_heads": 4, "head_dim": 6}
+
+
+FAMILIES = [
+    {"model_type": "llama", "num_kv_heads": 4},
+    {"model_type": "llama", "num_kv_heads": 2, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    {"model_type": "mistral", "num_kv_heads": 2, "head_dim": 8},
+    {"model_type": "qwen2", "num_kv_heads": 1, "attention_bias": True},
+    {"model_type": "qwen3", "num_kv_heads": 2, "head_dim": 10, "qk_norm": True},
+    {"model_type": "qwen3", "num_kv_heads": 4, "qk_norm": True, "attention_bias": True, "attention_output_bias": True},
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family['model_type']}-{len(family)}")
+def test_parameters_are_counted_as_the_model_makes_them(family, tied, tmp_path):
+    model_config = ModelConfig(**(SMALL | family), tie_embeddings=tied)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")), encoding="utf-8")
+    shape = shape_of_folder(str(tmp_path))
+    for head in ("lm", "scalar"):
+        model = Transformer(model_config, head=head, device="meta")
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert dataclasses.replace(shape, scalar_head=head == "scalar").num_params == count
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    model_config = ModelConfig(**(SMALL | FAMILIES[0]))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")), encoding="utf-8")
+    return str(tmp_path)
+
+
+def test_a_workload_from_folders(folder):
+    config = load("tiny", [f"models.reward={folder}", "data.max_prompt=5", "generation.max_new_tokens=7"], folder)
+    workload = make_workload(config)
+    assert workload.models["actor"].vocab_size == 50 and not workload.models["actor"].scalar_head
+    assert workload.models["critic"].scalar_head and workload.models["reward"].scalar_head
+    assert (workload.max_prompt, workload.max_response, workload.param_bytes) == (5, 7, 4)
+    assert workload.row_bytes("prompts") == 20 and workload.row_bytes("values") == 32
+    assert workload.weight_bytes("actor") == 4 * workload.models["actor"].num_params
+    assert workload.num_sequences == 128 and workload.num_mini_batches == 4
+
+
+def test_a_folder_given_by_override_counts_more_than_the_preset_s_shape(folder):
+    overrides = [f"models.actor={folder}", f"models.reward={folder}"]
+    assert make_workload(load("llama-7b", overrides)).models["actor"].hidden_size == 24
+
+
+def test_a_reward_function_takes_the_reward_model_s_place_or_joins_it(folder):
+    function = ["reward_function=a:b"]
+    assert make_workload(load("smollm2", function, folder)).models["reward"] is None
+    assert make_workload(load("smollm2", function, folder)).weight_bytes("reward") == 0
+    both = [*function, "reward_function_mode=add", f"models.reward={folder}"]
+    assert make_workload(load("smollm2", both, folder)).models["reward"].scalar_head
+
+
+def test_what_is_missing_is_named(folder):
+    cases = [
+        (load("smollm2"), ["preset smollm2", "--model FOLDER"]),
+        (load("smollm2", ["reward_function="], folder), ["models.reward", "reward_function"]),
+        (load("smollm2", ["reward_function_mode=add"], folder), ["models.reward"]),
+        (load("smollm2", [], f"{folder}/none"), [f"{folder}/none/config.json does not exist"]),
+        (load("smollm2", [f"models.critic={folder}/none"], folder), [f"{folder}/none/config.json does not exist"]),
+    ]
+    for config, words in cases:
+        with pytest.raises(UserError) as error:
+            make_workload(config)
+        assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"llama"', "null", '{"model_type": "gpt2"}', "\x00", "{}"])
+def test_a_config_json_that_is_none(tmp_path, text):
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="config.json"):
+        shape_of_folder(str(tmp_path))
+
+
+def test_a_config_json_that_is_a_folder_or_not_text(tmp_path):
+    (tmp_path / "one" / "config.json").mkdir(parents=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "config.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("one", "two"):
+        with pytest.raises(UserError, match="cannot be read as JSON"):
+            shape_of_folder(str(tmp_path / name))
+
+
+JUNK = (None, "x", "", [], ["x"], [[]], {}, {"a": {}}, 2.5, -1, 0, True, False, float("nan"), float("inf"), 10**400)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_junk_in_a_config_json_is_a_model_or_an_error_that_names_file_and_key(tmp_path, family):
+    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+    good = {"model_type": family, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6} | sizes
+    rope = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 9}
+    good |= {"rope_scaling": {"rope_type": "llama3"} | rope, "use_sliding_window": True, "sliding_window": 5}
+    more = ("rms_norm_eps", "rope_theta", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+    more += ("layer_types", "max_window_layers", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id")
+    cases = [(key, good | {key: junk}) for key in (*good, *more) for junk in JUNK]
+    for key in ("rope_type", "rope_theta", "attention_factor", *rope):
+        cases += [(key, good | {"rope_scaling": good["rope_scaling"] | {key: junk}}) for junk in JUNK]
+    for key, values in cases:
+        (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        try:
+            shape_of_folder(str(tmp_path))
+        except UserError as error:
+            text = str(error).replace("rope type", "rope_type")
+            assert text.startswith(f"{tmp_path}/config.json: "), values
+            words = (key, "rope_scaling", "kv_heads", "attention heads", "is 0, but", "is -1, but")
+            assert any(word in text for word in words), (values, text)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"rms_norm_eps": None}, "'rms_norm_eps' is None"), ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear'")],
+)
+def test_a_value_of_the_wrong_kind_names_file_and_key(folder, values, words):
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"config\.json: {words}, but must be"):
+        shape_of_folder(folder)

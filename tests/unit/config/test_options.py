@@ -1,0 +1,166 @@
+"""Every option can be set by a word of the command line, and the word changes nothing else; the largest sizes."""
+
+from typing import get_args
+
+import pytest
+
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.option_tree import options_of
+from tests.unit.config.test_presets import bare, refused, value_of
+
+NEEDED = {  # options that make no sense without others
+    **dict.fromkeys(("ppo.importance_weights", "ppo.rejection"), ["ppo.old_logprobs=recompute"]),
+    "ppo.rejection_range": ["ppo.old_logprobs=recompute", "ppo.rejection=token"],
+    **dict.fromkeys(("reward_weights", "reward_workers"), ["reward_function=m:f"]),
+    "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
+    **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
+    "checkpoint.best": ["eval.prompts=x"],
+    "rollouts.format": ["rollouts.every=1"],
+    "eval.samples_per_prompt": ["eval.prompts=x", "eval.temperature=1"],
+}
+EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]
+PAGES = {"mini_batch_tokens": "sft"}  # of options that do not go with PPO
+VALUES = {"ppo.rejection_range": "0.5,2", "checkpoint.best": "pass@1", "data.chat_template_kwargs": '{"a": 1}'}
+
+
+def test_every_key_can_be_overridden():
+    """And only that key changes."""
+    samples = {int: "8", float: "0.5", bool: "true", str: "x"}
+    for key in presets.all_keys():
+        if key in ("preset", "strategy", "shape", "rollout_batch", "mini_batch", "samples_per_prompt"):
+            continue
+        if key == "eval.precomputed_logprobs":  # alone it is refused (test_precompute.py)
+            continue
+        page = PAGES.get(key)
+        usual = load("tiny", algorithm=page)
+        hint = bare(options_of(usual)[key].annotation)
+        choices = [bare(choice) for choice in get_args(hint)]
+        others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
+        kind = next((t for t in (*choices, hint) if t in samples), None)
+        other = str(not value_of(usual, key)) if kind is bool else samples.get(kind)
+        text = VALUES.get(key) or (others[0] if others else other)
+        needs = NEEDED.get(key, EVALUATED if key.startswith("eval.") and key != "eval.prompts" else [])
+        base, changed = (load("tiny", [*needs, *more], algorithm=page) for more in ([], [f"{key}={text}"]))
+        assert value_of(changed, key) != value_of(base, key), key
+        assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["samples_per_prompt=10000000000"],
+        ["rollout_batch=3200000000"],
+        ["rollout_batch=3200000000", "mini_batch=3200000000"],
+        ["ppo.epochs=1000000"],
+    ],
+)
+def test_an_iteration_has_a_largest_size(sizes):
+    """`check` would go through each optimizer step, and every rank holds the order of all rows."""
+    text = refused(*sizes)
+    assert "too many for one iteration, of at most 1,048,576 and 10,000; lower rollout_batch" in text, text
+
+
+def test_a_value_of_any_length_makes_a_short_message():
+    message = refused("seed=" + "9" * 100_000)
+    assert len(message) < 600 and message.startswith("seed=999") and "(100,005 characters)" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("iterations=3", 3),  # int
+        ("seed=18446744073709551615", 2**64 - 1),
+        ("ppo.kl_coef=0.02", 0.02),  # float
+        ("ppo.kl_coef=0", 0.0),
+        ("optimizer.actor_lr=3e-4", 3e-4),
+        ("ppo.normalize_scores=true", True),  # bool
+        ("ppo.normalize_scores=False", False),
+        ("ppo.normalize_scores=1", True),
+        ("dtype=bfloat16", "bfloat16"),  # Literal
+        ("ppo.clip_score=5", 5.0),  # float or None
+        ("ppo.clip_score=none", None),
+        ("ppo.clip_score=None", None),
+        ("ppo.clip_score=null", None),
+        ("parity_tolerance=1e-3", 1e-3),
+        ("data.prompts=a=b.txt", "a=b.txt"),  # str, whatever it looks like
+        ("data.key=7", "7"),
+        ("data.key=none", "none"),
+        ("models.actor=", ""),
+        ("ppo.truncation_penalty=-2.5", -2.5),  # negative float
+    ],
+)
+def test_an_override_of_every_type(override, value):
+    key = override.partition("=")[0]
+    found = value_of(load("tiny", [override]), key)
+    assert found == value and type(found) is type(value)
+
+
+def test_the_last_of_several_overrides_wins():
+    assert load("tiny", ["iterations=3", "iterations=4"]).iterations == 4
+
+
+def test_strategy_options_stay_text_until_place_says_their_types():
+    assert load("tiny", ["strategy.zero=1", "strategy.ratio=1/4"]).strategy == {"zero": "1", "ratio": "1/4"}
+    for override in ("strategy=flattening", "strategy.a.b=1"):
+        text = refused(override)
+        assert "strategy.NAME=value" in text and "--strategy" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("itertions=3", ["'itertions'", "did you mean 'iterations'"]),
+        ("ppo.kl_coeff=1", ["'ppo.kl_coeff'", "did you mean 'ppo.kl_coef'", "ppo.clip_ratio"]),
+        ("optimiser.actor_lr=1", ["did you mean 'optimizer.actor_lr'"]),
+        ("kl_coef=1", ["did you mean 'ppo.kl_coef'"]),
+        ("max_prompt=1", ["did you mean 'data.max_prompt'"]),
+        ("temperature=1", ["did you mean 'generation.temperature'"]),
+        ("ppo.iterations=1", ["'ppo.iterations'", "did you mean 'iterations'"]),
+        ("xyzzy=1", ["'xyzzy'", "known here", "iterations"]),
+        ("=1", ["unknown option ''"]),
+        ("ppo.=1", ["unknown option 'ppo.'"]),
+        ("ppo..kl_coef=1", ["unknown option"]),
+        ("iterations.x=3", ["'iterations.x'", "iterations has no parts"]),
+        ("ppo=3", ["'ppo' is a group of options", "ppo.kl_coef"]),
+        ("models=x", ["models.actor", "models.reward"]),
+        ("iterations", ["'iterations'", "key=value"]),
+        ("preset=llama-7b", ["preset=llama-7b", "--preset llama-7b"]),
+    ],
+)
+def test_keys_that_are_none(override, words):
+    text = refused(override)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("iterations=three", ["valid integer"]),
+        ("iterations=1.5", ["integer"]),
+        ("iterations=0", ["greater than 0"]),
+        ("iterations=-1", ["greater than 0"]),
+        ("iterations=", ["integer"]),
+        ("iterations=none", ["integer"]),
+        ("seed=-1", ["greater than or equal to 0"]),
+        ("seed=18446744073709551616", ["less than 18446744073709551616"]),
+        ("ppo.kl_coef=-0.1", ["greater than or equal to 0"]),
+        ("ppo.kl_coef=much", ["valid number"]),
+        ("ppo.kl_coef=0.1,0.2", ["valid number"]),
+        ("ppo.kl_coef=nan", ["greater than or equal to 0"]),
+        ("ppo.kl_coef=inf", ["finite"]),
+        ("ppo.truncation_penalty=nan", ["finite"]),
+        ("deadline_s=Infinity", ["less than or equal to 1000000"]),
+        ("shape=llama-7b", ["tiny/actor has a shape of its own"]),
+        ("ppo.gamma=1.5", ["less than or equal to 1"]),
+        ("ppo.normalize_scores=maybe", ["boolean"]),
+        ("dtype=float16", ["'float32' or 'bfloat16'"]),
+        ("generation.temperature=0", ["greater than 0"]),
+        ("optimizer.beta1=1", ["less than 1"]),
+        ("optimizer.beta2=1.5", ["less than 1"]),
+        ("micro_batch=[1,2]", ["integer"]),
+    ],
+)
+def test_wrong_values_name_key_and_value(override, words):
+    text = refused(override)
+    assert text.startswith(f"{override}: ") and all(word in text for word in words), text

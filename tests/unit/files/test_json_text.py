@@ -1,0 +1,25 @@
+"""JSON of any value and of any text."""
+
+import json
+
+import pytest
+
+from rlhf_spmd.files.json_text import json_text
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
+from tests.unit.files.test_reading import ODD
+
+
+def test_json_of_any_value():
+    assert json_text({"é": "😀"}) == '{"é": "😀"}'
+    for value in (2**70, {}, [1, "a", None], "\ud83d\ude00", {"\udc00": float("inf")}):
+        assert json.loads(json_text(value).encode()) == json.loads(json.dumps(value))
+
+
+def test_samples_of_any_text_are_read_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_samples([Sample(0, ODD, ODD + "\ud83d", 1.0), Sample(1, "b", "", 2.0)])
+    assert folder.samples_before() == [(ODD + "\ud83d", 1.0, False), ("", 2.0, False)]
+    with (tmp_path / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"before": "\\U0001f600"}\n')  # no escape of JSON: a run of an earlier version in another locale
+    with pytest.raises(Exception, match=r"samples.jsonl, line 3 is no sample of this run; restore the file, or delete"):
+        folder.samples_before()

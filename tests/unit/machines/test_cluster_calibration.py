@@ -1,0 +1,75 @@
+"""The share of a device's memory that no program may fill: where it comes from, what it refuses, where it is shown."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import RESERVE, Cluster, Node
+from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.proof.memory_check import memory
+
+A100 = Cluster.parse("2x8", "a100-80g")
+
+
+def reserving(share: float | None):
+    """The calibration of an A100 that reserves a share."""
+    known = load_calibration("a100-80g")
+    return replace(known, devices={"a100-80g": replace(known.devices["a100-80g"], reserve=share)})
+
+
+@pytest.mark.parametrize(
+    ("option", "calibrated", "expected"),
+    [(None, None, 0.06), (None, 0.1, 0.1), (None, 0.01, 0.06), (0.02, 0.1, 0.02), (0.0, None, 0.0), (0.2, 0.1, 0.2)],
+)
+def test_an_option_counts_more_than_the_calibration(option, calibrated, expected):
+    cluster = with_reserve(A100, option, reserving(calibrated))
+    assert {node.reserve for node in cluster.nodes} == {expected}
+    assert cluster.usable_bytes(3) == int(80 * 2**30 * (1 - expected)) and cluster.device_bytes(3) == 80 * 2**30
+
+
+def test_without_a_calibration_and_without_a_limit():
+    assert with_reserve(A100, None, None) == A100 and A100.nodes[0].reserve == RESERVE
+    assert with_reserve(Cluster.parse("1x2"), 0.5, None).usable_bytes(0) is None
+
+
+def test_what_fills_a_device_is_refused():
+    """Exactly the bytes of the device: it has room only without a reserve. The program is the same."""
+    workload, strategy = make_workload(load("tiny")), load_strategy("flattening")
+    program = strategy.compile(workload, Cluster.parse("1x2"), {})
+    need = peak_bytes(static_bytes(program, 0), working_bytes(program, 0))
+    full = strategy.compile(workload, Cluster((Node(2, "cpu", need, 0.0),)), {})
+    refused = strategy.compile(workload, Cluster((Node(2, "cpu", need),)), {})
+    assert memory(full) == [] and full.fingerprint == refused.fingerprint
+    assert "are reserved" in memory(refused)[0].message
+
+
+def test_check_shows_it_and_an_option_changes_it(capsys):
+    words = ["check", "flattening", "--preset", "llama-7b", "--layout", "1x8", "strategy.zero=3"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "reserve  device" in shown and "4.8 GiB  80.0 GiB" in shown
+    assert main([*words, "reserve=0.4"]) == 1
+    *text, last = capsys.readouterr().out.splitlines()
+    assert any("80.0 GiB, of which 32.0 GiB are reserved" in line for line in text)
+    assert json.loads(last)["errors"] == 1
+    assert main([*words, "reserve=1"]) == 2
+
+
+def test_plan_shows_it_and_keeps_to_it(capsys, tmp_path):
+    words = ["plan", "--preset", "llama-7b", "--layout", "1x8", "--method", "two_phase", "--top", "1"]
+    peaks = []
+    for share in ("0", "0.3"):
+        assert main([*words, "--out", str(tmp_path / f"{share}.py"), f"reserve={share}"]) == 0
+        table = capsys.readouterr().out.splitlines()
+        row = next(line for line in table if line.startswith("  plan 1"))
+        peaks.append(float(row.split("%")[1].split()[0]))
+        reserved = f"{80 * float(share):.1f} GiB" if share != "0" else "0 B"
+        assert reserved in row and "80.0 GiB" in row
+    assert peaks[1] <= 56.0 < peaks[0] <= 80.0

@@ -1,0 +1,66 @@
+"""The config.json of a model: what it means, and what is refused."""
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig, from_hf, to_hf
+from tests.unit.model.test_transformer import CASES, SMALL
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_survives_the_round_trip(case):
+    import transformers
+
+    family, options = CASES[case]
+    values = transformers.AutoConfig.for_model(family, **SMALL | options).to_dict()
+    config = from_hf(values)
+    written = to_hf(config, head="lm", dtype="float32")
+    assert from_hf(written) == config
+    assert from_hf(transformers.AutoConfig.for_model(**written).to_dict()) == config
+
+
+def test_old_configs_mean_the_same():
+    """transformers 4 wrote rope_theta and rope_scaling with `type`, and left defaults out."""
+    old = {"model_type": "llama", **SMALL, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"model_type": "llama", **SMALL}
+    new["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert from_hf(old) == from_hf(new)
+    assert from_hf({"model_type": "mistral", **SMALL}).sliding_window == 4096
+    assert from_hf({"model_type": "qwen2", **SMALL}).sliding_layers == ()
+    assert from_hf({"model_type": "qwen3", **SMALL}).head_dim == 128
+    missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "supported are llama"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": None}, "'hidden_size' is None"),
+        ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_attention_heads": 8, "head_dim": 8}, "not a multiple"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "positive number 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "kinds of layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused(change, words):
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        from_hf({"model_type": "llama", **SMALL} | change)
+
+
+def test_switches_that_a_family_does_not_have_are_refused():
+    llama = from_hf({"model_type": "llama", **SMALL})
+    values = {name: getattr(llama, name) for name in llama.__dataclass_fields__}
+    for change in ({"qk_norm": True}, {"attention_output_bias": True}, {"sliding_window": 4, "sliding_layers": (0,)}):
+        with pytest.raises(UserError, match="llama"):
+            ModelConfig(**values | change)
+    with pytest.raises(UserError, match="attention_bias=True"):
+        ModelConfig(**values | {"model_type": "qwen2"})

@@ -1,0 +1,64 @@
+"""A wrong name of an option is answered with its neighbours, one of another system with ours."""
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.config import presets
+from rlhf_spmd.pages.algorithm import algorithm_names
+from rlhf_spmd.pages.option_tree import keys_of
+from rlhf_spmd.pages.other_names import names
+from rlhf_spmd.pages.strategy import load_strategy
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("optimizer.lr=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+        ("learning_rate=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+        ("model=folder", "did you mean '--model'?"),
+        ("resume=runs/x", "did you mean '--resume'?"),
+        ("kl_coef=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("beta=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("epsilon=0.1", "did you mean 'ppo.clip_ratio'?"),
+        ("actor_rollout_ref.rollout.n=8", "did you mean 'samples_per_prompt'?"),
+        ("algorithm.adv_estimator=grpo", "did you mean '--algorithm'?"),
+        ("ppo.klcoef=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("num_generations=8", "did you mean 'samples_per_prompt'?"),
+        ("lora_rank=8", "(LoRA: all weights are trained"),
+        ("push_to_hub=true", "(uploads: send the folder"),
+        ("vllm_num_engines=4", "(one generation engine runs in the same processes)"),
+        ("temprature=0.7", "did you mean 'generation.temperature'?"),
+        ("generation.new_tokens=7", "did you mean 'generation.max_new_tokens' or 'generation.min_new_tokens'?"),
+        ("--device=cpu", "did you mean device=VALUE, without dashes?"),
+        ("--learning-rate", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+    ],
+)
+def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
+    assert main(["check", "flattening", word]) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "word", "hint"),
+    [
+        ("grpo", "beta=0.1", "did you mean 'grpo.kl_coef'?"),
+        ("rloo", "beta=0.1", "did you mean 'rloo.kl_coef'?"),
+        ("dpo", "loss_type=ipo", "did you mean 'dpo.loss'?"),
+        ("dpo", "assistant_only_loss=true", "did you mean 'data.turns'?"),
+        ("reward_model", "center_rewards_coefficient=0.1", "did you mean 'reward_model.centering_coef'?"),
+        ("distill", "teacher_model=x", "did you mean 'models.teacher'?"),
+        ("grpo", "epsilon=0.1", "did you mean 'grpo.clip_low' or 'grpo.clip_high'?"),
+        ("remax", "actor.loss_agg_mode=token-mean", "did you mean 'remax.aggregation' or 'remax.surrogate'?"),
+    ],
+)
+def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, hint, capsys):
+    assert main(["check", "flattening", "--algorithm", algorithm, word]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_names_of_other_systems_stand_for_options_that_there_are():
+    ours = {key for name in algorithm_names() for key in keys_of(presets.load("tiny", algorithm=name))}
+    ours |= {"--model", "--algorithm", "--name", "--runs", "--layout"}
+    ours |= {f"strategy.{key}" for key in load_strategy("separation").parameters}
+    ours |= {f"*.{key.rpartition('.')[2]}" for key in ours}
+    assert {one for name in names() for one in name.ours} <= ours

@@ -1,0 +1,104 @@
+"""The bottleneck of a call, with constants that leave no doubt and against costs of whole forecasts."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cost.bottleneck import limits
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Layered, Link, Measured
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import call_s
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from tests.unit.plan.cost.test_seconds import SHAPE, cost_of, machine
+
+CALLS = ("actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
+SLOW = Link(1e3, 1.0)
+
+
+def found(calibration: Calibration, *arguments, **options) -> dict[str, str]:
+    return limits(cost_of(calibration, *arguments, **options).program, calibration)
+
+
+def test_products():
+    assert found(machine()) == dict.fromkeys(CALLS, "products") | {"estimate_advantages": "waiting"}
+
+
+def test_memory_limits_tokens_and_updates():
+    assert found(machine(memory_bytes_per_s=1e3)) == dict.fromkeys(CALLS, "products") | {
+        "actor_generate": "memory",
+        "actor_train": "memory",
+        "critic_train": "memory",
+        "estimate_advantages": "waiting",
+    }
+
+
+def test_kernel_starts():
+    told = found(machine(layer_s=1.0, decode_layer_s=5.0))
+    assert {told[call] for call in CALLS} == {"kernel starts"}
+    assert found(machine(decode_layer_s=5.0))["reference_infer"] == "products"
+    assert found(machine(decode_layer_s=5.0))["actor_generate"] == "kernel starts"
+
+
+def test_messages_inside_a_call():
+    told = found(machine(inside=SLOW), 2, tp=2)
+    assert {told[call] for call in CALLS} == {"messages"}
+    told = found(machine(inside=SLOW), 2)  # data-parallel: only gradients meet
+    assert told["actor_train"] == told["critic_train"] == "messages"
+    assert told["actor_generate"] == told["reference_infer"] == "products"
+    assert found(machine(between=SLOW), 2)["actor_train"] == "products"  # both are on one node
+    assert found(machine(between=SLOW), 2, cluster="2x1")["actor_train"] == "messages"
+
+
+def test_host_memory_limits_what_comes_from_there():
+    calibration = machine(host_bytes_per_s=1.0)
+    program = cost_of(calibration).program
+    assert limits(program, calibration)["reference_infer"] == "products"
+    layouts = dict(program.placement.layouts)
+    layouts["reference_infer"] = replace(layouts["reference_infer"], offload=True)
+    told = limits(compile_program(program.workload, Placement(layouts), program.cluster), calibration)
+    assert (told["reference_infer"], told["reward_infer"]) == ("host memory", "products")
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"train": {"zero": 1}}], ids=str)
+def test_the_named_resource_is_the_one_whose_absence_saves_most(options):
+    """A slow twin: whole forecasts with one constant changed at a time; all ranks are alike, so calls are their own."""
+    calibration = machine(
+        matrix_flops=2e8, memory_bytes_per_s=2e8, layer_s=2e-4, decode_layer_s=1e-3, inside=Link(1e8, 1e-4)
+    )
+    case = cost_of(calibration, 2, **options)
+    device = calibration.devices["cpu"]
+    changed = {
+        "products": replace(calibration, devices={"cpu": replace(device, matrix_flops=inf)}),
+        "memory": replace(calibration, devices={"cpu": replace(device, memory_bytes_per_s=inf)}),
+        "kernel starts": replace(calibration, devices={"cpu": replace(device, layer_s=0.0, decode_layer_s=0.0)}),
+        "messages": replace(calibration, inside=Link(inf, 0.0)),
+    }
+    without = {name: call_s(forecast(case.program, one)) for name, one in changed.items()}
+    told = limits(case.program, calibration)
+    for call in CALLS:
+        assert told[call] == min(changed, key=lambda name, call=call: without[name][call]), call
+
+
+def test_tables_of_measured_shapes_are_left_aside():
+    """They hold seconds, but not what these are spent on."""
+    curve = Curve((1.0, 2.0), (5.0, 5.0))
+    of_length = ByLength((1.0,), (Layered(curve, curve),))
+    tables = Measured(replace(SHAPE, num_layers=0), 1, 2, of_length, of_length, curve, of_length, Layered(curve, curve))
+    plain = machine(layer_s=1.0, decode_layer_s=5.0)
+    device = replace(plain.devices["cpu"], measured=(tables,))
+    assert found(replace(plain, devices={"cpu": device})) == found(plain)
+
+
+def test_an_expanded_program_has_the_same_limits():
+    calibration = machine(layer_s=1e-4)
+    program = cost_of(calibration, 2, pp=2).program
+    assert limits(forecast(program, calibration).program, calibration) == limits(program, calibration)
+
+
+def test_a_device_that_was_not_measured_is_refused():
+    program = cost_of(machine()).program
+    with pytest.raises(UserError, match="does not know devices of type cpu, only mine"):
+        limits(program, replace(machine(), devices={"mine": machine().devices["cpu"]}))

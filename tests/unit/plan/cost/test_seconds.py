@@ -1,0 +1,333 @@
+"""Seconds against closed forms, with constants that are easy to divide by."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
+from rlhf_spmd.plan.cost.forecast import forecast, times_of
+from rlhf_spmd.plan.cost.memory import num_params
+from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, decode_steps, head_flops, layer_flops
+from rlhf_spmd.plan.cost.simulate import Times, simulate
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Load, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workload import ModelShape
+from tests.programs import make_workload, place_models
+
+SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
+LENGTH = 12  # 5 + 7 tokens
+
+
+class Case(NamedTuple):
+    program: Program
+    times: Times
+
+
+def machine(**constants) -> Calibration:
+    """Nothing but products takes time, unless told otherwise."""
+    device = Device(1e9, 1e30, 1e30, 0.0, 0.0)
+    names = {name: constants.pop(name) for name in list(constants) if hasattr(device, name)}
+    options = {"inside": Link(1e30, 0.0), "between": Link(1e30, 0.0)} | constants
+    return Calibration("test", {"cpu": replace(device, **names)}, provenance="made up", **options)
+
+
+def cost_of(
+    calibration: Calibration, size: int = 1, cluster: str = "", train=None, device: str = "cpu", shape=SHAPE, **layout
+) -> "Case":
+    """Every call in one layout on all ranks; train: other options of the calls that train."""
+    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=shape)
+    grid = Layout.grid_of(range(size), **layout)
+    layouts = {
+        call.name: replace(grid, **train) if train and call.kind == "train" else grid
+        for call in workload.workflow.placed_calls
+    }
+    program = compile_program(workload, Placement(layouts), Cluster.parse(cluster or f"1x{size}", device))
+    return Case(program, times_of(program, calibration))
+
+
+def forward_s(tokens: float, shape: ModelShape = SHAPE) -> float:
+    """Of the whole model at 1e9 FLOP/s."""
+    return (shape.num_layers * layer_flops(shape, tokens, LENGTH / 2) + head_flops(shape, tokens)) / 1e9
+
+
+def test_flops_are_two_per_weight_and_token():
+    norms = (2 * SHAPE.num_layers + 1) * SHAPE.hidden_size
+    weights = SHAPE.num_params - norms - SHAPE.vocab_size * SHAPE.hidden_size  # the embedding is looked up
+    assert SHAPE.num_layers * layer_flops(SHAPE, 3, 0) + head_flops(SHAPE, 3) == 2 * 3 * weights
+    # scores and mixing: 2 products of 2 FLOPs for each number of a query and token that it sees
+    assert layer_flops(SHAPE, 3, 10) - layer_flops(SHAPE, 3, 0) == 3 * 10 * 2 * 2 * 64
+    assert head_flops(replace(SHAPE, scalar_head=True), 3) == 2 * 3 * 64
+
+
+def test_all_gather():
+    assert all_gather_s(Link(100.0, 0.5), 1, 800.0) == 0.0
+    assert all_gather_s(Link(100.0, 0.5), 4, 800.0) == pytest.approx(3 / 4 * 8.0 + 3 * 0.5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_inference_and_training_on_one_device(recompute):
+    cost = cost_of(machine(memory_bytes_per_s=1e9), train={"recompute": recompute})
+    rows = 16
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward_s(rows * LENGTH))
+    again_s = SHAPE.num_layers * layer_flops(SHAPE, 8 * LENGTH, LENGTH / 2) / 1e9 if recompute else 0
+    expected = 3 * forward_s(8 * LENGTH) + again_s + STATE_BYTES * SHAPE.num_params / 1e9
+    assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(expected)
+
+
+def test_each_pass_starts_its_layers():
+    cost = cost_of(machine(layer_s=0.5), micro_batch=2)
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(
+        forward_s(16 * LENGTH) + 8 * SHAPE.num_layers * 0.5
+    )
+
+
+def test_tensor_parallelism_divides_products_and_adds_messages():
+    cost = cost_of(machine(inside=Link(1e6, 0.0), between=Link(1e3, 0.0)), 2, tp=2, micro_batch=16)
+    moved = 4 * SHAPE.num_layers * (1 / 2) * 16 * LENGTH * 64 * 2
+    run = Run("reference_infer")
+    assert cost.times.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e6)
+    apart = cost_of(machine(inside=Link(1e6, 0.0), between=Link(1e3, 0.0)), 2, "2x1", tp=2, micro_batch=16)
+    assert apart.times.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e3)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 5])
+def test_ranks_wait_for_the_largest_slice(tp):
+    shape = ModelShape(1, 64, 177, 10, 5, 8, 509)
+    shards = [Shard(0, 1, index, tp) for index in range(tp)]
+    norms, head, embedding = (2 + 1) * 64, head_flops(shape, 1, tp) / 2, 64 * -(-shape.vocab_size // tp)
+    assert head == embedding
+    largest = max(num_params(shape, shard) for shard in shards) - norms - head - embedding
+    assert layer_flops(shape, 3, 0, tp) == 2 * 3 * largest
+    cost = cost_of(machine(), tp, tp=tp, micro_batch=16, shape=shape)
+    forward = layer_flops(shape, 16 * LENGTH, LENGTH / 2, tp) + head_flops(shape, 16 * LENGTH, tp)
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward / 1e9)
+    assert head_flops(replace(shape, scalar_head=True), 3, tp) == 2 * 3 * 64
+
+
+def test_generation_is_bound_by_its_layers_or_by_memory():
+    run, prompts_s = Run("actor_generate"), 0.0
+    slow_start = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25))
+    assert slow_start.times.run_s(0, run) == pytest.approx(prompts_s + 7 * SHAPE.num_layers * 0.25)
+    cached = 16 * (5 + 3.5) * 2 * 8 * 4 * 8 * 2  # rows, tokens half-way, keys and values, layers, heads, size, bytes
+    slow_memory = cost_of(machine(matrix_flops=1e30, memory_bytes_per_s=1e6))
+    assert slow_memory.times.run_s(0, run) == pytest.approx(7 * (2 * SHAPE.num_params + cached) / 1e6)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_prompts_pass_the_stages(pipelined):
+    cost = cost_of(machine(pipelined_prefill=pipelined), 4, pp=4)
+    layers_s = SHAPE.num_layers / 4 * layer_flops(SHAPE, 16 * 5, 2.5) / 1e9
+    head_s = head_flops(SHAPE, 16 * 5) / 1e9
+    tokens_s = 7 * (SHAPE.num_layers * layer_flops(SHAPE, 16, 5 + 3.5) + head_flops(SHAPE, 16)) / 1e9
+    expected = 4 * layers_s + head_s
+    if pipelined:  # quarters; the last stage, which has the head, takes longest
+        expected = (expected + 3 * (layers_s + head_s)) / 4
+    assert cost.times.run_s(0, Run("actor_generate")) == pytest.approx(expected + tokens_s)
+
+
+def decode_s(calibration: Calibration, size: int = 1, cluster: str = "", **layout) -> float:
+    """Of one step of all 16 rows."""
+    case = cost_of(calibration, size, cluster, **layout)
+    call, grid = case.program.workload.workflow.call("actor_generate"), case.program.placement.layouts["actor_generate"]
+    cost = Cost(calibration, case.program.workload, case.program.cluster)
+    return sum(cost.decode_s(call, grid, rank, 16) for rank in grid.stage_ranks(0))
+
+
+def test_a_decode_step_is_started_read_and_computed():
+    """The longest of starting it, reading, and products; all-reduces come on top of the work of the device."""
+    free, layers = {"matrix_flops": 1e30}, SHAPE.num_layers
+    starts = {"decode_layer_s": 0.25, "decode_reduce_s": 0.5}
+    assert decode_s(machine(**free, **starts)) == pytest.approx(layers * 0.25)  # nothing to reduce
+    assert decode_s(machine(**free, **starts), 2, tp=2) == pytest.approx(layers * (0.25 + 2 * 0.5))
+    assert decode_s(machine(**free, **starts), 4, pp=2, tp=2) == pytest.approx(layers * (0.25 + 2 * 0.5))
+    as_graph = machine(**free, **starts, graph_layer_s=0.125)
+    assert decode_s(as_graph, 2, tp=2) == pytest.approx(layers * 0.125)
+    assert decode_s(machine(graph_layer_s=0.125)) == pytest.approx(decode_s(machine()) + layers * 0.125)
+    products_s = (layers * layer_flops(SHAPE, 16, 5 + 3.5) + head_flops(SHAPE, 16)) / 1e9
+    assert decode_s(machine()) == pytest.approx(products_s)
+    assert decode_s(machine(decode_layer_s=2 * products_s / layers)) == pytest.approx(2 * products_s)
+
+
+def test_all_reduces_of_a_decode_step_have_latency_and_bytes_inside_and_between_nodes():
+    inside, between = Link(1e6, 0.25), Link(1e3, 0.5)
+    slow = machine(matrix_flops=1e30, inside=inside, between=between)
+    for cluster, link in (("1x2", inside), ("2x1", between)):
+        once_s = 2 * (1 / 2 * 16 * 64 * 2 / link.bytes_per_s + link.latency_s)  # 16 rows of 64 numbers of 2 bytes
+        assert decode_s(slow, 2, cluster, tp=2) == pytest.approx(2 * SHAPE.num_layers * once_s)
+
+
+@pytest.mark.parametrize(("num_stages", "size"), [(2, 1), (4, 2), (4, 8)])
+def test_bubbles_come_out_of_the_schedule(num_stages, size):
+    """1F1B of m micro-batches through p equal stages takes (m + p - 1) forwards and backwards of a stage."""
+    cost = cost_of(machine(layer_s=1.0, matrix_flops=1e30), num_stages, pp=num_stages, micro_batch=size)
+    found = simulate(cost.program, cost.times)
+    spans = [
+        span
+        for steps, times in zip(found.program.instructions, found.times, strict=True)
+        for step, span in zip(steps, times, strict=True)
+        if isinstance(step, Run) and (step.call, step.mini_batch) == ("actor_train", 1)
+    ]
+    took_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    assert took_s == pytest.approx((8 // size + num_stages - 1) * 3 * SHAPE.num_layers / num_stages)
+
+
+def test_zero_3_gathers_and_gradients_are_summed():
+    free = {"matrix_flops": 1e30, "inside": Link(1e6, 0.0)}
+    params = num_params(SHAPE, Shard())
+    half_s = 2 * params / 2 / 1e6  # half of the weights come from the other rank
+    sum_s = 2 * 4 * params / 2 / 1e6
+    one = cost_of(machine(**free), 2, micro_batch=2)
+    assert one.times.run_s(0, Run("reference_infer")) == pytest.approx(0.0, abs=1e-20)
+    assert one.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(sum_s, rel=1e-6)
+    three = cost_of(machine(**free), 2, zero=3, micro_batch=2)
+    assert three.times.run_s(0, Run("reference_infer")) == pytest.approx(half_s)
+    assert three.times.run_s(0, Run("actor_generate")) == pytest.approx(half_s)
+    passes = 2 * 2  # 4 rows in micro-batches of 2, forward and backward
+    assert three.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(
+        passes * half_s + sum_s / 2, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(("zero", "num_bytes"), [(0, 4 + 4), (1, 4 + 4 + 2), (2, 4 + 2), (3, 4)])
+def test_what_an_update_moves(zero, num_bytes):
+    """Gradients in float32: reduced and, up to ZeRO 1, gathered; then under ZeRO 1 and 2 the new weights in 2 bytes."""
+    program, _ = cost_of(machine(), 4, train={"zero": zero})
+    cost = Cost(machine(inside=Link(1e6, 0.0)), program.workload, program.cluster)
+    moved = num_bytes * num_params(SHAPE, Shard()) * 3 / 4
+    layout = program.placement.layouts["actor_train"]
+    assert cost.update_s("actor", layout, 0) == pytest.approx(moved / 1e6)
+
+
+def test_rings_between_nodes_use_the_links_of_all_ranks_of_a_node():
+    program, _ = cost_of(machine(), 1, "2x4")
+    cost = Cost(machine(inside=Link(1e6, 0.0), between=Link(3e5, 0.5)), program.workload, program.cluster)
+    assert cost.link((0, 1, 2)) == Link(1e6, 0.0)
+    assert cost.link((0, 4)) == Link(3e5, 0.5)
+    assert cost.link((0, 1, 4, 5)) == cost.link((0, 1, 2, 4, 5)) == Link(6e5, 0.5)
+    assert cost.link(tuple(range(8))) == Link(1e6, 0.5)
+    assert cost.message_s(0, 4, 300_000) == pytest.approx(1.5)
+
+
+def test_rows_through_host_memory_are_copied_twice():
+    """Beside what goes by NCCL; between nodes at the pace of the slower one."""
+    workload, cluster = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE), Cluster.parse("1x2", "a100-80g")
+    everyone, last = Layout.data_parallel(range(2)), Layout.data_parallel((1,))
+    placement = Placement.by_model(workload, actor=last, critic=last, reference=everyone, reward=last)
+    program = compile_program(workload, placement, cluster)
+    (message,) = program.transfers[0].messages
+    assert message.through_host
+    found = machine(matrix_flops=1e30, host_bytes_per_s=1e6, host=Link(1e5, 0.25))
+    found = replace(found, devices={"a100-80g": found.devices["cpu"]})
+    times, num_bytes = times_of(program, found), message.num_bytes
+    assert times.message_s(message) == pytest.approx(0.25 + num_bytes / 1e5 + 2 * num_bytes / 1e6)
+    slow = Cost(replace(found, between=Link(5e4, 0.125)), workload, Cluster.parse("2x1", "a100-80g"))
+    assert slow.host_message_s(0, 1, 1000) == pytest.approx(0.25 + 1000 / 5e4 + 2 * 1000 / 1e6)
+
+
+def test_rows_through_host_memory_travel_beside_weights():
+    message = Message(0, 1, ("responses",), range(4), 4)
+    for through_host, took_s in ((False, 2.0), (True, 1.0)):
+        both = (message, replace(message, through_host=through_host))
+        transfers = tuple(Transfer(f"transfer {number}", (one,)) for number, one in enumerate(both))
+        steps = (Post(0), Post(1), Wait(0), Wait(1))
+        program = replace(place_models(make_workload(), 2), transfers=transfers, instructions=(steps, steps))
+        assert simulate(program, Times(lambda rank, step: 0.0, lambda message: 1.0)).makespan_s == took_s
+
+
+def test_weights_from_host_memory():
+    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
+    everyone = Layout.data_parallel(range(1))
+    placement = Placement.by_model(
+        workload, actor=everyone, critic=everyone, reference=replace(everyone, offload=True), reward=everyone
+    )
+    program = compile_program(workload, placement, Cluster.parse("1x1"))
+    cost = Case(program, times_of(program, machine(matrix_flops=1e30, host_bytes_per_s=1e6)))
+    assert cost.times.load_s(0, Load("reference")) == pytest.approx(2 * SHAPE.num_params / 1e6)
+    found = simulate(cost.program, cost.times)
+    assert found.makespan_s == pytest.approx(2 * SHAPE.num_params / 1e6)
+
+
+def test_places_are_refilled():
+    """Rows 0 and 1 begin; row 2 takes the place of the shorter one."""
+    assert list(decode_steps([2, 5, 4], places=2)) == [(2, 2, [0]), (3, 2, [1]), (1, 1, [2])]
+    assert list(decode_steps([3, 3, 3], places=2)) == [(3, 2, [0, 1]), (3, 1, [2])]
+    assert list(decode_steps([], places=2)) == []
+
+
+def test_stragglers_come_from_a_distribution_of_lengths():
+    """Two ranks with the same number of rows: the longest response of all decides."""
+    cost = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25), 2)
+    workload = replace(cost.program.workload, response_lengths=(1, 2, 7))
+    program = replace(cost.program, workload=workload)
+    longest = max(workload.lengths(row)[1] for row in range(16))
+    assert forecast(program, machine(matrix_flops=1e30, decode_layer_s=0.25)).makespan_s == pytest.approx(
+        longest * SHAPE.num_layers * 0.25
+    )
+    assert {workload.lengths(row)[1] for row in range(16)} == {1, 2, 7}
+
+
+def test_an_unknown_type_of_device_is_refused():
+    with pytest.raises(UserError, match="calibration test does not know devices of type h100-80g, only cpu"):
+        cost_of(machine(), 1, device="h100-80g")
+
+
+def table_of(shape: ModelShape = SHAPE, tp: int = 1, **parts) -> Measured:
+    """A layer of a forward pass takes 1 us for each token, the rest 2; of training ten times as long."""
+    by_token, ten = (Curve((1.0, 2.0), (s, 2 * s)) for s in (1e-6, 1e-5))
+    twice, twenty = (Curve((1.0, 2.0), (2 * s, 4 * s)) for s in (1e-6, 1e-5))
+    forward = ByLength((1.0,), (Layered(by_token, twice),))
+    train = ByLength((1.0,), (Layered(ten, twenty),))
+    return Measured(replace(shape, num_layers=0), tp, 2, forward, train, Curve((1.0, 2.0), (1e-9, 2e-9)), **parts)
+
+
+def test_what_was_measured_counts_more_than_formulas():
+    calibration = machine(measured=(table_of(),), num_workers=1)
+    whole_s = (SHAPE.num_layers + 2) * 1e-6
+    case = cost_of(calibration)
+    assert case.times.run_s(0, Run("reference_infer")) == pytest.approx(16 * LENGTH * whole_s)
+    step_s = 8 * LENGTH * 10 * whole_s + 1e-9 * SHAPE.num_params
+    assert case.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(step_s)
+    again = cost_of(calibration, train={"recompute": True})
+    again_s = 8 * LENGTH * SHAPE.num_layers * 1e-6
+    assert again.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(step_s + again_s)
+    critic = replace(SHAPE, scalar_head=True)
+    unmeasured = cost_of(machine()).times.run_s(0, Run("critic_infer"))
+    assert case.times.run_s(0, Run("critic_infer")) == unmeasured  # its head has not been measured
+    both = cost_of(machine(measured=(table_of(), table_of(critic))))
+    assert both.times.run_s(0, Run("critic_infer")) == pytest.approx(16 * LENGTH * whole_s)
+
+
+def test_slices_that_were_measured_stood_in_one_node():
+    run = Run("reference_infer")
+    inside, between = Link(1e6, 0.0), Link(1e6, 1.0)
+    links = {"inside": inside, "between": between}
+    known, unknown = (machine(measured=(table_of(tp=tp),), **links) for tp in (2, 1))
+    whole_s = (SHAPE.num_layers + 2) * 1e-6
+    assert cost_of(known, 2, tp=2).times.run_s(0, run) == pytest.approx(16 * LENGTH * whole_s)
+    for one, cluster in ((known, "2x1"), (unknown, "1x2")):
+        formulas = cost_of(machine(**links), 2, cluster, tp=2).times.run_s(0, run)
+        assert cost_of(one, 2, cluster, tp=2).times.run_s(0, run) == formulas
+
+
+def test_a_stage_before_the_last_has_layers_alone():
+    case = cost_of(machine(measured=(table_of(),)), 2, pp=2)
+    first, last = (case.times.run_s(rank, Run("reference_infer", phase="forward")) for rank in (0, 1))
+    assert last / first == pytest.approx((SHAPE.num_layers / 2 + 2) / (SHAPE.num_layers / 2))
+
+
+@pytest.mark.parametrize(("places", "seconds"), [(16, 3 + 6 * 2.0 + 1), (8, 2 * (3 + 6 * 2.0 + 1))])
+def test_measured_generation(places, seconds):
+    """A prompt's pass brings the first of seven tokens; rows take a place that is free with a pass of their own."""
+    always, none = (Curve((1.0, 2.0), (s, s)) for s in (1.0, 0.0))
+    prefill = ByLength((1.0,), (Layered(none, Curve((1.0, 2.0), (3.0, 3.0))),))
+    decode = Layered(Curve((1.0, 2.0), (0.125, 0.125)), always)  # eight layers take a second
+    calibration = machine(measured=(table_of(prefill=prefill, decode=decode, ends=always),))
+    case = cost_of(calibration)
+    program = replace(case.program, workload=replace(case.program.workload, max_sequences=places))
+    assert times_of(program, calibration).run_s(0, Run("actor_generate")) == pytest.approx(seconds)

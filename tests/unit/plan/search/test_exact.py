@@ -1,0 +1,93 @@
+"""The exact search against all combinations."""
+
+import random
+from itertools import product
+
+import pytest
+
+from bench.forecast.markov_chain import mcmc
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.search.budget import Budget
+from rlhf_spmd.plan.search.exact import Best, Space, exact
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.planner import choose
+from tests.unit.plan.search.test_planner import A100, CLUSTERS, llama, model_of
+
+
+def brute_force_s(space: Space) -> float:
+    fitting = (chosen for chosen in product(*space.candidates) if space.model.excess_bytes(chosen) <= 0)
+    return min(map(space.model.score_s, fitting), default=float("inf"))
+
+
+def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
+    """A few candidates of each call, quick ones first, as the search wants them."""
+    lists = []
+    for call in model.calls:
+        every = model.costs.candidates(call)
+        some = draw.sample(every, min(most, len(every)))
+        lists.append(tuple(sorted(some, key=lambda one: one.seconds)))
+    return Space(model, tuple(lists))
+
+
+@pytest.mark.parametrize("layout", list(CLUSTERS))
+@pytest.mark.parametrize("num_bytes", [None, 2_500_000, 1_500_000, 900_000])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_exact_is_brute_force(layout, num_bytes, epochs):
+    """Also under memory limits that bite, and where streaming is the best."""
+    model = model_of(layout, num_bytes, epochs=epochs)
+    for seed in range(6):
+        space = small_space(model, random.Random(seed), 4)
+        best = Best(20)
+        least_s = exact(space, best, Budget())
+        assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
+        assert least_s == best.seconds
+
+
+def test_memory_limits_of_the_brute_force_test_bite():
+    """Between the limits the best time changes, and below the least nothing fits: the test above means something."""
+    found = []
+    for num_bytes in (None, 2_500_000, 1_500_000, 900_000):
+        space = small_space(model_of("2x4", num_bytes), random.Random(0), 4)
+        found.append(brute_force_s(space))
+    assert found == sorted(found) and len(set(found)) > 1
+
+
+def test_streaming_wins_somewhere():
+    model = model_of("2x4", epochs=1)
+    wins = 0
+    for seed in range(6):
+        space = small_space(model, random.Random(seed), 4)
+        for chosen in product(*space.candidates):
+            wins += model.score_s(chosen) < model.schedule_s(chosen, range(len(model.calls)))
+    assert wins
+
+
+def test_a_spent_budget_is_no_worse_than_the_local_search():
+    workload, cluster = llama("llama-7b", "1x8")
+    space = Space.of(CallModel(Cost(A100, workload, cluster)))
+    best, gap = choose(space, "exact", Best(20), Budget(0))
+    assert gap > 0 and best.seconds <= choose(space, "two_phase", Best(20), Budget(0))[0].seconds
+
+
+def test_a_spent_budget_leaves_an_honest_gap():
+    workload, cluster = llama("llama-70b", "8x8")
+    space = Space.of(CallModel(Cost(A100, workload, cluster)))
+    best, gap = choose(space, "exact", Best(20), Budget(0))
+    later, proved = choose(space, "exact", Best(20), Budget())
+    assert 0 < gap < 1 and proved == 0.0
+    assert later.seconds >= best.seconds * (1 - gap) * (1 - 1e-9)
+
+
+SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in ("13b", "33b", "65b", "70b")]
+
+
+@pytest.mark.parametrize("size", ["7b", *SLOW])
+def test_other_methods_are_near_the_exact_one(size):
+    workload, cluster = llama(f"llama-{size}", "8x8")
+    space = Space.of(CallModel(Cost(A100, workload, cluster)))
+    found, gap = choose(space, "exact", Best(20), Budget())
+    assert gap == 0.0
+    assert choose(space, "two_phase", Best(20), Budget(0))[0].seconds <= 1.02 * found.seconds
+    chain = Best(20)
+    mcmc(space, chain, seed=0)
+    assert chain.seconds <= 1.02 * found.seconds

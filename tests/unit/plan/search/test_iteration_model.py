@@ -1,0 +1,68 @@
+"""The search's model of an iteration agrees with the program that it stands for."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.meshes import layouts, meshes
+from tests.unit.plan.search.test_planner import A100, llama, model_of
+
+
+@pytest.mark.parametrize("layout", ["2x4", "mixed"])
+def test_every_candidate_compiles_beside_any_other(layout):
+    model = model_of(layout, old_logprobs="recompute")
+    workload, cluster = model.workload, model.cluster
+    every = [
+        [one for mesh in meshes(cluster) for one in layouts(call, mesh, workload, cluster)] for call in model.calls
+    ]
+    draw = random.Random(0)
+    for _ in range(60):
+        chosen = {call.name: draw.choice(of) for call, of in zip(model.calls, every, strict=True)}
+        compile_program(workload, Placement(chosen), cluster)
+
+
+@pytest.mark.parametrize(
+    "preset, layout, overrides", [("llama-13b", "2x8", ["ppo.old_logprobs=recompute"]), ("llama-70b", "4x8", [])]
+)
+def test_score_agrees_with_programs(preset, layout, overrides):
+    """Seconds within a sixth of the forecast, and never fewer bytes than memory.py counts, nor many more."""
+    workload, cluster = llama(preset, layout, *overrides)
+    model, draw = CallModel(Cost(A100, workload, cluster)), random.Random(1)
+    lists = [model.costs.candidates(call) for call in model.calls]
+    for _ in range(15):
+        chosen = [draw.choice(of) for of in lists]
+        program = compile_program(workload, model.placement(chosen), cluster)
+        assert model.schedule_s(chosen, range(len(model.calls))) == pytest.approx(
+            forecast(program, A100).makespan_s, rel=1 / 6
+        )
+        need = max(peak_bytes(static_bytes(program, r), working_bytes(program, r)) for r in cluster.ranks)
+        mine = model.excess_bytes(chosen) + cluster.usable_bytes(0)
+        assert need <= mine <= 1.02 * need
+
+
+def test_streaming_agrees_with_programs():
+    workload, cluster = llama("llama-7b", "2x8", "ppo.epochs=2")
+    model = CallModel(Cost(A100, workload, cluster))
+    lists = [model.costs.candidates(call) for call in model.calls]
+    spans = [(8, 16) if call.kind == "train" else (0, 8) for call in model.calls]
+    halves = [quickest_on(of, span) for of, span in zip(lists, spans, strict=True)]
+    assert model.streams(halves)
+    program = compile_program(workload, replace(model.placement(halves), stream=True), cluster)
+    assert model.streamed_s(halves) == pytest.approx(forecast(program, A100).makespan_s, rel=0.1)
+    assert not model.streams([*halves[:-1], quickest_on(lists[-1], (0, 16))])
+
+
+def quickest_on(candidates, mesh):
+    return next(one for one in candidates if (one.first, one.stop) == mesh)
+
+
+def test_phases_are_cut_where_everything_needs_everything_before():
+    assert model_of("1x4").phases == [[0], [1, 2, 3], [4, 5]]
+    assert model_of("1x4", old_logprobs="recompute").phases == [[0], [1, 2, 3, 4], [5, 6]]

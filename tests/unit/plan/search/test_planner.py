@@ -1,0 +1,131 @@
+"""The search for placements: what comes out compiles, passes check and is the same every time."""
+
+import time
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from rlhf_spmd.config import options as config
+from rlhf_spmd.config import presets
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.search import planner as searches
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.planner import name_of, search
+from rlhf_spmd.plan.workload import ModelShape
+from tests.programs import make_workload
+
+A100 = load_calibration("a100-80g")
+SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
+DEVICES = {
+    "fast": Device(4e9, 2e9, 1e9, 1e-5, 2e-5),
+    "slow": Device(1e9, 1e9, 1e9, 1e-5, 2e-5),
+}
+SMALL = Calibration("small", DEVICES, Link(1e9, 1e-6), Link(1e8, 1e-5), "made up")
+CLUSTERS = {
+    "1x4": (Node(4, "fast"),),
+    "2x2": (Node(2, "fast"),) * 2,
+    "2x4": (Node(4, "fast"),) * 2,
+    "mixed": (Node(4, "fast"), Node(4, "slow")),
+}
+
+
+def model_of(layout: str, num_bytes: int | None = None, **options) -> CallModel:
+    nodes = tuple(replace(node, device_bytes=num_bytes) for node in CLUSTERS[layout])
+    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE, **options)
+    return CallModel(Cost(SMALL, workload, Cluster(nodes)))
+
+
+def llama(preset: str, layout: str, *overrides: str) -> tuple:
+    return config.make_workload(presets.load(preset, overrides)), Cluster.parse(layout, "a100-80g")
+
+
+@pytest.mark.parametrize(
+    "preset, layout", [("tiny", "1x4"), ("llama-7b", "1x8"), ("llama-13b", "2x8"), ("llama-70b", "8x8")]
+)
+def test_plans_compile_and_fit(preset, layout):
+    workload, cluster = llama(preset, layout)
+    found = search(workload, cluster, A100, keep=3)
+    seconds = [plan.forecast.makespan_s for plan in found.plans]
+    assert seconds == sorted(seconds) and found.num_scored > 0
+    for plan in found.plans:
+        assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+        assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
+
+
+def test_search_is_the_same_every_time():
+    workload, cluster = llama("llama-7b", "1x8")
+    one, other = (search(workload, cluster, A100, method="two_phase", keep=1) for _ in range(2))
+    assert [plan.placement for plan in one.plans] == [plan.placement for plan in other.plans]
+    assert one.gap is None
+
+
+def test_no_clock_decides(monkeypatch):
+    """Where hours pass between two looks at the clock, the search is as complete and its plans are the same."""
+    workload, cluster = llama("llama-7b", "1x8")
+    before = search(workload, cluster, A100, keep=1)
+    hours = count(step=3600.0)
+    for name in ("perf_counter", "monotonic", "time", "process_time"):
+        monkeypatch.setattr(time, name, lambda: next(hours))
+    after = search(workload, cluster, A100, keep=1)
+    assert [plan.placement for plan in after.plans] == [plan.placement for plan in before.plans]
+    assert after.gap == before.gap == 0.0 and after.num_scored == before.num_scored
+
+
+def test_a_plan_that_streams_has_the_quickest_fields_of_its_stream():
+    """No other number of mini-batches decoded at once, or in flight, makes its program quicker."""
+    workload, cluster = llama("llama-7b", "2x8", "mini_batch=32", "rollout_batch=256")
+    placement = load_strategy("separation").place(workload, cluster, training_tp=2, recompute=True, zero=2)
+    program = compile_program(workload, placement, cluster)
+    plan = searches.Plan("separation", placement, program, forecast(program, A100), 0.0)
+    tuned = searches._tuned(plan, A100)
+    assert tuned.forecast.makespan_s < plan.forecast.makespan_s
+    assert tuned.placement.layouts == placement.layouts and check(tuned.program) == []
+    for number in (1, 2, 4, 8):
+        other = compile_program(workload, replace(tuned.placement, decode_mini_batches=number), cluster)
+        assert forecast(other, A100).makespan_s >= tuned.forecast.makespan_s * (1 - 1e-9)
+
+
+def test_reward_functions_run_where_rows_are_made():
+    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
+    workload = replace(workload, models={**workload.models, "reward": None})
+    cluster = Cluster(CLUSTERS["2x4"])
+    for plan in search(workload, cluster, SMALL, keep=3).plans:
+        where = plan.placement.layouts
+        assert set(where["reward_infer"].ranks) <= set(where["actor_generate"].ranks)
+        assert (where["reward_infer"].pp, where["reward_infer"].tp) == (1, 1)
+
+
+def test_unknown_methods_are_refused():
+    with pytest.raises(UserError, match="unknown search method 'greedy'; known: exact, two_phase"):
+        search(*llama("llama-7b", "1x8"), A100, method="greedy")
+
+
+def test_names_are_those_of_the_strategies():
+    workload, cluster = make_workload(shape=SHAPE), Cluster.parse("1x4")
+
+    def name(**changes) -> str:
+        everyone = Layout.data_parallel(range(4))
+        found = {call.name: everyone for call in workload.workflow.placed_calls} | changes
+        return name_of(Placement(found), workload, cluster)
+
+    front, behind = Layout.data_parallel((0, 1)), Layout.data_parallel((2, 3))
+    assert name() == "flattening"
+    assert name(actor_generate=Layout.grid_of(range(4), tp=2)) == "reallocation"
+    assert name(reference_infer=front, reward_infer=behind) == "interleaving"
+    calls = [call.name for call in workload.workflow.placed_calls]
+    apart = {call: front if call.endswith("_train") else behind for call in calls}
+    assert name(**apart) == "separation"
+    assert name(actor_train=front, critic_train=behind) == "mixed"
+    workload, cluster = config.make_workload(presets.load("llama-7b", algorithm="sft")), Cluster.parse("1x4")
+    assert name() == "flattening" and name(actor_train=front) == "mixed"  # nothing to be separate from

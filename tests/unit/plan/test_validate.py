@@ -1,0 +1,121 @@
+"""A placement that does not fit names call, ranks and mend."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.validate import validate
+from rlhf_spmd.plan.workload import Workload
+from tests.programs import make_workload
+from tests.unit.plan.test_placement import EVERYONE
+
+
+def refused(layouts: dict[str, object], *, size: int = 4) -> str:
+    workload = make_workload()
+    whole = {call.name: EVERYONE for call in workload.workflow.placed_calls} | layouts
+    placement = Placement({name: layout for name, layout in whole.items() if layout is not None})
+    with pytest.raises(UserError) as error:
+        validate(placement, workload, Cluster.parse(f"1x{size}"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ({"critic_infer": None}, ["call critic_infer has no layout", "add it"]),
+        ({"critic_guess": EVERYONE}, ["critic_guess is not a call", "actor_generate", "critic_infer"]),
+        ({"reward_infer": (0, 1)}, ["call reward_infer: (0, 1) is not a Layout"]),
+        ({"reward_infer": Layout.data_parallel(())}, ["call reward_infer: it has no ranks"]),
+        ({"actor_train": Layout.data_parallel((0, 9))}, ["actor_train on ranks 0,9", "rank 9", "(0-3)", "10 ranks"]),
+        (
+            {"actor_train": Layout.data_parallel((-1, 0))},
+            ["call actor_train on ranks -1,0: rank -1 is outside the world of 4 ranks (0-3); ranks are counted from 0"],
+        ),
+        ({"reward_infer": Layout.data_parallel((1, 1))}, ["reward_infer on ranks 1,1", "twice", "once"]),
+        ({"actor_train": Layout.data_parallel((0, 1), zero=7)}, ["actor_train on ranks 0-1", "ZeRO stage 7", "use 0"]),
+        (
+            {"reward_infer": Layout((0, 1, 2), dp=1, tp=3)},
+            ["reward_infer on ranks 0-2", "tp 3", "1 key-value heads of reward", "lower tp to 1"],
+        ),
+        ({"reward_infer": Layout((0, 1, 2), dp=1, pp=3)}, ["pp 3 is more than the 2 layers of reward", "lower pp"]),
+        ({"reward_infer": Layout((1, 0), dp=1, tp=2)}, ["ranks [1, 0], which hold one copy", "do not ascend"]),
+        ({"actor_train": Layout((0, 1), dp=1, pp=2, zero=2)}, ["actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1"]),
+        ({"reward_infer": Layout((1, 0), dp=1, pp=2)}, ["ranks [1, 0], which hold one copy", "do not ascend"]),
+        ({"actor_train": Layout((0, 1), dp=2, pp=2)}, ["actor_train", "is not the number of ranks, 2"]),
+        ({"reward_infer": Layout.data_parallel((1,), recompute=True)}, ["recompute", "only training has"]),
+        ({"actor_generate": Layout.data_parallel((1,), offload=True)}, ["offload is for frozen models"]),
+        ({"reward_infer": Layout.data_parallel((1,), offload=True, zero=3)}, ["both ZeRO 3 and offload"]),
+        ({"reward_infer": Layout.data_parallel((1,), tokens=9, micro_batch=3)}, ["both micro_batch and tokens"]),
+        ({"reward_infer": Layout.data_parallel((1,), tokens=0)}, ["a budget of 0 tokens"]),
+        ({"reward_infer": Layout((0, 1), dp=-2, pp=-1)}, ["reward_infer on ranks 0-1", "less than 1"]),
+        (
+            {"reward_infer": Layout.data_parallel((1,), zero=2)},
+            ["reward_infer on ranks 1: ZeRO 2 shards gradients or optimizer state, and reward has none; use 0 or 3"],
+        ),
+    ],
+)
+def test_a_placement_that_does_not_fit_names_call_ranks_and_mend(layouts, words):
+    text = refused(layouts)
+    assert all(word in text for word in words), text
+
+
+def test_everything_wrong_is_told_at_once():
+    text = refused({"critic_infer": None, "actor_train": Layout.data_parallel((0, 9)), "no_call": EVERYONE})
+    assert all(word in text for word in ("critic_infer", "rank 9", "no_call"))
+
+
+def test_more_ranks_than_there_are():
+    """One sentence for all calls that have the same layout."""
+    text = refused({}, size=2)
+    calls = ", ".join(call.name for call in make_workload().workflow.placed_calls)
+    assert text == (
+        f"calls {calls} on ranks 0-3: rank 2 is outside the world of 2 ranks (0-1); "
+        "use ranks below 2 or start at least 4 ranks"
+    )
+    assert "outside the world of 1 rank (0);" in refused({}, size=1)
+    apart = refused({"reward_infer": Layout.data_parallel((0, 7))}, size=2)
+    assert apart.count("outside") == 2 and "call reward_infer on ranks 0,7: rank 7" in apart
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [((2, 3), 2), ((0, 1), 1), ((2, 3), 3)])
+def test_zero_where_a_model_does_not_train_so_would_be_ignored(ranks, zero):
+    """The weights of a shadow are whole: only where its model trains, and as it trains, can they be sharded."""
+    home = Layout.data_parallel((0, 1), zero=2)
+    text = refused({"actor_train": home, "actor_generate": Layout.data_parallel(ranks, zero=zero)})
+    assert f"call actor_generate on ranks {format_ranks(ranks)}: ZeRO {zero} would be ignored" in text
+    assert "actor trains on ranks 0-1 with dp2 pp1 tp1 zero2; use zero=0 here, and set the stage of actor_train" in text
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_model_s_calls_may_share_a_layout_with_zero(zero):
+    workload, cluster = make_workload(), Cluster.parse("1x4")
+    trained = Layout.data_parallel(range(4), zero=zero)
+    models = {"actor": trained, "critic": trained, "reference": EVERYONE, "reward": EVERYONE}
+    placement = Placement.by_model(workload, **models)
+    validate(placement, workload, cluster)
+    other = Layout.data_parallel(range(4), zero=zero, micro_batch=1)  # what a forward takes does not shard weights
+    validate(Placement({**placement.layouts, "actor_generate": other}), workload, cluster)
+
+
+def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():
+    workload, cluster = make_workload(), Cluster.parse("1x4")
+    layouts = dict.fromkeys((call.name for call in workload.workflow.placed_calls), EVERYONE)
+    validate(Placement(layouts | {"reference_infer": Layout.data_parallel((2, 3), zero=3)}), workload, cluster)
+    twice = _with_a_second_call("reference")
+    second = {"reference_infer": Layout.data_parallel((2, 3), zero=3), "reference_again": EVERYONE}
+    with pytest.raises(
+        UserError, match=r"reference_again on ranks 0-3: reference_infer has reference on ranks 2-3 with"
+    ):
+        validate(Placement(layouts | second), twice, cluster)
+    validate(Placement(layouts | second | {"reference_again": second["reference_infer"]}), twice, cluster)
+
+
+def _with_a_second_call(model: str) -> Workload:
+    workload = make_workload()
+    call = workload.workflow.call(f"{model}_infer")
+    again = replace(call, name=f"{model}_again", outputs=("again",))
+    return replace(workload, workflow=replace(workload.workflow, calls=(*workload.workflow.calls, again)))

@@ -1,0 +1,315 @@
+"""What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf_spmd.algorithms import ppo
+from rlhf_spmd.algorithms.controllers import RunningMoments
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Checkpointing, resolved
+from rlhf_spmd.config.presets import PRESETS
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_tree import with_value
+from rlhf_spmd.runtime.checkpoint import checkpoint_files
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.resume import (
+    _recorded,
+    config_of,
+    not_compared,
+    read_run,
+    refuse_changes,
+    refuse_older,
+    refuse_other_inputs,
+)
+from rlhf_spmd.runtime.execute.job import RunState
+from rlhf_spmd.runtime.guard.failures import explain
+from rlhf_spmd.runtime.run import recorded, run_text
+
+MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
+OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
+ABOUT = {"inputs": {"prompts in x": "abc"}, "surroundings": {"torch": "2.11"}}
+STATE = {"state": OF_PPO, "support": 63} | ABOUT
+OLDER = {"kl_coef": 0.1, "scores": MOMENTS} | ABOUT  # of versions before algorithms had pages
+
+# config.json of a run of `--preset tiny`, but for its folders, as a version before algorithms had pages wrote it
+OLDER_CONFIG = """
+{"preset": "tiny", "models": {"actor": "", "critic": "", "reference": "", "reward": ""}, "shape": "", "device": "auto",
+ "device_type": "cpu", "seed": 0, "iterations": 15, "dtype": "float32", "rollout_batch": 128, "samples_per_prompt": 1,
+ "mini_batch": 32, "micro_batch": 32, "reward_function": "", "reward_function_mode": "replace",
+ "parity_tolerance": null, "deadline_s": 60.0, "num_samples": 3, "wandb": "",
+ "data": {"prompts": "", "key": "prompt", "max_prompt": 32, "long_prompts": "error"},
+ "generation": {"max_new_tokens": 24, "min_new_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+  "stop": [], "max_sequences": 256, "block_size": 0, "cache_fraction": 0.9},
+ "ppo": {"epochs": 2, "kl_coef": 0.05, "kl_controller": "fixed", "kl_target": 6.0, "kl_horizon": 10000, "gamma": 1.0,
+  "lam": 0.95, "clip_ratio": 0.2, "clip_value": 0.2, "entropy_coef": 0.0, "whiten": "mini_batch",
+  "old_logprobs": "generator", "truncation": "penalty", "truncation_penalty": -1.0, "clip_score": null,
+  "normalize_scores": false, "kl_early_stop": null},
+ "optimizer": {"actor_lr": 0.0003, "critic_lr": 0.00015, "warmup_steps": 0, "schedule": "constant", "beta1": 0.9,
+  "beta2": 0.95, "eps": 1e-05, "weight_decay": 0.0, "max_grad_norm": 1.0},
+ "checkpoint": {"every": 10, "keep": 2}, "strategy": {}}
+"""
+
+MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
+MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "data.epochs"}
+MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
+MAY_CHANGE |= {"eval.every", "eval.patience", "rollouts.every", "rollouts.format"}
+
+
+def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
+    """A run folder as a run with these options leaves it."""
+    values = json.dumps(resolved(presets.load("tiny", overrides)))
+    (folder / "config.json").write_text(values, encoding="utf-8")
+    (folder / "strategy.py").write_text("def place(): ...\n", encoding="utf-8")
+    (folder / "program.json").write_text(json.dumps({"strategy": "mine"}), encoding="utf-8")
+    if iteration is not None:
+        draft = checkpoint_files.make_draft(folder / "checkpoints", iteration)
+        texts = {"config.json": values, "strategy.py": "", "state.json": json.dumps(state)}
+        texts["rank-0000.safetensors"] = ""
+        files = {name: checkpoint_files.write(draft / name, [text.encode()]) for name, text in texts.items()}
+        checkpoint_files.commit(folder / "checkpoints", iteration, files)
+    return folder
+
+
+def resumed(folder: Path, *overrides: str, other_strategy: bool = False):
+    return read_run(str(folder), overrides, other_strategy=other_strategy)
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        resumed(folder, *overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_options_survive_a_file(preset):
+    config = presets.load(preset, ["strategy.zero=1", 'generation.stop=["a,b"]', "parity_tolerance=none"])
+    assert config_of(json.loads(json.dumps(resolved(config))), "x.json") == config
+
+
+def test_older_files_get_defaults_and_newer_ones_are_refused():
+    values = resolved(presets.load("tiny"))
+    del values["checkpoint"]
+    assert config_of(values, "x.json").checkpoint == Checkpointing()
+    with pytest.raises(UserError, match="x.json has the option ppo.new, which this version does not know"):
+        config_of(values | {"ppo": values["ppo"] | {"new": 1}}, "x.json")
+    with pytest.raises(UserError, match="x.json: ppo.gamma=much"):
+        config_of(values | {"ppo": {"gamma": "much"}}, "x.json")
+    with pytest.raises(UserError, match="x.json: ppo is not an object"):
+        config_of(values | {"ppo": 3}, "x.json")
+
+
+def test_a_run_and_its_checkpoint(tmp_path):
+    run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
+    assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
+    assert run.state == STATE and run.config.checkpoint.keep == 3
+    assert run.notes == (f"code that {tmp_path} holds or names is run: strategy.py",)
+
+
+def test_every_option_may_change_or_is_refused_by_name():
+    before = presets.load("tiny")
+    for key in presets.all_keys():
+        if key in ("preset", "shape", "strategy", "iterations"):
+            continue
+        after = with_value(before, key, "another")
+        if key in MAY_CHANGE or key.startswith(("checkpoint.", "logging.")):
+            refuse_changes(before, after, "RUN")
+            continue
+        with pytest.raises(UserError, match=f"^{key}=another would change the results of RUN"):
+            refuse_changes(before, after, "RUN")
+
+
+def test_what_the_message_of_a_full_memory_advises_is_allowed(tmp_path):
+    """A rank that ran out of memory says which options to lower, and the run can be resumed with them."""
+    text = explain(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
+    assert "lower micro_batch or generation.max_sequences" in text
+    write_run(tmp_path, "micro_batch=8", "generation.max_sequences=64")
+    config = resumed(tmp_path, "micro_batch=4", "generation.max_sequences=16").config
+    assert (config.micro_batch, config.generation.max_sequences) == (4, 16)
+
+
+def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
+    """The checkpoint knows what it was made with."""
+    values = json.loads((write_run(tmp_path) / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}), encoding="utf-8")
+    assert "is of another run, or" in (text := refused(tmp_path)) and "seed=0, the run has 5" in text
+
+
+def test_iterations_may_change_where_no_schedule_depends_on_them(tmp_path):
+    assert resumed(write_run(tmp_path), "iterations=20").config.iterations == 20
+    assert "has done 2; give iterations=2 or more" in refused(tmp_path, "iterations=1")
+
+
+def test_iterations_of_a_schedule_stay(tmp_path):
+    write_run(tmp_path, "optimizer.schedule=cosine")
+    message = refused(tmp_path, "iterations=20")
+    assert "every learning rate" in message and "cosine ends after 15" in message
+
+
+def test_another_strategy_forgets_the_options_of_the_first(tmp_path):
+    write_run(tmp_path, "strategy.zero=1")
+    assert resumed(tmp_path).config.strategy == {"zero": "1"}
+    assert resumed(tmp_path, "strategy.zero=2").config.strategy == {"zero": "2"}
+    assert resumed(tmp_path, "strategy.tp=2", other_strategy=True).config.strategy == {"tp": "2"}
+
+
+def test_without_a_checkpoint_options_are_still_fixed(tmp_path):
+    run = resumed(write_run(tmp_path, iteration=None))
+    assert run.iteration == 0 and run.state == {} and "starts again" in run.notes[0]
+    assert "seed=3 would change the results" in refused(tmp_path, "seed=3")
+
+
+def test_a_folder_without_a_manifest_is_noted(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "checkpoints" / "iteration-000004").mkdir()
+    run = resumed(tmp_path)
+    assert run.iteration == 2 and "iteration-000004 has no manifest, so it is not used" in run.notes[0]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {},
+        ABOUT,
+        STATE | {"state": {}},
+        STATE | {"state": 3},
+        STATE | {"support": "all"},
+        STATE | {"state": OF_PPO | {"kl_coef": "much"}},
+        STATE | {"state": OF_PPO | {"score_moments": {"count": "x"}}},
+        STATE | {"state": OF_PPO | {"score_moments": {"number": 1.0}}},
+        OLDER | {"kl_coef": "much"},
+        OLDER | {"scores": {"count": 1.0}},
+        OLDER | {"inputs": 3},
+    ],
+    ids=lambda state: json.dumps(state)[:60],
+)
+def test_a_state_that_makes_no_sense_is_refused(tmp_path, state):
+    assert "state.json can't be read" in refused(write_run(tmp_path, state=state))
+
+
+@pytest.mark.parametrize("written", [STATE, OLDER], ids=["now", "older"])
+def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
+    """Also one of an earlier version, whose parts stand beside the rest."""
+    run = resumed(write_run(tmp_path, state=written))
+    state = run.config.algorithm.read_state(run.state["state"])
+    assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
+    assert {name: run.state[name] for name in ABOUT} == ABOUT
+    assert recorded.run_state(RunState(state)) == {"state": OF_PPO}
+
+
+def test_inputs_are_those_of_the_checkpoint(tmp_path):
+    """What an earlier version had no fingerprint of is not compared; everything else is."""
+    run = resumed(write_run(tmp_path))
+    now = {"prompts in x": "abc", "columns of the prompts in x": "1", "algorithm": "2", "tokenizer files in y": "3"}
+    refuse_other_inputs(now, run)
+    assert not_compared(now, run) == list(now)[1:]
+    for changed in ({"prompts in x": "abd"}, {"model in y": "1"}):
+        with pytest.raises(UserError, match=f"the {next(iter(changed))} changed since {tmp_path} was started; restore"):
+            refuse_other_inputs(now | changed, run)
+    (tmp_path / "new").mkdir()
+    run = resumed(write_run(tmp_path / "new", state=STATE | {"inputs": now}))
+    assert not_compared(now, run) == []
+    for name in now:
+        with pytest.raises(UserError, match=f"the {name} changed since"):
+            refuse_other_inputs(now | {name: "another"}, run)
+
+
+def test_the_options_of_an_older_run_folder_are_read(tmp_path):
+    """Of a version before algorithms had pages: as it wrote them for `--preset tiny`, in full."""
+    values = json.loads(OLDER_CONFIG)
+    assert "algorithm" not in values and "options" not in values
+    folders = {name: folder for name, folder in presets.load("tiny").models.items() if folder}
+    values["models"] |= folders  # where the package lies here
+    values["data"]["prompts"] = presets.load("tiny").data.prompts
+    assert config_of(values, "x.json") == presets.load("tiny", ["data.key=prompt"])  # which was the default
+    values["ppo"]["kl_coef"], values["optimizer"]["critic_lr"] = 0.3, 0.25
+    config = config_of(values, "x.json")
+    assert config.algorithm.name == "ppo" and config.options.kl_coef == 0.3
+    assert config.optimizer.lr == {"actor": 3e-4, "critic": 0.25}
+    words = ("ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", "data.key=prompt")
+    folder = write_run(tmp_path, *words, state=OLDER)
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    assert resumed(folder).config == config
+
+
+def test_a_cluster_file_is_found_again(tmp_path):
+    assert resumed(write_run(tmp_path)).cluster is None
+    (tmp_path / "cluster.toml").write_text("", encoding="utf-8")
+    assert resumed(tmp_path).cluster == str(tmp_path / "cluster.toml")
+
+
+def test_checkpoints_of_later_runs_are_read_as_numbers(tmp_path):
+    """A million and one is more than 999,999."""
+    write_run(tmp_path, "iterations=2000000", iteration=999_999)
+    write_run(tmp_path, "iterations=2000000", iteration=1_000_001)
+    assert resumed(tmp_path).iteration == 1_000_001
+    assert isinstance(resumed(tmp_path).checkpoint, Checkpoint)
+
+
+@pytest.mark.parametrize("layout", [None, 1, 3])
+def test_other_random_numbers_are_refused(tmp_path, layout):
+    """A checkpoint without a version is of layout 1. The one before it is of the same layout: no way out."""
+    for iteration in (1, 2):
+        write_run(tmp_path, iteration=iteration)
+        path = tmp_path / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json"
+        values = json.loads(path.read_text(encoding="utf-8"))
+        assert values.pop("random_layout") == 2
+        path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}), encoding="utf-8")
+    message = refused(tmp_path)
+    assert f"iteration-000002 has layout {layout or 1} of the random numbers, this program has 2" in message
+    assert "the version of rlhf_spmd that started the run, or start a new run" in message
+
+
+@pytest.mark.parametrize("before", [2, None])
+def test_a_checkpoint_that_came_since_is_not_overlooked(tmp_path, before):
+    """Another run was still writing when this one began to start: what it has done must not be cut off."""
+    found = resumed(write_run(tmp_path, iteration=before))
+    refuse_older(found)
+    write_run(tmp_path, iteration=3)
+    with pytest.raises(UserError, match="its newest checkpoint is now iteration-000003.*resume it again"):
+        refuse_older(found)
+    refuse_older(resumed(tmp_path))
+
+
+# ---- the time of the first start -------------------------------------------------------------------------------------
+
+
+def test_the_time_of_the_first_start(tmp_path):
+    """That of the checkpoint, whose prompts are compared, else that of the folder; a run without one says so once."""
+    folder = write_run(tmp_path, iteration=None)
+    assert read_run(str(folder), [], other_strategy=False).started == ""
+    first, second = "2026-02-03T00:00:00+01:00", "2026-02-04T00:00:00+01:00"
+    about, path = {"started": first, "products": {"library": "onednn"}}, folder / "program.json"
+    path.write_text(json.dumps(about), encoding="utf-8")
+    run = read_run(str(folder), [], other_strategy=False)
+    assert run.started == first and run.products == (about["products"], str(path))
+    of_checkpoint = SimpleNamespace(
+        folder=folder / "c", files={"program.json": None}, text=lambda _: json.dumps({"started": second})
+    )
+    assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == second
+    of_checkpoint.text = lambda _: "{}"
+    assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == first
+    (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"program.json: 3 is no time of a start, such as '20.*; restore it"):
+        read_run(str(folder), [], other_strategy=False)
+
+
+def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
+    run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
+    job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
+    assert "writes 2026-02-03 00:00, also when the run is resumed again" in run_text.notes(job, run)[-1]
+    resumed = replace(run, state={"inputs": {}})
+    with pytest.raises(
+        UserError, match=r"template writes the time, .*: add it to .*program.json, such as .started.: .now"
+    ):
+        refuse_other_inputs({"prompts in x": "a"}, resumed, started="now")
+    with pytest.raises(UserError, match=r"the model in x changed since .* was started; restore"):
+        refuse_other_inputs({"model in x": "a"}, resumed, started="now")
+    job.written_at = ""
+    assert run_text.notes(job, run) == [*run.notes]
+    assert run_text.notes(job, None) == []

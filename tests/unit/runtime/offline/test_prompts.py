@@ -1,0 +1,98 @@
+"""The prompts of offline generation: their own sampling, their templates and their room."""
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import ChatTemplate
+from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.offline import options
+from rlhf_spmd.runtime.offline.options import load_options
+from rlhf_spmd.runtime.offline.prompts import read_offline_prompts, sampling_of
+from tests.folders import write_tokenizer
+from tests.unit.runtime.offline.test_generate_file import CONTEXT, config, prompts_of
+
+
+def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "ba"}], "tools": [{}]}\n'
+        '{"messages": [{"role": "user", "content": "ba"}], "chat_template_kwargs": {"x": "bo"}}\n{"prompt": "bi"}\n',
+        encoding="utf-8",
+    )
+    (tmp_path / "t.jinja").write_text("{{ x }} {% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    write_tokenizer(tmp_path)
+
+    def read(kwargs: str) -> list[str]:
+        words = ["generation.max_new_tokens=8", f"data.chat_template_kwargs={kwargs}"]
+        template = ChatTemplate(tmp_path, str(tmp_path / "t.jinja"), started="2026-02-03T00:00:00")
+        given = load_options(words), None, template
+        return [one.text for one in read_offline_prompts(tmp_path / "p.jsonl", tokenizer, config(), *given)]
+
+    assert read('{"x": "be"}') == ["be ba", "bo ba", "bi"]
+    assert capsys.readouterr().err.split("\n")[:-1] == [
+        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: 1 of text, which no chat template renders, so that "
+        "chat_template_kwargs have no effect",
+        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: the chat template does not read 'tools'",
+    ]
+    with pytest.raises(
+        UserError, match=r"data.chat_template_kwargs has 'y', which the chat template .* \(it reads x\)"
+    ):
+        read('{"y": "be"}')
+    with pytest.raises(UserError, match="data.chat_template_kwargs has 'tools', which every chat template is given by"):
+        options.check_options(load_options(['data.chat_template_kwargs={"tools": []}']))
+    for wrong in ("1", "[1]", '{"x": False}', "x=1"):
+        with pytest.raises(UserError, match=r'write an object of JSON, such as {"enable_thinking": false}'):
+            load_options([f"data.chat_template_kwargs={wrong}"])
+    assert load_options(["data.chat_template_kwargs=none"]).data.chat_template_kwargs == {}
+
+
+def test_a_prompts_own_sampling(tmp_path, tokenizer):
+    own = {"max_new_tokens": 3, "min_new_tokens": 1, "temperature": 0, "top_k": 4, "top_p": 0.5, "min_p": 0.1}
+    lines = [{"prompt": "ba"}, {"prompt": "be", "id": 7} | own | {"stop": [" bi,"]}, {"prompt": "bi", "top_k": None}]
+    first, second, third = prompts_of(tmp_path, lines, tokenizer, "generation.temperature=0.5")
+    assert first.sampling == third.sampling == Sampling(8, temperature=0.5)
+    assert second.sampling == Sampling(3, 1, 0.0, 4, 0.5, 0.1, (" bi,",))
+    assert sampling_of(options.OfflineGeneration(), {"stop": "a,b"}).stop == ("a,b",)
+
+
+BAD = {
+    "temperature": ({"temperature": -1}, "line 2: temperature=-1"),
+    "text": ({"temperature": "1"}, 'line 2: temperature="1" is not a number'),
+    "bool": ({"top_k": True}, "line 2: top_k=true is not a number"),
+    "list": ({"top_p": [1]}, r"line 2: top_p=\[1\] is not a number"),
+    "fraction": ({"max_new_tokens": 2.5}, "line 2: max_new_tokens=2.5"),
+    "none": ({"max_new_tokens": 0}, "line 2: max_new_tokens=0"),
+    "top_p": ({"top_p": 0}, "line 2: top_p=0"),
+    "least": ({"min_new_tokens": 9}, "line 2: min_new_tokens=9, max_new_tokens=8"),
+    "stop": ({"stop": [1]}, "line 2: stop="),
+    "empty stop": ({"stop": ["a", ""]}, "line 2: stop="),
+    "too many": ({"max_new_tokens": 31}, "line 2: the prompt has 2 tokens and may get 31 new ones, .* context of 32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_are_refused(name, tmp_path, tokenizer):
+    own, message = BAD[name]
+    with pytest.raises(UserError, match=r"p\.jsonl, " + message):
+        prompts_of(tmp_path, [{"prompt": "ba"}, {"prompt": "be bi"} | own], tokenizer)
+
+
+def test_room_for_a_prompt(tmp_path, tokenizer):
+    """As long as the context leaves; what happens beyond that, or beyond data.max_prompt, long_prompts says."""
+    just, over = {"prompt": "ba " * (CONTEXT - 8)}, {"prompt": "be " * (CONTEXT - 7)}
+    lines = [{"prompt": "bi"}, over, just]
+    assert len(prompts_of(tmp_path, [just], tokenizer)) == 1
+    with pytest.raises(UserError, match="line 2: the prompt has 25 tokens .* data.max_prompt=24"):
+        prompts_of(tmp_path, lines, tokenizer)
+    with pytest.raises(UserError, match="line 2: .* the limit is 9"):
+        prompts_of(tmp_path, lines, tokenizer, "data.max_prompt=9")
+    dropped = prompts_of(tmp_path, lines, tokenizer, "data.long_prompts=drop")
+    assert [prompt.index for prompt in dropped] == [0, 2]
+    assert [len(prompt.tokens) for prompt in dropped] == [1, 24]
+    cut = prompts_of(tmp_path, lines, tokenizer, "data.long_prompts=truncate", "data.max_prompt=9")
+    assert [len(prompt.tokens) for prompt in cut] == [1, 9, 9]
+    with pytest.raises(UserError, match="data.long_prompts=drop leaves no prompt"):
+        prompts_of(tmp_path, [over], tokenizer, "data.long_prompts=drop")
+    with pytest.raises(UserError, match="max_new_tokens=32 leaves no room"):
+        prompts_of(tmp_path, lines, tokenizer, "generation.max_new_tokens=32")
+    with pytest.raises(UserError, match="line 1: the prompt has token 5, but the model has 5"):
+        prompts_of(tmp_path, lines, tokenizer, vocab_size=5)

@@ -1,0 +1,113 @@
+"""Timelines: the picture shows what the spans say."""
+
+import re
+
+from rlhf_spmd.runtime.pictures import picture
+from rlhf_spmd.runtime.pictures.picture import Picture
+from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
+from tests.programs import make_workload
+from tests.unit.runtime.observe.test_trace import record, two_ranks
+
+WORKFLOW = make_workload().workflow
+
+
+def drawn_texts(monkeypatch, path, records, **options):
+    """Draws, and returns all text of the figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    kept = []
+    save = Figure.savefig
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *args, **kw: (save(figure, *args, **kw), kept.append(figure)))
+        write_png(path, records, workflow=WORKFLOW, **options)
+    return [text.get_text() for text in kept[0].findobj(Text) if text.get_text()]
+
+
+def test_picture(tmp_path, monkeypatch):
+    path = tmp_path / "timeline.png"
+    first = [{**one, "spans": [row for row in one["spans"] if row[4] == 0]} for one in two_ranks()]
+    texts = drawn_texts(monkeypatch, path, first, title="flattening on 2 ranks")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for expected in (
+        "flattening on 2 ranks",
+        "iteration 0: 3.00 s, ranks busy 65%",
+        "seconds since the start of iteration 0",
+        "rank 0",
+        "rank 1",
+        "iteration 0",
+        "63%",
+        "67%",
+        "actor generate",
+        "actor train",
+        "reference infer",
+        "estimate advantages",
+        "transfer",
+        "waiting for other ranks",
+        "idle",
+    ):
+        assert expected in texts, texts
+    assert "iteration 1" not in texts
+
+
+def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
+    texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
+    assert "iteration 1: 1.00 s, ranks busy 100%" in texts and "actor train" not in texts
+
+
+def test_picture_of_nothing_of_no_iteration_and_of_many_ranks(tmp_path, monkeypatch):
+    from matplotlib import image
+
+    write_png(tmp_path / "a.png", [], title="nothing", workflow=WORKFLOW)
+    write_png(tmp_path / "b.png", [record(0)], title="nothing", workflow=WORKFLOW)
+    texts = drawn_texts(monkeypatch, tmp_path / "c.png", [record(0, ("loading", "compute", 0, 1, None))], title="t")
+    assert "seconds" in texts and "loading" in texts
+    many = [record(rank, ("actor_generate", "compute", 0, 1, 0), host=f"n{rank // 8}") for rank in range(64)]
+    texts = drawn_texts(monkeypatch, tmp_path / "d.png", many, title="t")
+    assert len({text for text in texts if re.fullmatch(r"rank \d+", text)}) == 32
+    height, width, _ = image.imread(tmp_path / "d.png").shape
+    assert width == 1275 and height < 1800
+    texts = drawn_texts(monkeypatch, tmp_path / "e.png", many, title="t", most_lanes=16)
+    assert "ranks 0-63" in texts and "rank 1" not in texts
+
+
+def test_ranks_share_a_lane_only_where_they_do_the_same(tmp_path, monkeypatch):
+    calls = ("actor_generate", "actor_generate", "actor_generate", "reward_infer")
+    some = [record(rank, (name, "compute", 0, 1 + (rank == 2), 0)) for rank, name in enumerate(calls)]
+    texts = drawn_texts(monkeypatch, tmp_path / "a.png", some, title="t", most_lanes=1)
+    assert {"ranks 0-1", "rank 2", "rank 3"} < set(texts) and "rank 0" not in texts
+
+
+def test_a_stack_has_one_axis(tmp_path):
+    one = [record(0, ("actor_generate", "compute", 0, 1, 4), ("x", "wait", 1, 2, 4))]
+    other = [record(0, ("actor_generate", "compute", 0, 3, 9), ("critic_train", "compute", 3, 4, 9))]
+    stack = Picture()
+    legend = add_stack(stack, [Panel("one", one, "a note"), Panel("other", other)], workflow=WORKFLOW)
+    assert [style.label for style in legend] == ["actor generate", "critic train", "waiting for other ranks", "idle"]
+    axes = stack.draw().axes
+    assert {one.get_xlim() for one in axes} == {(0.0, 4.0)} and len(axes) == 3
+    words = [text.get_text() for text in stack.draw().texts]
+    assert "2 s, ranks busy 50%, a note" in words and "4 s, ranks busy 100%" in words
+
+
+def test_idle_waiting_training_and_other_work_look_different(tmp_path):
+    from matplotlib import image
+
+    path = tmp_path / "t.png"
+    spans = [("actor_generate", "compute", 0, 1, 0), ("x", "wait", 2, 3, 0), ("actor_train", "compute", 3, 4, 0)]
+    write_png(path, [record(0, *spans)], title="t", workflow=WORKFLOW)
+    row = image.imread(path)[:, :, :3]
+    above = round((0.62 + 0.24 + LANE_INCH[1] * 0.2) * picture.DPI)  # the words
+    left, right = round(LEFT * picture.DPI), round((picture.WIDTH - RIGHT) * picture.DPI)
+
+    def pixels(number):  # of second `number`
+        quarter = (right - left) // 4
+        return row[above, left + number * quarter + 10 : left + (number + 1) * quarter - 10]
+
+    def colours(number):
+        return {tuple(map(float, one)) for one in pixels(number).round(2)}
+
+    (generate,), (idle,), waiting, (train,) = map(colours, range(4))
+    assert len({generate, idle, train}) == 3 and len(waiting) > 3  # hatched
+    assert (1.0, 1.0, 1.0) in waiting and not waiting & {generate, idle, train}
+    assert sum(train) < sum(generate) < sum(idle)

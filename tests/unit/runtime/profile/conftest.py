@@ -1,0 +1,16 @@
+"""Fixtures of the profile's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rlhf_spmd.runtime.world.world import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """The world of a program that was started without mpirun."""
+    world = World.discover()
+    world.use_device("auto")
+    yield world
+    world.shutdown()

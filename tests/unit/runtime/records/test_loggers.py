@@ -1,0 +1,84 @@
+"""Curves on Weights & Biases, by its own package in its offline mode; what is said where they can't be written."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch, tmp_path_factory):
+    """A user whom Weights & Biases does not know."""
+    home = tmp_path_factory.mktemp("home")
+    for name, value in {"HOME": home, "NETRC": home / "netrc", "WANDB_CONFIG_DIR": home}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def draw(folder: Path, *steps: int) -> str:
+    curves = Curves(folder, [])
+    place = curves.start_wandb("a-project", {"seed": 3})
+    for step in steps:
+        curves.add(step, {"reward/reward": step / 4})
+    curves.close()
+    return place
+
+
+def draw_apart(folder: Path, *steps: int) -> subprocess.CompletedProcess:
+    """In a process of its own: the package puts hooks into the interpreter and reads its environment once."""
+    code = "from pathlib import Path\nfrom tests.unit.runtime.records.test_loggers import draw\n"
+    code += f"print(draw(Path({str(folder)!r}), *{steps}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120)
+
+
+def test_a_resumed_run_has_the_same_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    places = [draw_apart(tmp_path, *steps).stdout.strip() for steps in ((0, 1), (1, 2))]
+    name = (tmp_path / WANDB_ID).read_text(encoding="utf-8")
+    assert re.fullmatch("[0-9a-f]{16}", name)
+    for place in places:
+        (run,) = Path(place).parent.glob(f"run-{name}.wandb")
+        assert all(part in run.read_bytes() for part in (b"reward/reward", b"a-project", b"0.25"))
+
+
+def test_a_user_who_is_not_logged_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    said = draw_apart(tmp_path).stderr
+    assert re.search("UserError: wandb=a-project: .* can't be used .*run `wandb login`, or set WANDB_MODE", said), said
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb=a-project needs the package wandb .*: pip install wandb"):
+        draw(tmp_path)
+
+
+class Broken:
+    """Fails at everything, as a service may."""
+
+    def __getattr__(self, name):
+        raise ConnectionError("the service has gone")
+
+
+def test_a_run_goes_on_without_curves(tmp_path):
+    """Both kinds of curves end, each with one note."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    notes: list[str] = []
+    curves = Curves(tmp_path, notes)
+    curves.add(0, {"reward/reward": 1.0})
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    curves._tensorboard._file.close()
+    curves._tensorboard._file, curves._wandb = RecordWriter(open("/dev/full", "wb")), Broken()  # noqa: SIM115
+    for iteration in (1, 2):
+        curves.add(iteration, {"reward/reward": 1.0})
+    curves.close()
+    assert len(notes) == 2, notes
+    told = f"no TensorBoard events since iteration 1, because {events} can't be written: No space left on device"
+    assert notes[0] == told
+    assert notes[1] == "nothing at Weights & Biases since iteration 1: ConnectionError: the service has gone"

@@ -1,0 +1,396 @@
+"""How reward functions are bound: by the names of their parameters, for this program and for others."""
+
+import asyncio
+import functools
+import operator
+import sys
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.rewards.styles import Bound, Scored, bind
+
+CHAT = [{"role": "user", "content": "2+2?"}]
+ROWS = Scored(
+    prompts=["2+2?", "3+3?", "4+4?"],
+    responses=["4", " 6", "9"],
+    tokens=[[4], [1, 6], [9]],
+    columns=[
+        {"answer": "4", "data_source": "sums", "extra_info": {"index": 0}, "reward_model": {"ground_truth": "4"}},
+        {"answer": "6", "data_source": "sums", "extra_info": {"index": 1}, "reward_model": {"ground_truth": "6"}},
+        {"answer": "8", "data_source": "sums", "extra_info": {"index": 2}, "reward_model": {"ground_truth": "8"}},
+    ],
+)
+SEEN: list = []
+
+
+def bound(function, rows: Scored = ROWS) -> Bound:
+    return bind(function, list(dict.fromkeys(name for row in rows.columns for name in row)))
+
+
+def scores(function, rows: Scored = ROWS) -> list:
+    return RewardFunction("mine:f", bound(function, rows)).score(rows)[0]
+
+
+def seen(*names: str, rows: Scored = ROWS):
+    """What a function with these parameters gets, by name."""
+    got: dict = {}
+    space = {"got": got}
+    exec(f"def f({', '.join(names)}):\n    got.update(locals())\n    return 1.0", space)
+    bound(space["f"], rows).call(rows)
+    return got | got.pop("kwargs", {})
+
+
+def refused(function, columns=("answer",)) -> str:
+    with pytest.raises(UserError) as caught:
+        bind(function, columns)
+    return str(caught.value)
+
+
+# ---- styles ---------------------------------------------------------------------------------------------------------
+
+
+def own(prompts, responses, answer, completion_ids, unknown="default"):
+    SEEN.append((completion_ids, unknown))
+    return [float(response.strip() == right) for response, right in zip(responses, answer, strict=True)]
+
+
+def trl(prompts, completions, answer, **columns):
+    SEEN.append((prompts, completions, columns))
+    return [1.0 if right in str(completion) else None for completion, right in zip(completions, answer, strict=True)]
+
+
+async def trl_async(completions, **columns):
+    return {"scores": [float(len(text)) for text in completions]}
+
+
+async def verl_async(data_source, solution_str, ground_truth):
+    return {"score": float(solution_str == ground_truth)}
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    SEEN.append((data_source, extra_info))
+    return {"score": float(solution_str.strip() == ground_truth), "acc": solution_str == ground_truth, "pred": "x"}
+
+
+def openrlhf(queries, prompts, labels):
+    SEEN.append((queries, labels))
+    return {"rewards": [1.0, 2.0, 3.0], "scores": [0, 1, 0], "extra_logs": {"length": [5, 6, 7]}}
+
+
+@pytest.mark.parametrize(
+    ("function", "receiver", "expected", "seen"),
+    [
+        (own, "responses", [1.0, 1.0, 0.0], [([[4], [1, 6], [9]], "default")]),
+        (trl_async, "completions", [1.0, 2.0, 1.0], []),
+        (verl_async, "solution_str", [1.0, 0.0, 0.0], []),
+        (verl, "solution_str", [1.0, 1.0, 0.0], [("sums", {"index": index}) for index in range(3)]),
+    ],
+)
+def test_a_style_is_told_by_the_parameter_that_receives_the_response(function, receiver, expected, seen):
+    SEEN.clear()
+    assert bound(function).receiver == receiver
+    assert scores(function) == expected and seen == SEEN
+
+
+def test_the_order_of_parameters_means_nothing():
+    """A function of responses and a column got prompts as `responses`, and swapped ones each other."""
+    assert scores(lambda responses, answer: [float(a == b) for a, b in zip(responses, answer, strict=True)]) == [
+        1,
+        0,
+        0,
+    ]
+    assert scores(lambda answer, responses: list(map(len, responses))) == [1, 2, 1]
+    assert scores(lambda responses, prompts: [len(one) - len(prompts[0]) for one in responses]) == [-3, -2, -3]
+    assert scores(lambda responses: list(map(len, responses))) == [1, 2, 1]
+    assert scores(lambda labels, prompts, queries: list(map(len, queries))) == [5, 6, 5]
+    assert scores(lambda ground_truth, solution_str: float(solution_str == ground_truth)) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("receiver", ["responses", "completions", "queries"])
+def test_every_style_has_the_tokens(receiver):
+    for parameters in (
+        (receiver, "completion_ids"),
+        ("completion_ids=None", f"{receiver}=None"),
+        (receiver, "**kwargs"),
+    ):
+        assert seen(*parameters)["completion_ids"] == ROWS.tokens
+    assert scores(lambda solution_str, completion_ids: len(completion_ids)) == [1, 2, 1]
+    assert scores(lambda solution_str, **columns: columns["completion_ids"][0]) == [4, 1, 9]
+
+
+def test_a_function_of_everything_gets_every_word_and_every_column():
+    columns = {"answer", "data_source", "extra_info", "reward_model"}
+    words = {
+        "responses": {"prompts"},
+        "completions": {"prompts"},
+        "queries": {"prompts", "labels"},
+        "solution_str": {"ground_truth"},
+    }
+    for receiver, more in words.items():
+        assert seen(receiver, "**kwargs").keys() == columns | more | {receiver, "completion_ids"}
+    assert seen("**kwargs") == seen("prompts", "responses", "completion_ids", *columns)
+
+
+def test_a_name_that_is_both_is_the_programs_word():
+    rows = Scored(["p"], ["r"], [[1]], [{"responses": "column", "completion_ids": "column", "queries": "column"}])
+    found = seen("responses", "**kwargs", rows=rows)
+    assert (found["responses"], found["completion_ids"], found["queries"]) == (["r"], [[1]], ["column"])
+    function = RewardFunction("m:f", bound(lambda responses, **all_others: 1, rows))
+    assert function.notes == ["m:f gets the program's responses, completion_ids, not the data set's"]
+    assert not RewardFunction("m:f", bound(lambda completions, responses=None: 1, rows)).notes
+    verls = ["solution_str", "ground_truth", "data_source", "extra_info"]
+    assert bind(verl, verls).hidden == ("solution_str",)
+    assert bind(openrlhf, ["labels", "label", "prompts"]).hidden == ("prompts",)
+
+
+def test_answers_of_verl_and_openrlhf_that_only_some_rows_have():
+    truths = [{"reward_model": {"ground_truth": "a"}}, {"reward_model": {"style": "rule"}, "ground_truth": "b"}, {}]
+    rows = Scored(["p"] * 3, ["a", "b", "c"], columns=truths)
+    assert scores(lambda solution_str, ground_truth: float(solution_str == ground_truth), rows) == [1.0, 1.0, 0.0]
+    rows = Scored(["p"] * 3, ["a", "b", "c"], columns=[{"labels": 1, "label": 2}, {"label": 3}, {}])
+    assert seen("queries", "labels", rows=rows)["labels"] == [1, 3, None]
+
+
+def test_a_row_without_a_column_has_none_whatever_rows_are_beside_it():
+    """One row alone, as a worker gets it, is called like all of them."""
+    rows = Scored(["p"] * 2, ["a", "b"], columns=[{"answer": "a"}, {}])
+    for function in (
+        lambda responses, answer: [float(one is None) for one in answer],
+        lambda responses, answer="else": [float(one is None) for one in answer],
+        lambda responses, **columns: [float(one is None) for one in columns["answer"]],
+        lambda solution_str, answer: float(answer is None),
+    ):
+        one = RewardFunction("f", bound(function, rows))
+        assert one.score(rows)[0] == [0.0, 1.0] and one.score(rows.part(1, 2))[0] == [1.0]
+
+
+class Counter:
+    def __call__(self, responses, answer):
+        return [1.0] * len(responses)
+
+    async def later(self, completions, **columns):
+        return [float(len(columns["answer"][0]))] * len(completions)
+
+    @staticmethod
+    def still(responses):
+        return [3.0] * len(responses)
+
+
+class Late:
+    async def __call__(self, solution_str):
+        return float(len(solution_str))
+
+
+def passes_on(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def scaled(prompts, responses, scale, answer, completion_ids=None):
+    assert completion_ids in (None, "bound") or completion_ids == ROWS.tokens
+    return [float(scale)] * len(responses)
+
+
+def test_what_counts_as_a_function():
+    assert (
+        scores(Counter()) == [1.0] * 3 and scores(Counter().later) == [1.0] * 3 and scores(Counter.still) == [3.0] * 3
+    )
+    assert scores(Late()) == [1.0, 2.0, 1.0]
+    assert scores(passes_on(own)) == [1.0, 1.0, 0.0] and scores(passes_on(verl_async)) == [1.0, 0.0, 0.0]
+    assert scores(functools.cache(lambda solution_str, data_source=None: 1.0)) == [1.0] * 3
+    for partial in (functools.partial(scaled, scale=2), functools.partial(scaled, "p", scale=2)):
+        assert scores(partial) == scores(passes_on(partial)) == [2.0] * 3
+    kept = bound(functools.partial(scaled, scale=2, completion_ids="bound", prompts=None))
+    assert kept.words == ("responses",) and kept.call(ROWS).scores == [2.0] * 3  # what is bound stays
+    assert bound(passes_on(kept.function)).words == ("responses",)
+    named = functools.update_wrapper(functools.partial(trl, answer=["4"] * 3), trl)  # as TRL wants partials
+    assert scores(named) == [1.0, None, None]
+    everything = functools.partial(lambda **given: [len(given)] * 3, answer="bound")
+    assert scores(everything) == [7.0] * 3  # three words, four columns
+
+    @functools.wraps(scaled)
+    def other(prompts, responses):  # its parameters count, not those of the function behind it
+        return scaled(prompts, responses, 4, None)
+
+    assert scores(other) == [4.0] * 3
+
+
+def by_place(prompts, responses, /): ...
+def mixed(prompts, /, responses): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda p, r: 1, ["no parameter of it receives the response (p, r)"]),
+        (lambda samples, prompts, original_output: 1, ["(samples, prompts, original_output)", "mean 'queries'?"]),
+        (lambda prompts, outputs: 1, ["(prompts, outputs)", "did you mean 'responses'?"]),
+        (lambda prompts, response: 1, ["did you mean 'responses'?"]),
+        (lambda solution_strs, ground_truths: 1, ["did you mean 'solution_str'?"]),
+        (lambda prompts: 1, ["no parameter"]),
+        (lambda *rows: 1, ["it has none with a name"]),
+        (passes_on(by_place), ["prompts, responses by place only", "remove the /"]),
+        (by_place, ["prompts, responses by place only", "remove the /"]),
+        (mixed, ["prompts by place only"]),
+        (len, ["obj by place only"]),
+        (max, ["cannot be read"]),
+        (operator.itemgetter(1), ["cannot be read"]),
+        (Counter, ["it is a class", "name an object of it"]),
+        (functools.partial(own, responses=[]), ["no parameter"]),
+    ],
+)
+def test_a_function_that_cannot_get_the_response_is_refused_with_the_accepted_names(function, words):
+    text = refused(function)
+    assert all(word in text for word in (*words, "responses, completions (as in TRL), solution_str (verl)")), text
+
+
+def test_other_functions_that_cannot_be_called_by_names():
+    def only_places(function):
+        return functools.wraps(function)(lambda *args: function(*args))
+
+    def renamed(function):
+        return functools.wraps(function)(lambda responses, **columns: function(responses, **columns))
+
+    assert "no parameter" in refused(only_places(own))
+    assert ", answer by name (missing a required argument: 'responses')" in refused(renamed(trl_async))
+    both = "receive the response: responses (this program), completions (TRL); keep one"
+    assert both in refused(lambda responses, completions: 1) and both in refused(lambda responses=0, completions=0: 1)
+    assert bind(lambda completions, responses=None: 1, ["responses"]).columns == ("responses",)
+    assert "asks for prompt, " in (text := refused(lambda responses, prompt: 1)) and "mean 'prompts'?" in text
+    assert bind(lambda responses, anything: 1, None).columns == ("anything",)  # columns that are not known
+
+
+def test_calls_of_an_async_function_run_concurrently():
+    """Each waits until all have begun: one after the other, the first would wait for ever."""
+    begun = []
+
+    async def together(data_source, solution_str, ground_truth):
+        begun.append(solution_str)
+        while len(begun) < 3:
+            await asyncio.sleep(0)
+        return {"score": float(len(begun))}
+
+    assert scores(together) == [3.0, 3.0, 3.0]
+
+
+def test_trl_gets_columns_and_conversations():
+    SEEN.clear()
+    assert scores(trl) == [1.0, 1.0, None]
+    prompts, completions, columns = SEEN.pop()
+    assert (prompts, completions) == (ROWS.prompts, ROWS.responses)
+    assert columns["completion_ids"] == ROWS.tokens and columns["data_source"] == ["sums"] * 3
+    answered = [*CHAT, {"role": "assistant", "content": "an answer of the data set"}]
+    mixed = [{"prompt": CHAT, "answer": "4"}, {"messages": answered, "answer": "4"}, {"answer": "4"}]
+    assert scores(trl, Scored(["user: 2+2?", "user: 2+2?", "2+2?"], ["4"] * 3, [[4]] * 3, mixed)) == [1.0] * 3
+    said = [{"role": "assistant", "content": "4"}]
+    assert SEEN[-1][:2] == ([CHAT, CHAT, "2+2?"], [said, said, "4"])  # each row by itself
+
+
+def test_the_prompt_is_what_the_model_has_read():
+    """A conversation beside a text that is the prompt is only a column; a conversation under data.key is the prompt."""
+    for columns, key, expected in (
+        ({"prompt": "text", "messages": CHAT, "answer": "4"}, "prompt", "text"),
+        ({"prompt": None, "messages": CHAT, "answer": "4"}, "prompt", CHAT),
+        ({"dialog": CHAT, "answer": "4"}, "dialog", CHAT),
+        ({"question": "text", "messages": CHAT, "answer": "4"}, "question", "text"),
+    ):
+        scores(trl, Scored(["text"], ["4"], [[4]], [columns], key=key))
+        assert SEEN[-1][0] == [expected] and isinstance(SEEN[-1][1][0], list) == isinstance(expected, list)
+
+
+def test_what_an_async_function_keeps_belongs_to_the_loop_of_all_calls():
+    lock = asyncio.Semaphore(1)
+
+    async def one_at_a_time(responses):
+        async def score(text):
+            async with lock:
+                await asyncio.sleep(0)
+                return float(len(text))
+
+        return await asyncio.gather(*map(score, responses))
+
+    assert scores(one_at_a_time) == scores(one_at_a_time) == [1.0, 2.0, 1.0]
+
+
+class Judge:
+    def __call__(self, responses, **kwargs):
+        return [float(len(kwargs))] * len(responses)
+
+    def score(self, responses, **kwargs):
+        return self(responses, **kwargs)
+
+
+def styled(style, responses, **kwargs):
+    return [float(style == "x" and "style" not in kwargs)] * len(responses)
+
+
+def test_a_column_of_a_name_that_is_given_by_place_stays_away():
+    rows = Scored(["p"], ["r"], [[1]], [{"self": 1, "style": "column", "answer": "4"}])
+    assert scores(Judge(), rows) == [4.0] and scores(Judge().score, rows) == [
+        4.0
+    ]  # prompts, completion_ids, two columns
+    assert scores(functools.partial(styled, "x"), rows) == [1.0]
+
+
+def gives(responses):
+    yield from map(len, responses)
+
+
+async def gives_later(responses):
+    for response in responses:
+        yield len(response)
+
+
+def test_what_makes_no_scores_is_refused():
+    for function in (gives, gives_later, functools.partial(gives)):
+        assert "it is a generator (it has a yield)" in refused(function)
+
+
+def test_further_numbers_are_for_the_log():
+    found, logs = RewardFunction("verl.py:verl", bound(verl)).score(ROWS)
+    assert found == [1.0, 1.0, 0.0] and logs == {"verl_acc": [1.0, 0.0, 0.0]}  # texts are not logged
+    rows = Scored(ROWS.prompts, ROWS.responses, ROWS.tokens, [{"labels": index} for index in range(3)])
+    SEEN.clear()
+    found, logs = RewardFunction("mine:openrlhf", bound(openrlhf, rows)).score(rows)
+    assert found == [1.0, 2.0, 3.0] and logs == {"openrlhf_length": [5.0, 6.0, 7.0]}
+    assert SEEN == [(["2+2?4", "3+3? 6", "4+4?9"], [0, 1, 2])]
+
+
+@pytest.mark.parametrize(
+    ("source", "columns", "words"),
+    [
+        ("def f(responses, answr): ...", ["answer"], ["asks for answr", "(answer)", "rename the parameter"]),
+        ("def f(completions, solution): ...", [], ["asks for solution", "none besides the prompts"]),
+        ("def f(data_source, solution_str, ground_truth): ...", ["data_source"], ["asks for ground_truth"]),
+    ],
+)
+def test_a_column_that_is_missing_is_named_before_the_run(tmp_path, monkeypatch, source, columns, words):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading adds the file's folder
+    (tmp_path / "mine.py").write_text(source + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_reward_function(f"{tmp_path / 'mine.py'}:f", columns)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_an_error_names_the_row_in_every_style():
+    def broken(completions, answer):
+        return [1 / (right != "6") for right in answer]
+
+    with pytest.raises(UserError, match=r"ZeroDivisionError.* on response 1 ' 6' \(prompt '3\+3\?'\)"):
+        scores(broken)
+
+
+class Broken:
+    def __call__(self, responses):
+        return [int("x" + one) for one in responses]
+
+
+def test_an_error_names_the_line_of_partials_and_objects():
+    for function in (Broken(), functools.partial(Broken()), functools.partial(Broken.__call__, Broken())):
+        with pytest.raises(UserError, match=r"ValueError.*test_styles.py, line \d+: return \[int"):
+            scores(function)

@@ -1,0 +1,81 @@
+"""A run compared with its forecast."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_spmd.plan.cost.calibration import Machine
+from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import call_s
+from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.runtime.execute.response_hashes import digests
+from rlhf_spmd.runtime.profile.calibration_probe import AtHand
+from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
+from tests.unit.plan.cost.test_seconds import machine
+from tests.unit.verbs.test_plan import example
+
+HERE = Machine("p", "d", 2.0, 1, "t")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [("flattening", 2, {}), ("interleaving1", 4, {}), ("separation", 4, {}), ("flattening", 2, {"zero": 3})],
+)
+def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
+    """Spans like those of runtime/execute/executor.py, taken from the forecast itself: each row must then agree with
+    it."""
+    program, calibration = example(name, size, **options), machine(layer_s=1e-4)
+    found = forecast(program, calibration)
+    made = []
+    for rank, (steps, times) in enumerate(zip(program.instructions, found.times, strict=True)):
+        spans = []
+        for number, slower in ((0, 9.0), (1, 1.0), (2, 1.0)):  # the first iteration, which does not count, takes longer
+            shift = 100.0 * number
+            for step, (begin_s, end_s) in zip(steps, times, strict=True):
+                kind = "compute" if isinstance(step, Run) else "wait"
+                span = [getattr(step, "call", "other"), kind, shift + begin_s * slower, shift + end_s * slower]
+                spans.append([*span, number, {}])
+        made.append({"rank": rank, "host": "", "spans": spans})
+    workload = program.workload
+    lengths = ((workload.max_prompt,), (workload.max_response,))
+    compared = compare(program, AtHand(calibration, calibration, HERE), made, lengths)
+    rows = {row.call: row for row in compared.rows}
+    assert rows[WHOLE].forecast_s == pytest.approx(found.makespan_s)
+    assert set(rows) == {call for call, s in call_s(found).items() if s > 0} | {WHOLE}
+    for row in rows.values():
+        assert row.measured_s == pytest.approx(row.forecast_s, rel=1e-6), row
+    assert "1.00" in compared.show() and compared.scaled_by == 1 and "It was made on" not in compared.show()
+
+
+def test_the_table_says_how_the_calibration_was_scaled(tmp_path):
+    program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other", cores=1.5))
+    scale = Scale(2.0, 2.0, 2.0, 1.25)
+    found = AtHand(given, scaled(given, "cpu", scale), HERE, scale, probe_s=1.34)
+    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
+    compared = compare(program, found, [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,)))
+    assert compared.scaled_by > 1.5 and compared.whole.forecast_s > compared.as_given_s > 0
+    text = compared.show().splitlines()
+    scaled_by = f"scaled by {compared.scaled_by:.2f} to this one (p, 2 cores)"
+    kinds = "inference 2.00, training 2.00, generation 2.00"
+    assert text[2] == f"  It was made on Other, 1.5 cores, and is {scaled_by}"
+    assert text[3] == f"  after a probe of 1.3 s: {kinds}, 1.25 ranks at full speed"
+    RunFolder(tmp_path).write_values("forecast.json", compared.to_json())
+    written = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))
+    assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
+    assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")
+    short = replace(compared, found=AtHand(replace(given, machine=None), given, HERE, why_not="the run was too short"))
+    assert "  It was made on another machine, and is not scaled to this one: the run was too short" in short.show()
+
+
+def test_the_forecast_is_for_the_lengths_of_the_run():
+    program = example("flattening", 1)
+    answers = [{"rows": digests(np.array([[1, 0]]), np.array([[0, 0]]), torch.tensor([[[5, 6], [7, -1]]]))}]
+    assert token_counts(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
+    calibration = machine()
+    short = replace(program, workload=replace(program.workload, prompt_lengths=(1, 3), response_lengths=(2, 1)))
+    assert forecast(short, calibration).makespan_s < forecast(program, calibration).makespan_s

@@ -1,0 +1,156 @@
+"""`python -m rlhf_spmd draw`: what it draws, of any strategy and any workflow, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.command_line.arguments import parse
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.workflow import Role, trace
+from rlhf_spmd.runtime.pictures import palette
+from rlhf_spmd.verbs.draw import compile_all, picture_of
+from tests.programs import SHAPE, make_workload
+from tests.unit.plan.cost.test_seconds import machine
+from tests.unit.verbs.test_check import HEAVY
+
+MINE = """from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+
+
+def place(workload, cluster, *, tp: int = 1):
+    layout = Layout.grid_of(cluster.ranks, tp=tp)
+    return Placement({call.name: layout for call in workload.workflow.placed_calls})
+"""
+SMALL = ("rollout_batch=16", "mini_batch=16")
+
+
+def draw(*arguments: str) -> int:
+    return main(["draw", *arguments, *SMALL])
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert draw(*arguments) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.count("\n") == 1 and found.err.startswith("rlhf_spmd: error: ")
+    return found.err
+
+
+def texts(picture) -> list[str]:
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in picture.draw().findobj(Text) if text.get_text()]
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def test_maps_and_forecasts_without_torch_and_mpi(tmp_path):
+    mine, out = tmp_path / "mine.py", tmp_path / "pictures" / "all.png"
+    mine.write_text(MINE, encoding="utf-8")
+    command = ["draw", "separation", str(mine), "--layout", "1x4", "--out", str(out), "strategy.tp=2", *SMALL]
+    code = f"import sys; from rlhf_spmd.__main__ import main; assert main({command!r}) == 0; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *_, last, modules = done.stdout.splitlines()
+    assert {name.partition(".")[0] for name in modules.split()} & HEAVY == {"matplotlib"}
+    result = json.loads(last)
+    assert result["ok"] and result["strategies"] == ["separation", str(mine)] == list(result["forecast_s"])
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000
+
+
+def test_a_map_needs_no_calibration_and_timelines_do(capsys, tmp_path):
+    out = str(tmp_path / "a.png")
+    words = ("flattening", "--layout", "1x2", "--device-type", "h200-141g", "--out", out)
+    assert draw(*words, "--only", "map") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["forecast_s"] is None
+    assert "no calibration of h200-141g is shipped" in refusal(capsys, *words, "--overwrite")
+
+
+def named(actor: str, others: tuple[str, ...]):
+    """A workflow whose models have other names than PPO's."""
+
+    def algorithm(model, compute, prompts) -> None:
+        responses, _ = model(actor).generate(prompts)
+        made = [model(name).infer("scores", prompts, responses, output=f"{name}_scores") for name in others]
+        scores = {f"scores_{number}": one for number, one in enumerate(made)}
+        advantages = compute("add", responses=responses, **scores, makes={"advantages": "row"})
+        model(actor).train("loss", prompts, responses, advantages=advantages)
+
+    roles = {actor: Role("lm", lr=1e-6)} | {name: Role("scalar") for name in others}
+    return trace(algorithm, roles, {"prompts": "prompt"})
+
+
+def test_any_workflow_is_drawn_with_a_hue_for_each_model():
+    workload, cluster = make_workload(), Cluster.parse("1x2")
+    names = tuple(f"judge{number}" for number in range(9))
+    workload = type(workload)(**{
+        **{name: getattr(workload, name) for name in workload.__dataclass_fields__},
+        "workflow": named("pupil", names),
+        "models": dict.fromkeys(("pupil", *names), SHAPE),
+    })  # fmt: skip
+    calls = workload.workflow.placed_calls
+    placement = Placement({call.name: Layout.data_parallel(cluster.ranks) for call in calls})
+    program = compile_program(workload, placement, cluster)
+    found = {"mine": forecast(program, machine())}
+    picture = picture_of({"mine": program}, found, title="t", maps=True, by="made up")
+    words = texts(picture)
+    assert {"pupil generate", "pupil train", "judge0 infer", "judge8 infer"} < set(words)
+    styles = palette.styles_of(workload.workflow)
+    assert len({styles[f"{name}_infer"].colour for name in names[:7]} | {styles["pupil_generate"].colour}) == 8
+
+
+def test_strategies_get_the_options_that_they_have():
+    config = load("tiny", ["strategy.training_pp=2", "strategy.zero=1"])
+    cluster, workload = Cluster.parse("1x4"), make_workload()
+    programs = compile_all(["flattening", "separation"], workload, cluster, config.strategy)
+    assert programs["separation"].placement.layouts["actor_train"].pp == 2
+    assert {program.placement.layouts["actor_train"].zero for program in programs.values()} == {1}
+
+
+def test_what_does_not_fit_is_drawn_and_said(capsys, tmp_path):
+    words = ("flattening", "--preset", "llama-13b", "--layout", "1x2", "--device-type", "a100-80g")
+    assert main(["draw", *words, "--out", str(tmp_path / "a.png")]) == 0
+    assert "does not fit: a device lacks" in capsys.readouterr().out
+
+
+def test_names_may_stand_among_options():
+    parsed = parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "my=dir/mine.py"])
+    assert parsed.strategies == ["flattening", "my=dir/mine.py"] and parsed.overrides == ["a=1", "b=2"]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_refusals(capsys, tmp_path):
+    out = str(tmp_path / "a.png")
+    assert "did you mean 'flattening'?" in refusal(capsys, "flatening", "--out", out)
+    assert "does not exist" in refusal(capsys, str(tmp_path / "no.py"), "--out", out)
+    assert "no option 'nothing'" in refusal(capsys, "flattening", "--out", out, "strategy.nothing=1")
+    assert "give it the ending .png" in refusal(capsys, "flattening", "--out", str(tmp_path / "a.pdf"))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    blocked = str(tmp_path / "file" / "a.png")
+    assert "can't be written" in refusal(capsys, "flattening", "--layout", "1x2", "--only", "map", "--out", blocked)
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_nothing_is_overwritten_unless_told(capsys, tmp_path):
+    out = tmp_path / "a.png"
+    out.write_text("old", encoding="utf-8")
+    words = ("flattening", "--layout", "1x2", "--only", "map", "--out", str(out))
+    assert "a.png exists already; pass --overwrite" in refusal(capsys, *words)
+    assert out.read_text(encoding="utf-8") == "old"
+    assert draw(*words, "--overwrite") == 0 and out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install matplotlib" in refusal(capsys, "flattening", "--only", "map", "--out", str(tmp_path / "a.png"))
+
+
+# ---- palettes --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""`python -m rlhf_spmd plan`: what it prints, what it writes, what it refuses, and which calibration it takes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.command_line import plans
+from rlhf_spmd.command_line.arguments import parse
+from rlhf_spmd.command_line.fitting_strategies import COMPARED
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import call_s
+from rlhf_spmd.verbs.plan import _check_words
+from tests.programs import make_workload as small_workload
+from tests.unit.verbs.test_check import HEAVY
+
+CPU = {
+    "version": 1,
+    "provenance": "made up",
+    "devices": {
+        "cpu": {
+            "matrix_flops": 5e10,
+            "memory_bytes_per_s": 1e10,
+            "host_bytes_per_s": 5e9,
+            "layer_s": 2e-4,
+            "decode_layer_s": 3e-4,
+            "num_workers": 2,
+        }
+    },
+    "inside": {"bytes_per_s": 1e9, "latency_s": 1e-4},
+    "between": {"bytes_per_s": 1e9, "latency_s": 1e-4},
+}
+SMALL = ["--preset", "llama-7b", "--layout", "1x8", "--calibration", "a100-80g", "--method", "two_phase"]
+
+
+@pytest.fixture
+def cpu_file(tmp_path) -> str:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(CPU), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> tuple[str, dict, Path]:
+    """Standard output, last line and module of one planning, in a process of its own."""
+    folder = tmp_path_factory.mktemp("plan")
+    command = [sys.executable, "-X", "importtime", "-m", "rlhf_spmd", "plan", *SMALL, "--out", str(folder / "mine.py")]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert {name for name in imported if name.partition(".")[0] in HEAVY} == set()
+    return done.stdout, json.loads(done.stdout.splitlines()[-1]), folder / "mine.py"
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.count("\n") == 1 and found.err.startswith("rlhf_spmd: error: ")
+    return found.err
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_to_go_on_with_mean_the_same():
+    parsed = parse(["plan", *SMALL, "--algorithm", "my own.py", "--model", "x"])
+    words = ["--layout", "1x8", "--device-type", "a100-80g"]
+    own = ["--algorithm", "my own.py", "--preset", "llama-7b", "--model", "x"]
+    assert _check_words(parsed, Cluster.parse("1x8", "a100-80g")) == [*words, *own]
+
+
+def test_the_winner_is_a_strategy_with_that_forecast(planned):
+    _, result, path = planned
+    config, cluster = load("llama-7b"), Cluster.parse("1x8", "a100-80g")
+    program = load_strategy(str(path)).compile(make_workload(config), cluster, {})
+    found = forecast(program, load_calibration("a100-80g"))
+    assert found.makespan_s == pytest.approx(result["forecast_s"])
+    source = path.read_text(encoding="utf-8")
+    for call, seconds in call_s(found).items():
+        assert call == "estimate_advantages" or f"{call:15}  {seconds:<7.4g}" in source
+    for command in (["check"], ["format", "--check"]):
+        config_file = Path(__file__).parents[3] / "pyproject.toml"
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--config", str(config_file), str(path)]
+        assert subprocess.run(ruff, capture_output=True, check=False).returncode == 0
+
+
+def test_the_command_that_it_shows_works(planned, capsys):
+    text, _, path = planned
+    command = next(line for line in text.splitlines() if line.startswith("  python -m rlhf_spmd check")).split()
+    assert main(command[3:]) == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["strategy"] == path.stem
+
+
+def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):
+    _, _, path = planned
+    before = path.read_text(encoding="utf-8")
+    assert "mine.py exists already; pass --overwrite" in refusal(capsys, *SMALL, "--out", str(path))
+    assert path.read_text(encoding="utf-8") == before
+    picture = tmp_path / "old.png"
+    picture.write_text("old", encoding="utf-8")
+    arguments = (*SMALL, "--out", str(tmp_path / "new.py"), "--timeline", str(picture))
+    assert "old.png exists already" in refusal(capsys, *arguments) and not (tmp_path / "new.py").exists()
+
+
+def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file, monkeypatch):
+    """And so is a budget that was too small for a proof."""
+    search = plans.search
+    monkeypatch.setattr(plans, "search", lambda *given, **options: replace(search(*given, **options), gap=0.25))
+    out, picture = tmp_path / "plans" / "one.py", tmp_path / "one.png"
+    words = ["rollout_batch=8", "mini_batch=8"]
+    command = ["plan", "--layout", "1x2", "--calibration", cpu_file, "--out", str(out), "--timeline", str(picture)]
+    assert main([*command, "--top", "1", "--method", "two_phase", *words]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("the budget ended before the proof, so one may be missing that is up to 25.0% faster")
+    assert len(json.loads(last)["plans"]) == 1 + len(COMPARED)
+    assert "Planned with rollout_batch=8 mini_batch=8." in " ".join(out.read_text(encoding="utf-8").split())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--calibration", "a100-80"], "unknown calibration 'a100-80' (did you mean 'a100-80g'?)"),
+        (["--layout", "2by8"], "layout '2by8' is not of the form NxG"),
+        (["--preset", "llama-13"], "unknown preset 'llama-13' (did you mean 'llama-13b'?)"),
+        (["--method", "guess"], "invalid choice: 'guess'"),
+        (["--top", "0"], "'0' is not a whole number of at least 1"),
+        (
+            ["strategy.zero=1"],
+            "strategy.zero is an option of a strategy, but the planner chooses every layout; drop it",
+        ),
+        (["--device-type", "h200-141g"], "no calibration of h200-141g is shipped; give --calibration FILE.json"),
+        (["--calibration", "a100-80g", "--device-type", "cpu"], "does not know devices of type cpu, only a100-80g"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_one_message(capsys, arguments, message):
+    assert message in refusal(capsys, *arguments)
+
+
+def test_a_calibration_of_another_version_is_refused(capsys, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(CPU | {"version": 0}), encoding="utf-8")
+    assert "has version 0, this program reads 1; measure it again" in refusal(capsys, "--calibration", str(path))
+
+
+def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, tmp_path):
+    path = tmp_path / "mixed.toml"
+    path.write_text(
+        '[[nodes]]\ndevices = 8\ndevice = "a100-80g"\n\n[[nodes]]\ndevices = 8\ndevice = "h100-80g"\n', encoding="utf-8"
+    )
+    message = refusal(capsys, "--cluster", str(path), "--calibration", "a100-80g", "--preset", "llama-7b")
+    assert "a100-80g does not know devices of type h100-80g, only a100-80g; choose another one, or measure" in message
+    message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
+    assert "no calibration of a100-80g, h100-80g is shipped" in message
+    message = refusal(capsys, "--cluster", str(path), "--layout", "2x8")
+    assert "drop --layout and --device-type" in message
+
+
+def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
+    message = refusal(
+        capsys, "--preset", "llama-70b", "--layout", "1x4", "--calibration", "a100-80g", "--method", "two_phase"
+    )
+    for words in (
+        "fits 1x4",
+        "75.2 GiB of 80.0 GiB that it may use",
+        "would fit with --layout 16x4",
+        "reallocation lacks",
+    ):
+        assert words in message
+
+
+def test_memory_is_kept_for_evaluations(capsys, tmp_path):
+    """`check` has no error about a plan with the options that it was planned with. Before, plans counted only the
+    responses of training, which are shorter here."""
+    (tmp_path / "held_out.txt").write_text("one prompt\n", encoding="utf-8")
+    cluster, out = ["--layout", "1x4", "--preset", "llama-7b"], str(tmp_path / "one.py")
+    words = [f"eval.prompts={tmp_path / 'held_out.txt'}", "eval.max_new_tokens=145000"]
+    assert main(["plan", *cluster, "--method", "two_phase", "--out", out, *words]) == 0
+    assert main(["check", out, *cluster, "--device-type", "a100-80g", *words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
+    message = refusal(capsys, *cluster, "--method", "two_phase", words[0], "eval.max_new_tokens=180000")
+    assert "that fits 1x4 was found" in message and "It would fit with eval.max_new_tokens=90000, or with" in message
+
+
+def test_a_launcher_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert "plan runs in one process, but 2 were started (PMI_SIZE)" in refusal(capsys)
+
+
+# ---- train --strategy auto -------------------------------------------------------------------------------------------
+
+
+# ---- a forecast as records, and a run against its forecast -----------------------------------------------------------
+
+
+def example(name: str, size: int, **options):
+    workload, cluster = small_workload(mini_batch=8), Cluster.parse(f"1x{size}")
+    return load_strategy(name).compile(workload, cluster, options)
+
+
+def test_plans_stand_beside_the_strategies(planned):
+    text, result, _ = planned
+    for words in (*COMPARED, "Seconds of each call", "actor_generate", "bubble", "GiB", "products", "memory"):
+        assert words in text
+    assert result["ok"] is True and set(COMPARED) < set(result["plans"])
+    seconds = [value for value in result["plans"].values() if value is not None]
+    assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
+
+
+def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
+    assert calibration_for(None, Cluster.parse("1x8", "a100-80g")).name == "a100-80g-derived"
+    assert calibration_for(None, Cluster.parse("1x8", "h200-141g")) is None
+    assert calibration_for(cpu_file, Cluster.parse("1x2")).name == "mine"
+    with pytest.raises(UserError, match="does not know devices of type h100-80g"):
+        calibration_for(cpu_file, Cluster.parse("1x2", "h100-80g"))
+    assert parse(["train", "--calibration", "x"]).calibration == "x"

@@ -1,0 +1,137 @@
+"""The report verb: a page of run folders, whatever state they are in."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+
+EMPTY = {"meta", "br", "img"}
+LOSSES = [2.0, None, 1.5, float("nan"), 1.25]
+
+
+class Tags(HTMLParser):
+    """Checks that every tag that opens is closed, and keeps what a reader sees."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.seen, self.words, self.links, self.ids = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        found = dict(attributes)
+        self.links += [found["href"]] if "href" in found else []
+        self.ids += [found["id"]] if "id" in found else []
+        assert "src" not in found and tag not in ("script", "link", "iframe"), "the page needs something else"
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append(tag)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def write_run(folder: Path, algorithm: str, **config) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps({"algorithm": algorithm, "iterations": 5} | config), encoding="utf-8"
+    )
+    (folder / "program.json").write_text(json.dumps({"strategy": "separation"}), encoding="utf-8")
+    return folder
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def stages(tmp_path) -> list[Path]:
+    """Supervised training, PPO from its model, and a run that has not begun an iteration."""
+    sft = write_run(tmp_path / "sft", "sft", models={"actor": "base"}, data={"prompts": "answers.jsonl"})
+    write_lines(sft / "metrics.jsonl", [{"iteration": i, "loss": x, "iteration_s": 2} for i, x in enumerate(LOSSES)])
+    write_lines(sft / "evaluations.jsonl", [{"iteration": i, "loss": x} for i, x in ((0, 2.25), (5, 1.125))])
+    (sft / "actor").mkdir()
+    (sft / "actor" / "config.json").write_text("{}", encoding="utf-8")
+    models = {"actor": str(sft / "actor"), "reward": "elsewhere", "critic": ""}
+    ppo = write_run(tmp_path / "ppo", "ppo", models=models, eval={"prompts": "held_out.jsonl"})
+    write_lines(ppo / "metrics.jsonl", [{"iteration": 0, "reward": -0.5, "kl": 0.0, "actor_grad_norm": 3.0}])
+    write_lines(ppo / "evaluations.jsonl", [{"iteration": 0, "mean@1": 0.25, "tokens_sha256": "ab"}])
+    sample = {"prompt": "<b>Who?</b>", "before": "a\nb\x1b[2J", "reward_before": -0.5}
+    write_lines(ppo / "samples.jsonl", [sample | {"after": "</td>done", "reward_after": None}])
+    return [sft, ppo, write_run(tmp_path / "begun", "dpo")]
+
+
+def written(tmp_path, runs: list[Path], *words: str) -> str:
+    out = tmp_path / "new" / "page.html"
+    assert main(["report", *map(str, runs), "--out", str(out), *words]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def test_a_page_of_several_stages(stages, tmp_path, capsys):
+    text = written(tmp_path, stages, "--title", "Three <stages>")
+    found = Tags(text)
+    words = " ".join(found.words)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"] == [str(run) for run in stages]
+    assert "Three <stages>" in words and "supervised fine-tuning by separation" in words and "1 of 5" in words
+    assert "loss 2.25 → 1.125" in words and "mean@1 0.25 → 0.25" in words and "reward -0.5 → -0.5" in words
+    assert "no iteration yet" in words and "reads reward" in words and "reads critic" not in words
+    assert found.links.count("#run-0") == 2  # from the table, and from the run that reads its model
+    assert {link.removeprefix("#") for link in found.links} == set(found.ids)
+    assert found.seen.count("svg") == len(re.findall("<svg", text)) == 6
+
+
+def test_text_of_a_model_is_text(stages, tmp_path):
+    text = written(tmp_path, stages[1:2])
+    assert "&lt;b&gt;Who?&lt;/b&gt;" in text and "&lt;/td&gt;done" in text and "a\nb\\x1b[2J" in text
+    assert "<b>" not in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize("broken", ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "program.json"])
+def test_files_that_are_cut_or_no_json(broken, stages, tmp_path):
+    path = stages[1] / broken
+    path.write_text(
+        (path.read_text(encoding="utf-8") if path.exists() else "") + '[1]\n"x"\n{"iteration": 1, "rew',
+        encoding="utf-8",
+    )
+    Tags(written(tmp_path, stages))
+
+
+def test_an_algorithm_that_can_no_longer_be_read(tmp_path):
+    run = write_run(tmp_path / "own", "gone.py", models="?", data=3)
+    write_lines(run / "metrics.jsonl", [{"iteration": 0, "mine": 1.0}])
+    words = " ".join(Tags(written(tmp_path, [run])).words)
+    assert "own: gone.py" in words and "mine" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["RUN", "--out", "page.png"], "give it the ending .html"),
+        (["RUN", "NOWHERE", "--out", "page.html"], "NOWHERE is not a folder"),
+        (["RUN", "EMPTY", "--out", "page.html"], "has no config.json, so it is no run folder"),
+        (["RUN", "BROKEN", "--out", "page.html"], "so it is not known what BROKEN is a run of"),
+        (["RUN", "--out", "taken.html"], "pass --overwrite"),
+        (["RUN", "--out", "page.html", "iterations=3"], "report takes no overrides"),
+        (["--out", "page.html"], "required: RUN"),
+    ],
+)
+def test_bad_words(words, says, stages, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
+    (tmp_path / "taken.html").write_text("mine", encoding="utf-8")
+    assert main(["report", *(word.replace("RUN", "sft") if word == "RUN" else word for word in words)]) == 2
+    assert says in capsys.readouterr().err
+    assert (tmp_path / "taken.html").read_text(encoding="utf-8") == "mine" and not (tmp_path / "page.html").exists()
