@@ -283,8 +283,8 @@ def strategies_on(light: Light, ranks: int, wanted: str) -> Found:
         alone = pool.submit(run, light.work / f"{light.name}-alone", (), [*SMALL, "device=cpu"], **one_thread)
         jobs = {}
         for name in strategies:
-            options = [*SMALL, wanted, "--strategy", name]
-            jobs[name] = pool.submit(run, light.work / f"{light.name}-{name}", mpi_command(ranks), options, **one_thread)
+            options, folder = [*SMALL, wanted, "--strategy", name], light.work / f"{light.name}-{name}"
+            jobs[name] = pool.submit(run, folder, mpi_command(ranks), options, **one_thread)
         expected, why = alone.result()
         for name, job in jobs.items():
             rows, why_not = job.result()
