@@ -281,11 +281,11 @@ def strategies_on(light: Light, ranks: int, wanted: str) -> Found:
     one_thread = {"OMP_NUM_THREADS": "1"}
     wrong = []
     with ThreadPoolExecutor(1 if light.dry else 2) as pool:  # each run starts as many processes as it has ranks
-        alone = pool.submit(run, light.work / "alone", (), [*SMALL, "device=cpu"], **one_thread)
+        alone = pool.submit(run, light.work / f"{light.name}-alone", (), [*SMALL, "device=cpu"], **one_thread)
         jobs = {}
         for name in strategies:
-            options = [*SMALL, wanted, "--strategy", name]
-            jobs[name] = pool.submit(run, light.work / name, mpi_command(ranks), options, **one_thread)
+            options, folder = [*SMALL, wanted, "--strategy", name], light.work / f"{light.name}-{name}"
+            jobs[name] = pool.submit(run, folder, mpi_command(ranks), options, **one_thread)
         expected, why = alone.result()
         for name, job in jobs.items():
             rows, why_not = job.result()
