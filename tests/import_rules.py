@@ -54,6 +54,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
             "pages.option_values",
             "config.options",
             "config.checks",
+            "config.file",
             "files",
             "model",
             "plan",

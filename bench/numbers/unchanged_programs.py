@@ -17,7 +17,6 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
-from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import (
@@ -217,7 +216,7 @@ def forecast_lines(program: Program) -> Iterator[str]:
         peak, least = peak_bytes(static, working), least_bytes(program, rank)
         yield f"rank {rank} bytes: {sizes}; peak {peak!r} least {least!r}"
     found = forecast(program, calibration_of(program.cluster))
-    yield f"simulated {found.makespan_s!r} s, most bytes {most_bytes(found)!r}"
+    yield f"simulated {found.makespan_s!r} s"
     yield from (f"simulated {call}: {seconds!r} s" for call, seconds in call_s(found).items())
     for rank, times in enumerate(found.times):
         yield f"simulated rank {rank}: {len(times)} instructions, sum of ends {sum(end for _, end in times)!r}"

@@ -47,7 +47,6 @@ TO_READ = (
     "rlhf_spmd/runtime/run/train.py",
     "rlhf_spmd/runtime/run/loop.py",
     "rlhf_spmd/runtime/execute/executor.py",
-    "rlhf_spmd/runtime/execute/handlers/generate.py",
     "rlhf_spmd/runtime/execute/optimizer_step.py",
     "rlhf_spmd/runtime/execute/page_functions.py",
     "rlhf_spmd/runtime/engines/flat_engine.py",

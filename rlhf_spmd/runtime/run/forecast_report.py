@@ -9,15 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
+from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.plan.workflow import Compute
 from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
-from rlhf_spmd.runtime.profile.calibration_probe import AtHand
+from rlhf_spmd.runtime.profile.calibration_probe import AtHand, at_hand
+from rlhf_spmd.runtime.records.run_folder import RunFolder
 
 WHOLE = "iteration"  # the row of the whole iteration
 FIRST_ROWS = 1000  # of a data set, whose lengths are taken
@@ -150,3 +154,29 @@ def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dic
     whole_s = max(span.end_s for mine in spans for span in mine) - min(span.start_s for mine in spans for span in mine)
     calls = {call.name: max(s for (name, _), s in of_rank.items() if name == call.name) for call in workflow.calls}
     return calls | {WHOLE: whole_s}
+
+
+def compared_run(
+    job: Job,
+    folder: RunFolder,
+    calibration: Calibration | None,
+    history: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
+    answers: Sequence[Mapping],
+) -> Compared | None:
+    """Compares the last iterations of a run with their forecast, and writes it to the run folder -> the comparison, on
+    rank 0 if there is a calibration. history: metrics of all iterations; records: of the last ones' timeline; answers:
+    of every rank at the end of the last. Collective."""
+    if calibration is None:
+        return None
+    trained_s = sum(metrics["iteration_s"] for metrics in history)
+    found = at_hand(job.world, job.config, job.program, calibration, trained_s)
+    if job.world.rank > 0:
+        return None
+    lengths = token_counts(answers, job.prompts.prompts)
+    if not job.program.workload.workflow.generate_calls:
+        used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in history)
+        lengths = given_counts(job.prompts, used)
+    compared = compare(job.program, found, records, lengths)
+    folder.write_values("forecast.json", compared.to_json())
+    return compared

@@ -1,6 +1,5 @@
 """The train verb on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.checkpoint.resume import (
     not_compared,
@@ -26,7 +24,6 @@ from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, writing
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
@@ -113,7 +110,7 @@ def train(
         folder.write_samples(samples)
         console.samples(samples)
     save_models(job, folder)
-    compared = _write_timeline(job, folder, console, running, title, calibration)
+    compared = _compared(running, folder, title, calibration)
     folder.close()
     num_late = num_timeouts([*history, *running.evaluator.rows], samples)
     if text := timeouts_note(num_late):
@@ -234,30 +231,16 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
         streams.say(text + resume_command(folder.shown, world.size))
 
 
-def _write_timeline(
-    job: Job, folder: RunFolder, console: Console, running: Running, title: str, calibration: Calibration | None
-) -> Compared | None:
-    """Writes the last iterations, if any were run, as a timeline and, given a calibration, compares them with their
-    forecast (on rank 0). Collective."""
-    if running.loop.last is None:
+def _compared(running: Running, folder: RunFolder, title: str, calibration: Calibration | None) -> Compared | None:
+    """Writes the timeline of the last iterations, if any, and compares them with their forecast. Collective."""
+    last, history, job = running.loop.last, running.history, running.job
+    if last is None:
         return None
-    num = len(running.history)
-    recent = range(num - TIMELINE_ITERATIONS, num)
+    recent = range(len(history) - TIMELINE_ITERATIONS, len(history))
     records = job.world.allgather(running.recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
-    if calibration is None:
-        return None
-    trained_s = sum(metrics["iteration_s"] for metrics in running.history)
-    found = at_hand(job.world, job.config, job.program, calibration, trained_s)
-    if job.world.rank > 0:
-        return None
-    lengths = forecast_report.token_counts(running.loop.last.answers, job.prompts.prompts)
-    if not job.program.workload.workflow.generate_calls:
-        used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in running.history)
-        lengths = forecast_report.given_counts(job.prompts, used)
-    compared = forecast_report.compare(job.program, found, records, lengths)
-    folder.write_values("forecast.json", compared.to_json())
-    console.note(compared.show())
+    compared = forecast_report.compared_run(job, folder, calibration, history, records, last.answers)
+    running.console.note(compared.show() if compared else "")
     return compared
 
 
