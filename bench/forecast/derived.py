@@ -246,7 +246,8 @@ def calibration(device: str) -> Calibration:
     )
     between = Link(gpu.network_bytes, NETWORK_S)
     sources = dict.fromkeys((*OF_DEVICE, *OF_LINKS), "derived") | {"between.bytes_per_s": "data sheet"}
-    sources |= dict.fromkeys(("inside.latency_s", "between.latency_s"), "assumed")
+    latencies = ("inside.latency_s", "between.latency_s", "host.latency_s")
+    sources |= dict.fromkeys((*latencies, "host.bytes_per_s"), "assumed")
     name = f"{device}-derived"
     return Calibration(name, {device: constants}, link(gpu), between, about, pipelined_prefill=True, sources=sources)
 
