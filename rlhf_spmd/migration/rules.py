@@ -338,6 +338,8 @@ def learning_rate(here: Here, value: Value) -> Options:
 
 def warmup_steps(here: Here, value: Value) -> Options:
     """Optimizer steps; verl counts iterations."""
+    if 0 < number_of(value) < 1:  # transformers takes a share, too
+        return warmup_ratio(here, value)
     if number_of(value) <= 0:
         raise Differs("no_effect", "it is off")
     factor = here.steps if here.source.program == "verl" else 1

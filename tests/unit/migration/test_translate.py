@@ -82,6 +82,7 @@ def test_optimizer_steps_of_trl_are_iterations_here():
     assert (options["rollout_batch"], options["mini_batch"]) == ("64", "256")
     assert (options["iterations"], options["checkpoint.every"]) == ("50", "25")
     assert options["optimizer.warmup_steps"] == "10", "a tenth of 100 optimizer steps"
+    assert options_of("trl_grpo.yaml", *words, "warmup_steps=0.2")["optimizer.warmup_steps"] == "20"
 
 
 def test_values_of_openrlhf():
