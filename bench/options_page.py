@@ -40,8 +40,9 @@ for a run of PPO.
 
 ## A file of options
 
-`train`, `precompute`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from `--config
-FILE.yaml`, too. Words of the command line replace those of the file, and the file replaces those of the preset.
+`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from
+`--config FILE.yaml`, too. Words of the command line replace those of the file, and the file replaces those of the
+preset.
 
 ```yaml
 algorithm: grpo
@@ -68,9 +69,9 @@ data:
   and `plan` those of its strategy.
 - `check` and `train --dry-run` print the resolved configuration as such a file. `config.json` of a run folder is one,
   too: `train --config runs/NAME/config.json` begins the same run again. What such a `config.json` names as code (an
-  algorithm or strategy in a `.py` file, a reward function) is run by `train` and `precompute`, which say so. `check`,
-  `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until you name it yourself, such as
-  `--algorithm runs/NAME/algorithm.py`; `check` says what it left out.
+  algorithm or strategy in a `.py` file, a reward function) is run by `train`, `evaluate` and `precompute`, which say
+  so. `check`, `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until you name it yourself,
+  such as `--algorithm runs/NAME/algorithm.py`; `check` says what it left out.
 """
 RUN = """
 ## Options of a run

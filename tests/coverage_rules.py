@@ -34,7 +34,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/pages/test_algorithm.py": ("algorithms.losses", "algorithms.page", "pages.functions", "plan.workflow"),
     "unit/pages/test_option_suggestions.py": ("pages.other_names",),
     "unit/migration/test_translate.py": ("migration.rules", "migration.sources", "verbs.coming_from"),
-    "e2e/test_evaluations.py": ("verbs.evaluate",),
+    "e2e/test_evaluations.py": ("command_line.starts", "verbs.evaluate"),
     "e2e/test_odd_surroundings.py": ("verbs.algorithms",),
     "unit/command_line/test_fitting_strategies.py": ("command_line.checks",),
     "unit/config/test_file.py": ("command_line.words",),

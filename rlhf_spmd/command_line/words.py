@@ -46,7 +46,7 @@ def read_words(parsed: argparse.Namespace) -> None:
 def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
     """A file of options, of which a verb that does not train runs no code if a run wrote the file: such code must be
     named on the command line. Raises UserError."""
-    trains = parsed.verb in ("train", "precompute") and not getattr(parsed, "dry_run", False)
+    trains = parsed.verb in ("train", "evaluate", "precompute") and not getattr(parsed, "dry_run", False)
     code = file.code
     if trains or not file.of_run:
         return file

@@ -8,7 +8,7 @@ a counterpart.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -65,12 +65,12 @@ class Later:
 
 @dataclass(frozen=True)
 class Here:
-    """What a rule reads. name: the entry of the option that it translates."""
+    """What a rule reads. name: the entry of the option that it translates; key: the option's name there."""
 
     source: Source
     algorithm: Algorithm
     name: Name
-    extra: Mapping[str, Value] = field(default_factory=dict)
+    key: str
 
     @cached_property
     def learns_given(self) -> bool:
@@ -112,7 +112,9 @@ class Here:
         if self.learns_given:
             return self.mini_batch
         if self.source.program == "trl":
-            generated = self.source.number("generation_batch_size") or self.mini_batch
+            steps = self.source.number("steps_per_generation")
+            of_steps = steps * self.source.number("per_device_train_batch_size", 8) * self.devices
+            generated = self.source.number("generation_batch_size") or of_steps or self.mini_batch
             return max(1, round(generated / self.samples))
         return int(self.source.number("data.train_batch_size") or self.source.number("rollout_batch_size"))
 
@@ -215,6 +217,15 @@ def truncation(here: Here, value: Value) -> Options:
     if text_of(value) != "left":
         raise Differs("unavailable", f"{text_of(value)}: a prompt that is too long loses its first tokens, or its row")
     return {"data.long_prompts": "truncate"}
+
+
+def column(here: Here, value: Value) -> Options:
+    """A column of the data set, which has a fixed name here."""
+    names = {"chosen_key": ["chosen"], "rejected_key": ["rejected"], "output_key": ["completion"]}
+    names |= {"label_key": ["label", "labels"], "prompt_key": ["prompt"]}
+    if text_of(value) in ("", *names[here.key]):
+        raise Differs("no_effect", "the column has the name that is expected")
+    raise Differs("unavailable", f"a column of another name: rename it to {names[here.key][0]}")
 
 
 def reward_function(here: Here, value: Value) -> Options | Later:
@@ -320,6 +331,13 @@ def every(here: Here, value: Value) -> Options:
     raise Differs("no_effect", "no evaluation: leave eval.prompts out")
 
 
+def before_training(here: Here, value: Value) -> Options:
+    """Runs evaluate before training, always."""
+    if text_of(value) == "true":
+        raise Differs("no_effect", "a run evaluates before training")
+    raise Differs("unavailable", "leaving out the evaluation before training")
+
+
 def each_iteration(here: Here, value: Value) -> Options:
     """Something that is written in every iteration."""
     if not text_of(value):
@@ -362,6 +380,13 @@ def schedule(here: Here, value: Value) -> Options:
     if text not in SCHEDULES:
         raise Differs("unavailable", f"the schedule {text}: constant, linear or cosine")
     return {"optimizer.schedule": SCHEDULES[text]}
+
+
+def adamw(here: Here, value: Value) -> Options:
+    """The only optimizer is AdamW, with 32-bit states."""
+    if text_of(value).lower() in ("", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim"):
+        raise Differs("no_effect", "AdamW is the only optimizer")
+    raise Differs("unavailable", f"the optimizer {text_of(value)}: it is AdamW")
 
 
 def betas(here: Here, value: Value) -> Options:
@@ -600,7 +625,8 @@ RULES: Mapping[str, Rule] = {
             verl_reward_function,
         ),
         *(total_length, openrlhf_epochs, iterations, optimizer_steps, episodes, rollout_batch, mini_batch, micro_batch),
-        *(every, each_iteration, learning_rate, warmup_steps, warmup_ratio, schedule, betas),
+        *(every, each_iteration, before_training, column, adamw, learning_rate, warmup_steps, warmup_ratio),
+        *(schedule, betas),
         *(weight_decay_of_matrices, algorithm, kl_of, verl_kl_loss, verl_kl_reward, beta, clip, clip_pair, discount),
         *(aggregation, trl_loss_type, overlong, overlong_penalty, top_k, eval_temperature, wandb_project, run_name),
         *(dtype, recompute, parallel, token_budget, layout),

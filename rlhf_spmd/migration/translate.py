@@ -38,8 +38,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """options: those of this program. later: options that the user must complete -> value and reason. chosen: options
-    that no option there names -> reason."""
+    """A configuration as options of this program. later: options that the user must complete -> value and reason.
+    chosen: options that no option there names -> reason."""
 
     source: Source
     algorithm: str
@@ -50,7 +50,10 @@ class Translation:
 
     def text(self, path: str) -> str:
         """The file of options, with what became of every option of `path` as comments."""
-        parts = [f"# From {path} ({PROGRAMS[self.source.program]}), by `rlhf_spmd coming-from`.", to_text(self._tree())]
+        program = PROGRAMS[self.source.program]
+        parts = [f"# From {path} ({program}), by `rlhf_spmd coming-from`."]
+        parts += [f"# An option that it leaves out has its default of this program, not that of {program}.", ""]
+        parts += [to_text(self._tree())]
         if self.later:
             parts += ["", "# To be completed:"]
             parts += [f"# {key}: {text_of(value)}  ({why})" for key, (value, why) in self.later.items()]
@@ -94,8 +97,8 @@ def _shown(line: Line) -> str:
 
 
 def translate(source: Source, algorithm: str | None = None) -> Translation:
-    """algorithm: its name here; None: as the source says, or as its options suggest. Raises UserError for an
-    algorithm that this program does not have."""
+    """Translates a configuration. algorithm: its name here; None: as the source says, or as its options suggest.
+    Raises UserError for an algorithm that this program does not have."""
     page = load_algorithm(algorithm or algorithm_of(source))
     options: dict[str, Value] = {"algorithm": page.name}
     later: dict[str, tuple[Value, str]] = {}
@@ -118,7 +121,7 @@ def _line(source: Source, page: Algorithm, key: str, value: Value, later: dict[s
         why = "it is off" if is_off else name.why
         return Line(key, value, kind, why=why.replace("*", page.name))
     rule = from_values if name.values else RULES.get(name.rule, copied)
-    here = Here(source, page, name)
+    here = Here(source, page, name, key)
     try:
         if not here.ours and rule not in (from_values, RULES["overlong"], RULES["overlong_penalty"], RULES["discount"]):
             raise Differs("unavailable", f"{page.name} has no such option")

@@ -5,15 +5,11 @@ import json
 from typing import Any
 
 from rlhf_spmd.command_line.checks import evaluate_of
-from rlhf_spmd.command_line.clusters import cluster_of
-from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, load_config
-from rlhf_spmd.config import options as configs
+from rlhf_spmd.command_line.starts import start_without_training
+from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.program.instructions import communicators
-from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.runtime.world.devices import check_program
+from rlhf_spmd.plan.program.instructions import Program
 
 
 def run(world: Any, parsed: argparse.Namespace) -> None:
@@ -27,27 +23,18 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     world.use_device(config.device)
     with world.together("reading the configuration for this device"):
         config = load_config(parsed, on_gpu=world.computes.index is not None)
-    with world.together("comparing the configuration"):
-        options = {f"option {key}": value for key, value in configs.leaves(config).items()}
-        world.agree("the start", options | {"the algorithm": config.algorithm.source})
-    with world.together("compiling the program"):
-        if not config.main_folder:
-            raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        cluster = cluster_of(world, parsed.cluster, config.device_type)
-        cluster = with_reserve(cluster, config.reserve, calibration_for(None, cluster))
-        training = strategy.compile(configs.make_workload(config), cluster, config.strategy)
+
+    def make(training: Program) -> Program:
         program = evaluate_of(config)(training)
         assert program is not None, "there are prompts"
-        if errors := [str(finding) for finding in check(program) if finding.severity == "error"]:
-            raise UserError(f"strategy {strategy.name} is refused by check: {'; '.join(errors[:3])}")
-        check_program(world.computes, program)
-    with world.together("comparing the program"):
-        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
-    world.set_deadline(config.deadline_s)
-    world.start_torch(*communicators([program]))
+        return program
+
+    program = start_without_training(world, parsed, config, strategy, make)
 
     from rlhf_spmd.runtime.run.evaluation import evaluate_once  # torch, which start_torch has prepared for
 
+    if world.rank == 0 and (note := code_note(parsed.file)):
+        print(note)
     metrics = evaluate_once(config, program, world, parsed.after)
     if world.rank == 0:
         shown = {name: value for name, value in metrics.items() if isinstance(value, int | float)}

@@ -3,22 +3,19 @@ say of the rows of a data set."""
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.clusters import cluster_of
 from rlhf_spmd.command_line.outputs import refuse_existing
+from rlhf_spmd.command_line.starts import start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder
-from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.evaluation import precompute_program
-from rlhf_spmd.plan.program.instructions import communicators
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
-from rlhf_spmd.runtime.world.devices import check_program
 
 
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
@@ -47,23 +44,8 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     world.use_device(config.device)
     with world.together("reading the configuration for this device"):
         config = load_config(parsed, on_gpu=world.computes.index is not None)
-    with world.together("comparing the configuration"):
-        options = {f"option {key}": value for key, value in configs.leaves(config).items()}
-        world.agree("the start", options | {"the algorithm": config.algorithm.source, "the file": str(out)})
-    with world.together("compiling the program"):
-        if not config.main_folder:
-            raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        cluster = cluster_of(world, parsed.cluster, config.device_type)
-        cluster = with_reserve(cluster, config.reserve, calibration_for(None, cluster))
-        training = strategy.compile(configs.make_workload(config), cluster, config.strategy)
-        program = precompute_program(training, num_rows=config.rollout_batch)
-        if errors := [str(finding) for finding in check(program) if finding.severity == "error"]:
-            raise UserError(f"strategy {strategy.name} is refused by check: {'; '.join(errors[:3])}")
-        check_program(world.computes, program)
-    with world.together("comparing the program"):
-        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
-    world.set_deadline(config.deadline_s)
-    world.start_torch(*communicators([program]))
+    make = partial(precompute_program, num_rows=config.rollout_batch)
+    program = start_without_training(world, parsed, config, strategy, make, {"the file": str(out)})
 
     from rlhf_spmd.runtime.run.precompute import precompute  # torch, which start_torch has prepared for
 

@@ -113,6 +113,29 @@ def test_files_and_folders_that_are_here_are_options(tmp_path, monkeypatch):
     assert found["reward_function"] == "reward.py:reward_func" and "preset" not in found
 
 
+@pytest.mark.parametrize(
+    ("option", "kind", "says"),
+    [
+        ("--chosen_key chosen", "no_effect", "the name that is expected"),
+        ("--chosen_key better", "unavailable", "rename it to chosen"),
+        ("--label_key labels", "no_effect", "the name that is expected"),
+    ],
+)
+def test_columns_of_other_names_are_not_passed_over(option, kind, says, tmp_path):
+    source = source_of(tmp_path, f"python -m openrlhf.cli.train_dpo --pretrain x {option}")
+    line = translate(source).lines[-1]
+    assert line.kind == kind and says in line.why
+
+
+def test_what_would_be_another_run_is_not_without_effect():
+    path = Path(__file__).with_name("examples") / "trl_grpo.yaml"
+    words = ("optim=adamw_8bit", "eval_on_start=false", "steps_per_generation=16")
+    found = translate(read_source(str(path), words))
+    kinds = {line.key: line.kind for line in found.lines}
+    assert (kinds["optim"], kinds["eval_on_start"]) == ("unavailable", "unavailable")
+    assert found.options["rollout_batch"] == str(14 * 16), "14 x 16 x 7 responses of 7 to a prompt"
+
+
 def test_unknown_options_are_named(tmp_path):
     source = source_of(tmp_path, "python -m verl.trainer.main_ppo data.train_batch_size=8 trainer.warp_drive=on")
     line = next(line for line in translate(source).lines if line.key == "trainer.warp_drive")
