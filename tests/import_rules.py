@@ -24,7 +24,6 @@ LONG_FILE = 400  # lines, of which a warning asks
 LISTS = ("rlhf_spmd/algorithms", "rlhf_spmd/verbs", "kernels", "strategies", "bench", "tests")  # a file for each thing
 LOOSE = ("rlhf_spmd/__init__.py", "rlhf_spmd/__main__.py", "rlhf_spmd/errors.py", "rlhf_spmd/rewards.py")
 ANYTHING = ("",)
-OLD_WORDS = ("rlhf_spmd/runtime/execute",)  # folders in which some names have an older meaning
 
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
 RUNTIME: dict[str, tuple[str, ...]] = {
@@ -392,7 +391,7 @@ def problems_of(root: Path) -> list[str]:
         found += size_problems(source, where)
         tree, in_package = ast.parse(source), where.parts[0] in ("rlhf_spmd", "kernels", "strategies")
         problems = list(text_problems(tree, in_package=in_package))
-        if in_package and not where.as_posix().startswith(OLD_WORDS):
+        if in_package:
             problems += word_problems(tree)
         found += [f"{where}:{node.lineno}: {problem}" for node, problem in problems]
     for module, path in modules.items():

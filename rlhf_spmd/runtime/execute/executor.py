@@ -135,14 +135,14 @@ class Executor:
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 
-    def _explained(self, error: Exception, step: Instruction, position: int, data: Iteration) -> Exception:
+    def _explained(self, error: Exception, instruction: Instruction, position: int, data: Iteration) -> Exception:
         """A lost or late peer as a UserError with names; any other error as it is."""
         if not is_peer_error(error):
             return error
         world = self.world
-        needs = needs_of(self.program, world.rank, step, places_of(self.program))
+        needs = needs_of(self.program, world.rank, instruction, places_of(self.program))
         late, reason = world.stragglers(needs, data.number), str(error).partition("\n")[0]
-        place = f"{data.title}, instruction {position}: {text_of(self.program, step)}"
+        place = f"{data.title}, instruction {position}: {text_of(self.program, instruction)}"
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
         what = "lost a connection" if is_lost(error) else "gave up waiting"
         return PeerError(
