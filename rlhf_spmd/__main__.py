@@ -1,5 +1,5 @@
-"""The one program: train, evaluate, generate, precompute, profile (on MPI ranks), check, plan, forecast, draw,
-algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files).
+"""The one program: train, evaluate, generate, precompute, profile (on MPI ranks), check, plan, forecast, rehearse,
+draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
@@ -10,6 +10,7 @@ mpirun -n 4 python -m rlhf_spmd precompute --algorithm dpo --model FOLDER data.p
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
+python -m rlhf_spmd rehearse mine.py --preset llama-13b --layout 8x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
 python -m rlhf_spmd coming-from verl.yaml > options.yaml
 python -m rlhf_spmd status runs/NAME
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
     verb = words[0] if words else ""
     measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in words)
-    on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(words)
+    rehearses = verb == "rehearse" and launcher.num_launched(os.environ) > 1  # one process starts the others
+    on_ranks = (verb in ON_RANKS or measures or rehearses) and not {"-h", "--help"} & set(words)
     if is_process:
         launcher.forget_leftovers(os.environ)
         signals.remember_interrupts()
@@ -106,7 +108,8 @@ def _alone(arguments: list[str]) -> int:
             note = f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0"
             print(note, file=sys.stderr)
             return 0
-        status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb.replace('-', '_')}").run(parsed)
+        module = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb.replace('-', '_')}")
+        status = module.launch(parsed, arguments) if parsed.verb == "rehearse" else module.run(parsed)
         print(end="", flush=True)  # a broken pipe must be noticed here, inside the try
         return status
     except BrokenPipeError:  # the reader, e.g. `head`, has exited

@@ -19,7 +19,7 @@ from bench.rows import REPOSITORY, on_ranks
 PAGE = REPOSITORY / "docs" / "one_iteration.md"
 OWN = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("rlhf_spmd", "kernels", "strategies"))
 RANKS, ON_A_RANK = 4, "--on-a-rank"
-FORK, IN_LOOP = "Executor.iteration", "Loop.run"  # where most ways part; a frame of all of them
+FORK, IN_LOOP = "InstructionLoop.iteration", "Loop.run"  # where most ways part; a frame of all of them
 # heading -> a function, and one through which the way there leads
 WAYS = {
     "A token is drawn": ("sample", "generate"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from rlhf_spmd.errors import UserError
 
-CHECKED = ("check", "draw", "forecast")  # verbs of strategies, which may stand between options
+CHECKED = ("check", "draw", "forecast", "rehearse")  # verbs of strategies, which may stand between options
 WORDS = {  # what KEY=VALUE words set -> what help says of them
     "run": "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1. Those of a run of "
     "PPO, with the defaults that hold for all presets but where docs/options.md says otherwise:",
@@ -54,6 +54,17 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    """A time above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def _whole(text: str) -> int:
@@ -155,6 +166,34 @@ VERBS = {
             *CALIBRATED_DEVICES,
             _argument("--out", "draw which ranks run which call, and the timeline", "FILE.png"),
             _replaces("FILE.png if it exists"),
+            *CONFIG,
+        ),
+        "run",
+    ),
+    "rehearse": Verb(
+        "run the processes and messages of a job on this machine, with sleeps in place of computation",
+        (
+            _argument("strategies", "name or FILE.py (default: of --config)", "STRATEGY", nargs="*"),
+            *CALIBRATED_DEVICES,
+            _argument("--iterations", "how many (default: 2)", "N", type=_positive, default=2),
+            _argument(
+                "--seconds",
+                "how long an iteration takes here; with more, less depends on this machine (default: 15)",
+                "S",
+                type=_seconds,
+                default=15.0,
+            ),
+            _argument(
+                "--deadline",
+                "report a hang after S seconds without progress (default: 20)",
+                "S",
+                type=_seconds,
+                default=20.0,
+            ),
+            _argument("--kill", "end a rank when it begins a call", "RANK@CALL"),
+            _argument("--slow", "make a rank compute FACTOR times slower", "RANK=FACTOR", action="append", default=[]),
+            _argument("--drop", "lose the messages of the first transfer with this text in its name", "TEXT"),
+            _argument("--out", "folder for the timeline, and the records that `postmortem` reads", "FOLDER"),
             *CONFIG,
         ),
         "run",

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_spmd.command_line.arguments import CHECKED
 from rlhf_spmd.command_line.checks import num_rows
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.epochs import length_of
@@ -26,7 +27,7 @@ def read_words(parsed: argparse.Namespace) -> None:
     file = trusted(parsed, read_config_file(parsed.config))
     own = file.words.get("strategy", DEFAULT_STRATEGY)
     named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
-    if parsed.verb in ("check", "draw", "forecast") and not named:
+    if parsed.verb in CHECKED and not named:
         if own == "auto":
             raise UserError(
                 f"{file.path}: strategy auto is planned when a run starts: name a strategy behind `{parsed.verb}`, or "
@@ -38,7 +39,7 @@ def read_words(parsed: argparse.Namespace) -> None:
     on_devices = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
     for name in ("strategy", "layout", "cluster", "calibration", "runs", "name"):
         if not (on_devices and name in ("layout", "cluster")) and getattr(parsed, name, "") is None:
-            one = parsed.verb in ("check", "forecast") and name == "strategy"
+            one = parsed.verb in CHECKED and parsed.verb != "draw" and name == "strategy"
             setattr(parsed, name, own if one else file.words.get(name))
     parsed.file = file
 
@@ -70,7 +71,7 @@ def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
         file = replace(file, page=named)
     given = getattr(parsed, "strategies", None) or getattr(parsed, "strategy", None)
     if "strategy" in code and parsed.verb not in ("plan", "profile") and not given:
-        word = "" if parsed.verb in ("check", "draw", "forecast") else "--strategy "
+        word = "" if parsed.verb in CHECKED else "--strategy "
         raise UserError(f"{file.path}: the strategy {code['strategy']} {how} {parsed.verb} {word}{code['strategy']}")
     return file
 

@@ -196,6 +196,11 @@ class World:
             self.is_meeting = False
             self._note(f"after {what}")
 
+    def messages(self) -> Any:
+        """An MPI communicator of its own. Collective; all ranks are here, so that MPI does not wait for long."""
+        self.barrier("a communicator")
+        return self.control.comm.Dup()
+
     # Common exit
 
     @contextmanager

@@ -1,0 +1,114 @@
+"""Executes a rank's instruction list, one instruction after the other; plan/program/instructions.py says what each one
+means. How they are carried out is what a subclass adds: with torch (executor.py), or as a rehearsal (rehearse/).
+
+A failure inside an instruction becomes one message that names rank, host, iteration, instruction, group, and, when a
+deadline passed, the ranks that have not arrived. No torch, no MPI.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
+from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
+from rlhf_spmd.runtime.observe.trace import Tracer
+
+
+class InstructionLoop:
+    """Runs iterations of one program on this rank. `data` of an iteration has a number and a title."""
+
+    def __init__(self, program: Program, world: Any, recorder: Tracer):
+        self.program, self.world, self.recorder = program, world, recorder
+        self.instructions = program.instructions[world.rank]
+        self.texts = [text_of(program, instruction) for instruction in self.instructions]
+
+    def begin(self) -> None:
+        """Tells the world that this program is executed from now on; needed again after another one."""
+        self.world.will_execute(self.program)
+
+    def iteration(self, data: Any) -> list[dict[str, Any]]:
+        """One pass over the list -> the messages of all ranks at the closing Agree."""
+        self.recorder.iteration = data.number
+        self.reset()  # while no message is under way
+        answers: list[dict[str, Any]] = []
+        for position, step in enumerate(self.instructions):
+            self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
+            try:
+                if isinstance(step, Run):
+                    with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
+                        rest = self.run(step, data)
+                    if rest is not None:
+                        rest()
+                elif isinstance(step, Post):
+                    what = self.program.transfers[step.transfer].what
+                    with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
+                        self.post(step.transfer, data)
+                elif isinstance(step, Wait):
+                    what = self.program.transfers[step.transfer].what
+                    with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
+                        self.wait(step.transfer, data)
+                elif isinstance(step, Load):
+                    with self.recorder.span(f"load {step.model}", "transfer"):
+                        self.load(step)
+                elif isinstance(step, Offload):
+                    self.offload(step)
+                elif isinstance(step, Agree):
+                    with self.recorder.span(step.what, "control"):
+                        answers = self.agree(data, f"{data.title}: {step.what}")
+                if position == len(self.instructions) - 1:
+                    self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
+            except UserError:
+                raise
+            except RuntimeError as error:  # those of torch.distributed are
+                raise self._explained(error, step, position, data) from error
+        self.world.progress(f"{data.title}: over", data.number)
+        return answers
+
+    # ---- what a subclass adds ---------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """What comes before the first instruction of an iteration."""
+
+    def run(self, run: Run, data: Any) -> Callable[[], None] | None:
+        """Computes a Run. Returns what is left of it and records spans of its own, if anything does."""
+        raise NotImplementedError
+
+    def post(self, number: int, data: Any) -> None:
+        """Starts this rank's part of a transfer."""
+        raise NotImplementedError
+
+    def wait(self, number: int, data: Any) -> None:
+        """Waits until this rank's part of a transfer is done."""
+        raise NotImplementedError
+
+    def load(self, load: Load) -> None:
+        """Brings the weights of a frozen model to the device."""
+        raise NotImplementedError
+
+    def offload(self, offload: Offload) -> None:
+        """Frees the weights of a frozen model on the device."""
+        raise NotImplementedError
+
+    def agree(self, data: Any, what: str) -> list[dict[str, Any]]:
+        """Exchanges messages of all ranks at the end of an iteration."""
+        raise NotImplementedError
+
+    # ---- failures ---------------------------------------------------------------------------------------------------
+
+    def _explained(self, error: Exception, instruction: Instruction, position: int, data: Any) -> Exception:
+        """A lost or late peer as a UserError with names; any other error as it is."""
+        if not is_peer_error(error):
+            return error
+        world = self.world
+        needs = needs_of(self.program, world.rank, instruction, places_of(self.program))
+        late, reason = world.stragglers(needs, data.number), str(error).partition("\n")[0]
+        place = f"{data.title}, instruction {position}: {text_of(self.program, instruction)}"
+        names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
+        what = "lost a connection" if is_lost(error) else "gave up waiting"
+        return PeerError(
+            f"rank {world.rank} on {world.hosts[world.rank]} {what} in {place}: "
+            + (names or "all its peers arrived, but a message did not get through")
+            + f" ({reason[:120]})",
+            lost=is_lost(error),
+        )
