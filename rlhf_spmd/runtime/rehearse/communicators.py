@@ -18,7 +18,8 @@ import numpy as np
 
 from rlhf_spmd.errors import UserError
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2e-4, 5e-3  # between two tests; it grows while nothing happens
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2e-4, 0.05  # between two tests
+PAUSE_SHARE = 0.02  # of the time in which nothing has happened: more tests would make a rank that waits look active
 QUIET_PAUSE_S = 0.5  # while no operation is under way
 NUM_TAGS = 4  # of a communicator: of messages, of their answers, of meetings, of those answers
 DATA, TAKEN, ARRIVED, MET = range(NUM_TAGS)
@@ -89,9 +90,11 @@ class Communicators:
     def _until(
         self, is_over: Callable[[], bool], until_s: float | None = None, *, is_active: Callable[[], bool]
     ) -> None:
-        pause_s = SHORTEST_PAUSE_S
+        last_s = time.monotonic()
         while True:
-            pause_s = SHORTEST_PAUSE_S if self.advance() else min(1.3 * pause_s, LONGEST_PAUSE_S)
+            if self.advance():
+                last_s = time.monotonic()
+            pause_s = min(max(PAUSE_SHARE * (time.monotonic() - last_s), SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
             if is_over():
                 return
             sleep_s = pause_s if self.active or until_s is None else QUIET_PAUSE_S

@@ -166,6 +166,8 @@ class Rehearsal(InstructionLoop):
     def wait(self, number: int, data: Rehearsed) -> None:
         """Waits until this rank's part of a transfer is done, and keeps what arrived."""
         transfer = self.program.transfers[number]
+        if number not in self.pending:
+            raise UserError(f"rank {self.world.rank} waits for transfer {number} ({transfer.what}) before it is posted")
         if transfer.reallocation is not None:
             self._wait_for_weights(number, transfer, data)
             return

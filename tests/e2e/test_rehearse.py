@@ -1,0 +1,122 @@
+"""Rehearsals: what `check` passes ends, what it refuses hangs or lacks data, and planned faults have their names.
+
+Each test starts ranks without torch. What is not slow takes 20 s in all on two cores.
+"""
+
+import json
+import sys
+
+import pytest
+
+from tests.e2e.test_world_failures import PREFIX, run
+from tests.run_mpi import REPOSITORY, environment_alone, run_limited
+
+LIMIT_S, ROOT = 120.0, str(REPOSITORY)
+SMALL = ["--preset", "llama-7b", "--calibration", "a100-80g", "--iterations", "1"]
+NUM_RANDOM, NUM_PLANTED = 100, 20
+REHEARSED = """
+import random
+from rlhf_spmd.plan.cost.simulate import Times
+from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.rehearse.rehearsal import Faults, Rehearsal, Rehearsed, expanded
+from tests import programs
+
+def rehearse(program):
+    times = Times(lambda rank, run: 0.0)
+    rehearsal = Rehearsal(expanded(program), world, Tracer(world.rank), times, 1.0, Faults())
+    for number in range(2):
+        rehearsal.iteration(Rehearsed(number))
+"""
+RANDOM = """
+def plan(choose):
+    while True:
+        try:
+            workload, _, _ = programs.random_split_plan(choose)
+            cluster = programs.Cluster.parse(choose([f"1x{world.size}", f"2x{world.size // 2}"]))
+            return workload, programs.random_split_placement(choose, workload, cluster), cluster
+        except programs.UserError:
+            continue
+
+ended = 0
+for seed in range(FIRST, LAST):
+    program = programs.random_split_program(random.Random(seed).choice, plan)
+    if not programs.errors(program):
+        rehearse(program)
+        ended += 1
+if world.rank == 0:
+    print("ended", ended)
+"""
+PLANTED = """
+rng = random.Random(SEED)
+while True:
+    broken = programs.mutated(rng.choice([programs.halves, programs.separation])(), rng)
+    if programs.errors(broken):
+        break
+rehearse(broken)
+"""
+
+
+def command(words: list[str], limit_s: float = LIMIT_S) -> tuple[int | None, str, str]:
+    program = [sys.executable, "-m", "rlhf_spmd", "rehearse", *words]
+    return run_limited(program, limit_s=limit_s, environment=environment_alone())
+
+
+def test_a_job_of_16_ranks(tmp_path):
+    """One command starts the ranks; rows arrive before they are read, and the records are those of a run."""
+    words = ["reallocation", "--layout", "2x8", *SMALL, "--seconds", "1", "--out", str(tmp_path / "out")]
+    status, out, err = command(words)
+    assert status == 0, err
+    *text, last = out.splitlines()
+    result = json.loads(last)
+    assert result["ok"] and len(result["rehearsed_s"]) == 1
+    # a rank may be late, as this machine is busy, but none is early
+    assert result["rehearsed_s"][0] > 0.99 * result["forecast_s"] and result["processor_share"] > 0
+    assert result["bytes_within_nodes"] > result["bytes_between_nodes"] >= 0
+    assert "No rank hung, and every row was there when it was read." in text
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"timeline.json", "timeline.png"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (["--kill", "2@actor_train"], ["rank 2 of 8", "SIGKILL", "Run actor_train epoch 0 mini-batch 0"]),
+        (["--drop", "scores to"], ["no rank has been active", "rank 0 last reported: iteration 0: Wait", "(scores to"]),
+    ],
+)
+def test_faults_have_the_names_of_a_real_job(fault, words, tmp_path):
+    more = ["--seconds", "1", "--deadline", "3", "--out", str(tmp_path / "out"), *fault]
+    status, _, err = command(["separation", "--layout", "2x4", *SMALL, *more])
+    assert status not in (None, 0) and err.count(PREFIX) == 1
+    assert all(word in err for word in words), err
+    told = run_limited(
+        [sys.executable, "-m", "rlhf_spmd", "postmortem", str(tmp_path / "out")],
+        limit_s=LIMIT_S,
+        environment=environment_alone(),
+    )
+    assert words[-1] in told[1], told
+
+
+def test_random_programs_end():
+    status, out, err = run(
+        8, REHEARSED + RANDOM.replace("FIRST", "0").replace("LAST", "6"), deadline_s=30, PYTHONPATH=ROOT
+    )
+    assert status == 0, err
+    assert int(out.split()[-1]) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [8, 11, 16])
+def test_many_random_programs_end(num_ranks):
+    """What `check` passes, ends: a program that does not would be a mistake of the proof."""
+    body = REHEARSED + RANDOM.replace("FIRST", "0").replace("LAST", str(NUM_RANDOM))
+    status, out, err = run(num_ranks, body, deadline_s=60, limit_s=1200, PYTHONPATH=ROOT)
+    assert status == 0, err
+    assert int(out.split()[-1]) >= NUM_RANDOM / 3
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, NUM_PLANTED))])
+def test_what_check_refuses_does_not_end(seed):
+    """It hangs, or a rank reads rows that it does not have."""
+    status, _, err = run(4, REHEARSED + PLANTED.replace("SEED", str(seed)), deadline_s=3, PYTHONPATH=ROOT)
+    assert status not in (None, 0)
+    assert err.count(PREFIX) == 1, err

@@ -1,0 +1,81 @@
+"""`python -m rlhf_spmd rehearse`: what it refuses before it starts any process, and what a fault names."""
+
+import resource
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.verbs import rehearse
+from tests.programs import separation
+
+
+class Parsed:
+    """Arguments of the command line."""
+
+    def __init__(self, **given):
+        self.kill, self.slow, self.drop = given.get("kill"), given.get("slow", []), given.get("drop")
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return separation()
+
+
+def test_faults(program):
+    found = rehearse.faults_of(Parsed(kill="2@actor_train", slow=["1=2.5", "0=3"], drop="responses"), program)
+    assert found.kill == (2, "actor_train") and found.drop == "responses"
+    assert [found.slowness(rank) for rank in program.cluster.ranks] == [3, 2.5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kill": "2"}, ("--kill 2", "RANK@CALL")),
+        ({"kill": "9@actor_train"}, ("--kill 9@actor_train", "below 4")),
+        ({"kill": "2@actor"}, ("actor_generate",)),
+        ({"kill": "0@actor_train"}, ("rank 0 does not run actor_train",)),
+        ({"slow": ["1"]}, ("--slow 1", "RANK=FACTOR")),
+        ({"slow": ["1=0"]}, ("above 0",)),
+        ({"slow": ["4=2"]}, ("below 4",)),
+        ({"drop": "gradients"}, ("--drop gradients", "weights of actor")),
+    ],
+)
+def test_faults_that_name_nothing(given, words, program):
+    with pytest.raises(UserError) as error:
+        rehearse.faults_of(Parsed(**given), program)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(resource.RLIMIT_NPROC, ("processes", "ulimit -u")), (resource.RLIMIT_NOFILE, ("open files", "ulimit -n"))],
+)
+def test_a_rehearsal_larger_than_the_machine(limit, words, monkeypatch):
+    rehearse.check_room(2)
+    known = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda one: (10, 10) if one == limit else known(one))
+    with pytest.raises(UserError) as error:
+        rehearse.check_room(4)
+    assert all(word in str(error.value) for word in (*words, "smaller layout"))
+
+
+def test_memory(monkeypatch):
+    monkeypatch.setattr(rehearse, "free_bytes", lambda: 2**28)
+    with pytest.raises(UserError, match="64 ranks need 4.0 GiB of memory, and 256.0 MiB are free"):
+        rehearse.check_room(64)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere.py"], "nowhere.py"),
+        (["flattening", "--seconds", "0"], "seconds above 0"),
+        (["flattening", "--layout", "100x8", "--calibration", "a100-80g", "--preset", "llama-7b"], "ranks need"),
+        (["flattening", "--iterations", "none"], "whole number"),
+    ],
+)
+def test_bad_words(words, told, capsys):
+    assert main(["rehearse", *words]) == 2
+    assert told in capsys.readouterr().err
