@@ -20,6 +20,7 @@ NAMED_BY_WORD = ("rlhf_spmd.algorithms", "rlhf_spmd.strategies")  # a test names
 VERBS, PROGRAM = "rlhf_spmd.verbs", "rlhf_spmd"  # a test that runs the program names its verbs
 # test file -> modules without a test file of their own, which it imports or runs, be it by way of other modules
 COVERS: dict[str, tuple[str, ...]] = {
+    "e2e/test_rehearse.py": ("runtime.rehearse.rehearsal",),
     "unit/algorithms/test_controllers.py": ("algorithms.ppo",),
     "unit/algorithms/test_slow_supervised.py": ("algorithms.dpo", "algorithms.reward_model", "algorithms.sft"),
     "unit/algorithms/test_slow_twin.py": (
@@ -60,7 +61,10 @@ COVERS: dict[str, tuple[str, ...]] = {
     "mpi/test_train_engine.py": (
         *("runtime.engines.deepspeed_engine", "runtime.engines.deepspeed_state", "runtime.engines.flat_engine"),
     ),
-    "unit/runtime/execute/test_executor.py": ("runtime.execute.post_and_wait",),
+    "unit/runtime/execute/test_executor.py": (
+        "runtime.execute.instruction_loop",
+        "runtime.execute.post_and_wait",
+    ),
     "unit/runtime/execute/test_iteration.py": ("runtime.execute.response_hashes",),
     "unit/runtime/execute/handlers/test_compute.py": ("runtime.execute.job", "runtime.observe.metric_sums"),
     "unit/runtime/execute/test_invariants.py": ("runtime.run.inputs", "runtime.run.loop", "runtime.run.train"),

@@ -46,6 +46,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("pages.algorithm", "pages.functions", "pages.user_module"),
         *("algorithms", "config.options", "kernels", "model", "plan"),
     ),
+    "rehearse": ("plan",),
     "checkpoint": (
         *(
             "pages.algorithm",

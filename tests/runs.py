@@ -12,9 +12,10 @@ from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
+from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import RunState
+from rlhf_spmd.runtime.execute.response_hashes import reported_columns
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.loop import update

@@ -30,7 +30,7 @@ from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
-from rlhf_spmd.plan.program.instructions import communicators
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.workload import Workload
 
 SIZES = (4, 8)

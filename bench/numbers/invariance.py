@@ -20,7 +20,8 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program.instructions import Program, communicators
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.program.transfers import communicators
 
 SEEDS = (0, 1, 2)
 GROUPS = ("rollout_batch=40", "samples_per_prompt=3", "mini_batch=40", "micro_batch=20")

@@ -46,6 +46,7 @@ TO_READ = (
     "rlhf_spmd/plan/program/instructions.py",
     "rlhf_spmd/runtime/run/train.py",
     "rlhf_spmd/runtime/run/loop.py",
+    "rlhf_spmd/runtime/execute/instruction_loop.py",
     "rlhf_spmd/runtime/execute/executor.py",
     "rlhf_spmd/runtime/execute/optimizer_step.py",
     "rlhf_spmd/runtime/execute/page_functions.py",

@@ -23,7 +23,8 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
-from rlhf_spmd.plan.program.instructions import Program, communicators
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.runtime.world.world import World
 
 STRATEGIES = ("flattening", "separation")

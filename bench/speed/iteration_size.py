@@ -27,7 +27,8 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
-from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait, communicators
+from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.runtime.world.world import World
 
 NUM_RANKS, NUM_ITERATIONS = 8, 4  # the first one warms up

@@ -9,7 +9,8 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import Strategy
-from rlhf_spmd.plan.program.instructions import Program, communicators
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.world.devices import check_program
 

@@ -29,7 +29,7 @@ from rlhf_spmd.command_line.words import config_words, read
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program.instructions import communicators
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 

@@ -15,7 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
-from rlhf_spmd.plan.program.instructions import communicators
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import CONFIG, Resumed, read_run, refuse_other_start
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked

@@ -306,19 +306,6 @@ class Program:
         return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"
 
 
-def communicators(
-    programs: Iterable[Program],
-) -> tuple[dict[str, tuple[int, ...]], dict[str | None, list[tuple[int, int]]]]:
-    """The groups and pairs of several programs of one job."""
-    groups: dict[str, tuple[int, ...]] = {}
-    pairs: dict[str | None, dict[tuple[int, int], None]] = {}
-    for program in programs:
-        groups |= program.groups
-        for name, some in program.pairs.items():
-            pairs.setdefault(name, {}).update(dict.fromkeys(some))
-    return groups, {name: list(some) for name, some in pairs.items()}
-
-
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
     """The data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
     are trained on."""

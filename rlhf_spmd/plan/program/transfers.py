@@ -8,14 +8,14 @@ where a receive costs nothing until it is copied to the device. Large messages g
 wait for a notice, through host memory, that the sender is ready.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import HOST, Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, ranks_of, uses_trained_weights
-from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Transfer, keys_made, keys_read
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Program, Transfer, keys_made, keys_read
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding
 from rlhf_spmd.plan.shard import Shard
@@ -175,3 +175,16 @@ def holding(training: Layout, rank: int) -> Holding:
         return Holding(training.shard(rank))
     replicas = sorted(training.data_ranks(rank))
     return Holding(training.shard(rank), replicas.index(rank), len(replicas))
+
+
+def communicators(
+    programs: Iterable[Program],
+) -> tuple[dict[str, tuple[int, ...]], dict[str | None, list[tuple[int, int]]]]:
+    """The groups and pairs of several programs of one job."""
+    groups: dict[str, tuple[int, ...]] = {}
+    pairs: dict[str | None, dict[tuple[int, int], None]] = {}
+    for program in programs:
+        groups |= program.groups
+        for name, some in program.pairs.items():
+            pairs.setdefault(name, {}).update(dict.fromkeys(some))
+    return groups, {name: list(some) for name, some in pairs.items()}

@@ -7,22 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
-from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
+from rlhf_spmd.plan.program.instructions import Load, Offload, Run
+from rlhf_spmd.plan.workflow import Compute, Generate, Train
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.first_launches import launch_kernels
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.passes import Passes, through_stages
 from rlhf_spmd.runtime.execute.post_and_wait import Transfers
-from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
+from rlhf_spmd.runtime.execute.response_hashes import ROW, responses_made
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.observe.trace import Tracer
-
-MAX_SAMPLES = 1_000_000  # of a prompt
 
 
 class Executor(InstructionLoop):
@@ -89,27 +87,6 @@ class Executor(InstructionLoop):
         it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
         sent = {"bytes": self.transfers.num_bytes_sent, "messages": self.transfers.num_messages_sent}
         numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
-        message = json.dumps(numbers).encode() + b"\n" + self._digests(data).tobytes()
+        message = json.dumps(numbers).encode() + b"\n" + responses_made(self.program, self.world.rank, data).tobytes()
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
-
-    def _digests(self, data: Iteration) -> np.ndarray:
-        """Records of the responses that this rank generated and reports; those of a second generate call count as
-        further samples."""
-        made = [np.empty(0, ROW)]
-        for number, call in enumerate(self.program.workload.workflow.generate_calls):
-            columns = reported_columns(self.program, call, self.world.rank)
-            if columns.start < columns.stop:
-                responses_MCG = data.store.at(call.outputs[0], (ALL, columns))
-                samples_MC = data.sample_MC[:, columns] + number * MAX_SAMPLES
-                made.append(digests(data.prompt_MC[:, columns], samples_MC, responses_MCG))
-        return np.concatenate(made)
-
-
-def reported_columns(program: Program, call: ModelCall, rank: int) -> slice:
-    """The columns whose responses to a call this rank makes and reports at the end of an iteration; may be empty."""
-    layout = program.placement.layouts[call.name]
-    if rank not in layout.ranks or not layout.reports(rank):
-        return slice(0, 0)
-    columns = layout.columns(rank, program.workload.mini_batch)
-    return slice(columns.start, columns.stop)

@@ -1,21 +1,19 @@
-"""Executes a rank's instruction list, one instruction after the other; plan/program/instructions.py says what each one
-means. How they are carried out is what a subclass adds: with torch (executor.py), or as a rehearsal (rehearse/).
-
-A failure inside an instruction becomes one message that names rank, host, iteration, instruction, group, and, when a
-deadline passed, the ranks that have not arrived. No torch, no MPI.
+"""Executes a rank's instruction list; plan/program/instructions.py says what each instruction means. A subclass carries
+them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no MPI.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
-from rlhf_spmd.runtime.diagnosis.wait_graph import needs_of, places_of, text_of
-from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
+from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
+from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 
 
-class InstructionLoop:
+class InstructionLoop(ABC):
     """Runs iterations of one program on this rank. `data` of an iteration has a number and a title."""
 
     def __init__(self, program: Program, world: Any, recorder: Tracer):
@@ -61,54 +59,34 @@ class InstructionLoop:
             except UserError:
                 raise
             except RuntimeError as error:  # those of torch.distributed are
-                raise self._explained(error, step, position, data) from error
+                raise peer_error(error, self.program, self.world, data, step, position) from error
         self.world.progress(f"{data.title}: over", data.number)
         return answers
 
-    # ---- what a subclass adds ---------------------------------------------------------------------------------------
-
+    @abstractmethod
     def reset(self) -> None:
         """What comes before the first instruction of an iteration."""
 
+    @abstractmethod
     def run(self, run: Run, data: Any) -> Callable[[], None] | None:
         """Computes a Run. Returns what is left of it and records spans of its own, if anything does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def post(self, number: int, data: Any) -> None:
         """Starts this rank's part of a transfer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, number: int, data: Any) -> None:
         """Waits until this rank's part of a transfer is done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, load: Load) -> None:
         """Brings the weights of a frozen model to the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def offload(self, offload: Offload) -> None:
         """Frees the weights of a frozen model on the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def agree(self, data: Any, what: str) -> list[dict[str, Any]]:
         """Exchanges messages of all ranks at the end of an iteration."""
-        raise NotImplementedError
-
-    # ---- failures ---------------------------------------------------------------------------------------------------
-
-    def _explained(self, error: Exception, instruction: Instruction, position: int, data: Any) -> Exception:
-        """A lost or late peer as a UserError with names; any other error as it is."""
-        if not is_peer_error(error):
-            return error
-        world = self.world
-        needs = needs_of(self.program, world.rank, instruction, places_of(self.program))
-        late, reason = world.stragglers(needs, data.number), str(error).partition("\n")[0]
-        place = f"{data.title}, instruction {position}: {text_of(self.program, instruction)}"
-        names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
-        what = "lost a connection" if is_lost(error) else "gave up waiting"
-        return PeerError(
-            f"rank {world.rank} on {world.hosts[world.rank]} {what} in {place}: "
-            + (names or "all its peers arrived, but a message did not get through")
-            + f" ({reason[:120]})",
-            lost=is_lost(error),
-        )

@@ -12,6 +12,11 @@ from collections.abc import Iterable
 import numpy as np
 from torch import Tensor
 
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.workflow import ModelCall
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+
+MAX_SAMPLES = 1_000_000  # of a prompt
 ROW = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("length", "<u4"), ("sha256", "u1", 32)])
 
 
@@ -34,3 +39,25 @@ def tokens_sha256(said: Iterable[np.ndarray]) -> str:
     rows = np.concatenate(list(said))
     rows = rows[np.lexsort((rows["sample"], rows["prompt"]))]
     return hashlib.sha256(np.ascontiguousarray(rows["sha256"]).tobytes()).hexdigest()
+
+
+def responses_made(program: Program, rank: int, data: Iteration) -> np.ndarray:
+    """Records of the responses that a rank generated and reports; those of a second generate call count as further
+    samples."""
+    made = [np.empty(0, ROW)]
+    for number, call in enumerate(program.workload.workflow.generate_calls):
+        columns = reported_columns(program, call, rank)
+        if columns.start < columns.stop:
+            responses_MCG = data.store.at(call.outputs[0], (ALL, columns))
+            samples_MC = data.sample_MC[:, columns] + number * MAX_SAMPLES
+            made.append(digests(data.prompt_MC[:, columns], samples_MC, responses_MCG))
+    return np.concatenate(made)
+
+
+def reported_columns(program: Program, call: ModelCall, rank: int) -> slice:
+    """The columns whose responses to a call this rank makes and reports at the end of an iteration; may be empty."""
+    layout = program.placement.layouts[call.name]
+    if rank not in layout.ranks or not layout.reports(rank):
+        return slice(0, 0)
+    columns = layout.columns(rank, program.workload.mini_batch)
+    return slice(columns.start, columns.stop)

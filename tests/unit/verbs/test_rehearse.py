@@ -1,6 +1,8 @@
 """`python -m rlhf_spmd rehearse`: what it refuses before it starts any process, and what a fault names."""
 
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -9,6 +11,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.verbs import rehearse
 from tests.programs import separation
+from tests.unit.verbs.test_check import HEAVY
 
 
 class Parsed:
@@ -21,6 +24,14 @@ class Parsed:
 @pytest.fixture(scope="module")
 def program() -> Program:
     return separation()
+
+
+def test_no_torch():
+    """64 ranks of it would need 20 GB."""
+    modules = "rlhf_spmd.verbs.rehearse, rlhf_spmd.runtime.rehearse.rehearsal, rlhf_spmd.runtime.world.world"
+    loaded = f"import sys, {modules}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", loaded], capture_output=True, encoding="utf-8", check=True)
+    assert told.stdout == "[]\n"
 
 
 def test_faults(program):

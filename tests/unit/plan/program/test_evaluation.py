@@ -11,7 +11,8 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.program.evaluation import evaluation_program
-from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communicators
+from rlhf_spmd.plan.program.instructions import Offload, Program, Run
+from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.records.run_folder import RunFolder

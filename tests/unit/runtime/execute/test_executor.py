@@ -13,10 +13,10 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
+from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
 from rlhf_spmd.runtime.execute import post_and_wait
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
-from rlhf_spmd.runtime.execute.response_hashes import ROW
 from rlhf_spmd.runtime.observe.position_board import RankStatus
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.strategies import separation
@@ -71,9 +71,13 @@ def executors(program: Program, board: Board) -> list[Executor]:
         executor = Executor(job_of(program, RankOf(rank, board)), Tracer())
         executor.run = lambda *_: None
         executor.transfers.post = executor.transfers.wait = lambda *_: None
-        executor._digests = lambda *_: np.empty(0, ROW)
+        executor.agree = lambda data, what, world=executor.world: world.allgather_bytes(b"", what)
         made.append(executor)
     return made
+
+
+def explained(executor: Executor, error: Exception, step, position: int) -> Exception:
+    return peer_error(error, executor.program, executor.world, iteration(), step, position)
 
 
 def iteration(number: int = 0, store: Store | None = None) -> Iteration:
@@ -133,7 +137,7 @@ def test_a_peer_that_posted_is_not_late():
         everyone[rank].instructions = everyone[rank].instructions[: where + 1]
         everyone[rank].iteration(iteration())
     board.places[2] = RankStatus("iteration 0: Run actor_generate", 0, 0)
-    error = everyone[3]._explained(RuntimeError("gloo: timed out"), Wait(number), 5, iteration())
+    error = explained(everyone[3], RuntimeError("gloo: timed out"), Wait(number), 5)
     assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 0: Run actor_generate" in str(
         error
     )
@@ -157,7 +161,7 @@ def test_a_peer_that_posted_long_ago_is_not_late():
                 posted = steps.index(step if weights else Post(step.transfer))
                 for stopped in range(len(steps)):
                     board.places[peer] = RankStatus("a text", 0, stopped)
-                    error = executor._explained(RuntimeError("gloo: timed out"), step, position, iteration())
+                    error = explained(executor, RuntimeError("gloo: timed out"), step, position)
                     late = f"rank {peer} on here last reported: a text" in str(error)
                     assert late == (stopped < posted), (step, stopped)
 
@@ -166,8 +170,8 @@ def test_other_errors_stay_as_they_are():
     program = place_calls(make_workload(), "1x1")
     executor = executors(program, Board(1))[0]
     error = RuntimeError("shape [3, 4] is invalid")
-    assert executor._explained(error, program.instructions[0][0], 0, iteration()) is error
-    assert isinstance(executor._explained(RuntimeError("connection lost"), Agree("x"), 0, iteration()), UserError)
+    assert explained(executor, error, program.instructions[0][0], 0) is error
+    assert isinstance(explained(executor, RuntimeError("connection lost"), Agree("x"), 0), UserError)
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS.values(), ids=PLACEMENTS)
