@@ -21,6 +21,7 @@ ROOMS = {
         "measure-plans": "the planner's best plans against all shipped strategies, run in turn on 4 and 8 CPU ranks",
         "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
         "published-hours": "DeepSpeed-Chat's published table against its forecast: hours of an epoch, error per row",
+        "rehearse": "64 processes rehearse the shipped strategies and a plan for 8x8: seconds against their forecast",
         "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds; the planner's "
         "methods and APP's space from 8 to 1,024 devices: seconds, distance from the optimum",
         "ablation": "a heuristic plan, then own layouts, own ranks, offloading and CUDA graphs: what each step gains",

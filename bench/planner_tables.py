@@ -24,6 +24,15 @@ COLUMNS: dict[str, Columns] = {
         "simulation, s": lambda row: f"{row['simulate_s']:.1f}",
         "gap": lambda row: percent(row.get("gap")),
     },
+    "rehearse": {
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "forecast, s": lambda row: number(row["forecast_s"]),
+        "rehearsed, s": lambda row: ", ".join(number(seconds) for seconds in row["rehearsed_s"]),
+        "difference": lambda row: f"{row['error']:+.1%}",
+        "processors": lambda row: percent(row["processor_share"], 0),
+        "memory, GB": lambda row: number(row["peak_bytes"] / 1e9),
+        "seconds in all": lambda row: number(row["seconds"], 0),
+    },
     "plan_methods": {
         "model": lambda row: row["preset"],
         "devices": lambda row: f"{row['devices']:,}",

@@ -62,6 +62,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("runtime.engines.deepspeed_engine", "runtime.engines.deepspeed_state", "runtime.engines.flat_engine"),
     ),
     "unit/runtime/execute/test_executor.py": (
+        "runtime.diagnosis.peer_errors",
         "runtime.execute.instruction_loop",
         "runtime.execute.post_and_wait",
     ),

@@ -42,7 +42,7 @@ VERBS = (
     "status",
     "postmortem",
 )
-VERBS += ("algorithms", "forecast", "precompute", "report")
+VERBS += ("algorithms", "forecast", "precompute", "rehearse", "report")
 
 
 def named(path: Path) -> str:

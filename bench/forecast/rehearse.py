@@ -1,0 +1,97 @@
+"""`bench rehearse`: every shipped strategy and the planner's plan of a job for 8x8 GPUs, rehearsed on this machine.
+
+A row for each: forecast and rehearsed seconds of an iteration, the processors' share, the memory of all processes. Ok
+means that nothing hung, the median of the iterations is within 10% of the forecast, the whole took at most 90 s and
+6 GB, and the ranks took at most 60% of the cores. Needs an otherwise idle machine.
+
+Cost: ten minutes on two cores. Command: python -m bench rehearse [STRATEGY ...]
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from bench.rows import REPOSITORY, add
+from bench.tables import text_table
+
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
+JOB = ("--layout", "8x8", "--preset", "llama-13b", "--calibration", "a100-80g")
+NEAR, MOST_S, MOST_BYTES, MOST_SHARE = 0.1, 90.0, 6e9, 0.6
+SAMPLE_S = 2.0
+PLAN = "plan"
+
+
+def main(arguments: list[str]) -> int:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="rehearse_") as name:
+        for strategy in arguments or (*STRATEGIES, PLAN):
+            rows.append(measured(strategy, Path(name)))
+            add("rehearse", rows[-1:])
+    print(text_table("rehearse", rows))
+    print(json.dumps({"bench": "rehearse", "ok": all(row["ok"] for row in rows)}))
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def measured(strategy: str, folder: Path) -> dict:
+    """The row of one strategy."""
+    source = strategy
+    if strategy == PLAN:
+        source = str(folder / "plan.py")
+        run("plan", *JOB, "--out", source)
+    began, memory = time.monotonic(), Memory()
+    out = run("rehearse", source, *JOB)
+    took_s, peak = time.monotonic() - began, memory.stop()
+    result = json.loads(out.strip().rpartition("\n")[2])
+    seconds = sorted(result["rehearsed_s"])
+    error = seconds[len(seconds) // 2] / result["forecast_s"] - 1
+    row = {
+        "bench": "rehearse",
+        "strategy": strategy,
+        "preset": result["preset"],
+        "layout": result["layout"],
+        "forecast_s": result["forecast_s"],
+        "rehearsed_s": seconds,
+        "error": error,
+        "processor_share": result["processor_share"],
+        "peak_bytes": peak,
+        "seconds": took_s,
+    }
+    small = took_s <= MOST_S and peak <= MOST_BYTES and result["processor_share"] <= MOST_SHARE
+    return row | {"ok": small and abs(error) <= NEAR}
+
+
+def run(*words: str) -> str:
+    """What the program prints."""
+    command = [sys.executable, "-m", "rlhf_spmd", *words]
+    return subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
+
+
+class Memory:
+    """Samples the bytes of all processes of this bench, pages that several share counted once."""
+
+    def __init__(self) -> None:
+        self.most, self.over = 0, threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self.thread.start()
+
+    def _sample(self) -> None:
+        import psutil
+
+        while not self.over.wait(SAMPLE_S):
+            used = 0
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    used += process.memory_full_info().pss
+                except psutil.Error:  # it has ended
+                    continue
+            self.most = max(self.most, used)
+
+    def stop(self) -> int:
+        """The most bytes that were seen."""
+        self.over.set()
+        self.thread.join()
+        return self.most
