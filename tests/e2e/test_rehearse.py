@@ -105,7 +105,7 @@ def test_random_programs_end():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [8, 11, 16])
+@pytest.mark.parametrize("num_ranks", [8, 12, 16])
 def test_many_random_programs_end(num_ranks):
     """What `check` passes, ends: a program that does not would be a mistake of the proof."""
     body = REHEARSED + RANDOM.replace("FIRST", "0").replace("LAST", str(NUM_RANDOM))
