@@ -4,7 +4,7 @@ import argparse
 
 from rlhf_spmd.command_line.checks import (
     check_both,
-    check_rewards,
+    check_inputs,
     evaluate_of,
     packs,
     print_report,
@@ -28,6 +28,8 @@ def run(parsed: argparse.Namespace) -> int:
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
-    findings = check_both(program, evaluate(program)) + check_rewards(config, parsed.file) + tokenizer_findings(config)
-    text = config_text(parsed, config, parsed.strategy)
-    return print_report(program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate)
+    findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
+    findings += check_inputs(config, program.workload.workflow, parsed.file)
+    text = config_text(parsed, config, parsed.strategy)  # which also counts the rows that data.epochs needs
+    shown = text if parsed.show_config else None
+    return print_report(program, findings, strategy.name, title, shown, packs(config, program), parsed.rank, evaluate)
