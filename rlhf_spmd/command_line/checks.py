@@ -71,14 +71,13 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
 def check_inputs(config: Config, workflow: Workflow, file: ConfigFile | None = None) -> list[Finding]:
     """What a run would say of its functions and of its data after its start, from their source and from the first rows:
     nothing of a user's is imported but the page of the algorithm. file: of --config."""
-    findings = _finding_of(
-        lambda: check_functions(config.algorithm, workflow, config.options, from_source=True)
-    ) + _check_data(config, file)
+    findings = _finding_of(lambda: check_functions(config.algorithm, workflow, config.options, from_source=True))
+    findings += _check_data(config, file)
     if config.eval.prompts:
         where = f"evaluation on {config.eval.prompts}"
-        for one in _check_data(evaluated(config), file):
-            findings.append(replace(one, message=f"{where}: {one.message}") if one.severity == "error" else one)
-    return list(dict.fromkeys(findings))
+        new = [one for one in _check_data(evaluated(config), file) if one not in findings]
+        findings += [replace(one, message=f"{where}: {one.message}") for one in new]
+    return findings
 
 
 def _finding_of(check: Callable[[], object]) -> list[Finding]:
@@ -129,8 +128,7 @@ def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
 def column_names(paths: Sequence[Path], key: str, most: int | None = None) -> list[str]:
     """The columns of files of prompts that reward functions may ask for. key: of the prompts. most: of how many rows of
     each file (None: of all). Raises UserError."""
-    from rlhf_spmd.runtime.data.prompts import SOURCE
-    from rlhf_spmd.runtime.data.readers import read_records
+    from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
     names = dict.fromkeys([SOURCE] if len(paths) > 1 else [])
     for _, row in (entry for path in paths for entry in read_records(path, key, most=most)):

@@ -10,7 +10,7 @@ from rlhf_spmd.command_line.checks import (
     print_report,
     tokenizer_findings,
 )
-from rlhf_spmd.command_line.words import config_text, read_config_and_cluster
+from rlhf_spmd.command_line.words import config_text, length_note, read_config_and_cluster
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
@@ -26,10 +26,10 @@ def run(parsed: argparse.Namespace) -> int:
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
-    title = f"{strategy.name} on {cluster}, preset {config.title}"
+    length = length_note(config)
+    title = "\n".join(filter(None, [f"{strategy.name} on {cluster}, preset {config.title}", length]))
     evaluate = evaluate_of(config)
     findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
     findings += check_inputs(config, program.workload.workflow, parsed.file)
-    text = config_text(parsed, config, parsed.strategy)  # which also counts the rows that data.epochs needs
-    shown = text if parsed.show_config else None
-    return print_report(program, findings, strategy.name, title, shown, packs(config, program), parsed.rank, evaluate)
+    text = config_text(parsed, config, parsed.strategy, length) if parsed.show_config else None
+    return print_report(program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate)

@@ -26,10 +26,10 @@ class Characters:
         return "".join(map(chr, tokens))
 
 
-def check_first_rows(config: Config) -> list[str]:
+def check_first_rows(config: Config) -> None:
     """Raises UserError for the first row that a run cannot read: it lacks a column, or has another type there. What
-    depends on the tokenizer and the chat template (lengths, tokens) is not checked. -> the columns of the rows."""
-    algorithm, forms, names = config.algorithm, dict[str, str](), dict[str, None]()
+    depends on the tokenizer and the chat template (lengths, tokens) is not checked."""
+    algorithm, forms = config.algorithm, dict[str, str]()
     reading = Reading(
         Characters(),
         max_prompt_tokens=config.data.max_prompt,
@@ -52,8 +52,6 @@ def check_first_rows(config: Config) -> list[str]:
                 check_form(row, where, forms)
                 for number in algorithm.row_numbers.values():
                     number_of(where, record, number.column, number.default)
-            names |= dict.fromkeys(record)
-    return list(names)
 
 
 def _rendered(where: str, messages: Sequence[Message], *, answers: bool = True, **_: Any) -> str:

@@ -23,7 +23,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import INSTEAD, TEXT, Record, number_of, read_records, without_nulls
+from rlhf_spmd.runtime.data.readers import INSTEAD, SOURCE, TEXT, Record, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, Render, RowOptions, check_form, read_row
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
-SOURCE = "data_source"  # a column: where a row comes from
 
 
 @dataclass(frozen=True, slots=True)

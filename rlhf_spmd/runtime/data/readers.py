@@ -14,6 +14,7 @@ from rlhf_spmd.files.reading import is_folder, no_memory, why_no_file
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
+SOURCE = "data_source"  # a column: where a row comes from
 INSTEAD = {"prompt": CONVERSATIONS}  # the columns of which the first is read where this one is missing
 ASSISTANT = "assistant"  # a role of messages
 ROLES = {"human": "user", "gpt": ASSISTANT}  # of ShareGPT's messages, whose other roles are called as here

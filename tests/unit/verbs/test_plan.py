@@ -1,6 +1,7 @@
 """`python -m rlhf_spmd plan`: what it prints, what it writes, what it refuses, and which calibration it takes."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +100,22 @@ def test_the_command_that_it_shows_works(planned, capsys):
     text, _, path = planned
     command = next(line for line in text.splitlines() if line.startswith("  python -m rlhf_spmd check")).split()
     assert main(command[3:]) == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["strategy"] == path.stem
+
+
+def test_three_verbs_forecast_the_same_memory(planned, capsys):
+    """`plan` in its table and in the file, `check` and `forecast` of that file."""
+    text, result, path = planned
+    options = ["--layout", "1x8", "--device-type", "a100-80g", "--preset", "llama-7b"]
+    row = next(line for line in text.splitlines() if line.strip().startswith(result["name"]))
+    peak = re.search(r"[\d.]+ GiB", row).group()
+    assert f"One of them would hold {peak} at most" in " ".join(path.read_text(encoding="utf-8").split())
+    for verb in ("check", "forecast"):
+        assert main([verb, str(path), *options]) == 0
+        out = capsys.readouterr().out
+        heading, _, *rows = out.partition("Bytes per rank")[2].partition("\n\n")[0].splitlines()[1:]
+        at = heading.index("peak")
+        assert max((float(one[at:].split()[0]) for one in rows)) == float(peak.split()[0])
+    assert f"{json.loads(out.splitlines()[-1])['peak_bytes'] / 2**30:.1f} GiB" == peak
 
 
 def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):
