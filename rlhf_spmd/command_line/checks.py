@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.config.file import FUNCTIONS, ConfigFile
-from rlhf_spmd.config.options import Config, evaluated, prompt_files, split_functions
+from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.pages.algorithm import check_functions
@@ -68,10 +68,14 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
-def check_inputs(config: Config, workflow: Workflow, file: ConfigFile | None = None) -> list[Finding]:
+def check_inputs(
+    config: Config, workflow: Workflow, file: ConfigFile | None = None, *, runs: bool = False
+) -> list[Finding]:
     """What a run would say of its functions and of its data after its start, from their source and from the first rows:
-    nothing of a user's is imported but the page of the algorithm. file: of --config."""
+    nothing of a user's is imported but the page of the algorithm. file: of --config. runs: whether this is the command
+    line of a run, which needs prompts."""
     findings = _finding_of(lambda: check_functions(config.algorithm, workflow, config.options, from_source=True))
+    findings += [] if prompt_files(config) or not runs else [Finding("error", NO_PROMPTS)]
     findings += _check_data(config, file)
     if config.eval.prompts:
         where = f"evaluation on {config.eval.prompts}"
@@ -145,11 +149,12 @@ def print_report(
     may_pack: bool,
     rank: int = 0,
     evaluate: Evaluate = no_evaluation,
+    length: str = "",
 ) -> int:
     """Prints a program, its configuration (None: not), the findings about it, the verdict and, last, a line of JSON ->
     the exit status. may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the
-    run's evaluations."""
-    print(show_program(program, title=title, rank=rank))
+    run's evaluations. length: of the run, see words.length_note."""
+    print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank))
     if may_pack and (packed := show_packed(program)):
         print(packed)
     if evaluation := evaluate(program):

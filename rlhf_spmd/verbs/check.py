@@ -27,9 +27,11 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     length = length_note(config)
-    title = "\n".join(filter(None, [f"{strategy.name} on {cluster}, preset {config.title}", length]))
+    title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
     findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
     findings += check_inputs(config, program.workload.workflow, parsed.file)
     text = config_text(parsed, config, parsed.strategy, length) if parsed.show_config else None
-    return print_report(program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate)
+    return print_report(
+        program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate, length
+    )

@@ -17,13 +17,12 @@ from rlhf_spmd.command_line.words import (
     load_config,
 )
 from rlhf_spmd.config import options as configs
-from rlhf_spmd.config.options import NO_PROMPTS, Config, prompt_files
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.program.instructions import communicators
-from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import CONFIG, Resumed, read_run, refuse_other_start
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
@@ -62,9 +61,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         evaluation = evaluate(program)
         findings = check_both(program, evaluation)
         if parsed.dry_run:
-            if not prompt_files(config):
-                findings.append(Finding("error", NO_PROMPTS))
-            findings += check_inputs(config, workload.workflow, parsed.file) if world.rank == 0 else []
+            findings += check_inputs(config, workload.workflow, parsed.file, runs=True) if world.rank == 0 else []
         else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
@@ -79,8 +76,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             named = strategy.name if strategy.comes_with_package or not resumed else stored
             length = length_note(config)
             text = config_text(parsed, config, parsed.strategy or named, length) if parsed.show_config else None
-            title = "\n".join(filter(None, [title, length]))
-            print_report(program, findings, strategy.name, title, text, packs(config, program), evaluate=evaluate)
+            packed = packs(config, program)
+            print_report(program, findings, strategy.name, title, text, packed, evaluate=evaluate, length=length)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
