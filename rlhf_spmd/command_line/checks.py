@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
-from rlhf_spmd.config.file import FUNCTIONS, ConfigFile
 from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
@@ -68,18 +67,16 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
-def check_inputs(
-    config: Config, workflow: Workflow, file: ConfigFile | None = None, *, runs: bool = False
-) -> list[Finding]:
+def check_inputs(config: Config, workflow: Workflow, *, runs: bool = False) -> list[Finding]:
     """What a run would say of its functions and of its data after its start, from their source and from the first rows:
-    nothing of a user's is imported but the page of the algorithm. file: of --config. runs: whether this is the command
-    line of a run, which needs prompts."""
+    nothing of a user's is imported but the page of the algorithm. runs: whether this is the command line of a run,
+    which needs prompts."""
     findings = _finding_of(lambda: check_functions(config.algorithm, workflow, config.options, from_source=True))
     findings += [] if prompt_files(config) or not runs else [Finding("error", NO_PROMPTS)]
-    findings += _check_data(config, file)
+    findings += _check_data(config)
     if config.eval.prompts:
         where = f"evaluation on {config.eval.prompts}"
-        new = [one for one in _check_data(evaluated(config), file) if one not in findings]
+        new = [one for one in _check_data(evaluated(config)) if one not in findings]
         findings += [replace(one, message=f"{where}: {one.message}") for one in new]
     return findings
 
@@ -93,19 +90,13 @@ def _finding_of(check: Callable[[], object]) -> list[Finding]:
     return []
 
 
-def _check_data(config: Config, file: ConfigFile | None) -> list[Finding]:
+def _check_data(config: Config) -> list[Finding]:
     """Findings about the data set, and about the reward functions, which it must have columns for."""
     from rlhf_spmd.runtime.data.first_rows import check_first_rows
 
     findings = _finding_of(lambda: check_first_rows(config))
     if not any(role.judge for role in config.algorithm.roles.values()):
         return findings
-    if file and (code := {key: text for key, text in file.code.items() if key in FUNCTIONS}):
-        named = " ".join(f"{key}={text}" for key, text in code.items())
-        return [
-            *findings,
-            Finding("warning", f"{file.path} names {named}: not loaded and not checked; add it if you trust it"),
-        ]
     is_readable = bool(prompt_files(config)) and not findings
     for spec in split_functions(config.reward_function):
         try:

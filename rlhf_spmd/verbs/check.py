@@ -30,7 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
     findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
-    findings += check_inputs(config, program.workload.workflow, parsed.file)
+    findings += check_inputs(config, program.workload.workflow)
     text = config_text(parsed, config, parsed.strategy, length) if parsed.show_config else None
     return print_report(
         program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate, length

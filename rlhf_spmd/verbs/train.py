@@ -61,7 +61,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         evaluation = evaluate(program)
         findings = check_both(program, evaluation)
         if parsed.dry_run:
-            findings += check_inputs(config, workload.workflow, parsed.file, runs=True) if world.rank == 0 else []
+            findings += check_inputs(config, workload.workflow, runs=True) if world.rank == 0 else []
         else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
