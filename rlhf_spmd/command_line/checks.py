@@ -100,7 +100,7 @@ def _check_data(config: Config) -> list[Finding]:
     is_readable = bool(prompt_files(config)) and not findings
     for spec in split_functions(config.reward_function):
         try:
-            findings += _finding_of(lambda spec=spec: _check_reward(spec, config, is_readable=is_readable))
+            findings += _finding_of(partial(_check_reward, spec, config, is_readable=is_readable))
         except Unread as why:
             findings.append(Finding("warning", f"reward function {spec} is unchecked: {why}"))
     return findings

@@ -116,8 +116,8 @@ class Algorithm:
         torch. Raises UserError if there is no such function."""
         if module and module not in FUNCTIONS + EARLIER:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
-        places = map(_source_of if from_source else _imported, [module] if module else FUNCTIONS)
-        modules = [*([] if module else [self.module]), *places]
+        load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
+        modules = [*([] if module else [self.module]), *map(load, [module] if module else FUNCTIONS)]
         found = next((one for place in modules if callable(one := _named(place, name))), None)
         if found is None:
             where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"

@@ -160,7 +160,7 @@ def read_module(name: str, folder: Path) -> Source:
 @cache
 def _parsed(path: Path, package: str, folder: Path, text: str) -> Source:
     found = Source(path, package, folder, text, {})
-    for name, binding in _bindings(compile(text, str(path), "exec", ast.PyCF_ONLY_AST).body, sure=True):
+    for name, binding in _bindings(ast.parse(text, str(path)).body, sure=True):
         if name == "*":
             assert isinstance(binding.of, ast.ImportFrom)
             found.stars.append(binding.of)
@@ -252,7 +252,7 @@ def _yields(node: Function) -> bool:
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
     """The parameters of a function, with `...` for every default."""
     kinds = inspect.Parameter
-    places = [(one, kinds.POSITIONAL_ONLY) for one in arguments.posonlyargs]
+    places: list[tuple[ast.arg, Any]] = [(one, kinds.POSITIONAL_ONLY) for one in arguments.posonlyargs]
     places += [(one, kinds.POSITIONAL_OR_KEYWORD) for one in arguments.args]
     needed = len(places) - len(arguments.defaults)
     found = [kinds(one.arg, kind, default=kinds.empty if i < needed else ...) for i, (one, kind) in enumerate(places)]

@@ -30,8 +30,9 @@ def check_first_rows(config: Config) -> None:
     """Raises UserError for the first row that a run cannot read: it lacks a column, or has another type there. What
     depends on the tokenizer and the chat template (lengths, tokens) is not checked."""
     algorithm, forms = config.algorithm, dict[str, str]()
+    tokenizer: Any = Characters()
     reading = Reading(
-        Characters(),
+        tokenizer,
         max_prompt_tokens=config.data.max_prompt,
         key=config.data.key or algorithm.prompts,
         columns=algorithm.responses,

@@ -160,8 +160,11 @@ def _read_lines(path: Path, key: str, others: Sequence[str], most: int | None) -
 
 def _lines(path: Path, most: int | None) -> Iterator[tuple[str, str]]:
     """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are an error."""
-    with path.open("rb") as file:
-        content = file.read() if most is None else b"".join(islice(file, most))
+    if most is None:
+        content = path.read_bytes()
+    else:
+        with path.open("rb") as file:
+            content = b"".join(islice(file, most))
     content = content.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
     for number, line in enumerate(content.split(b"\n") if content else [], start=1):
         try:
