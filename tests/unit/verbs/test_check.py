@@ -82,9 +82,12 @@ def test_hundreds_of_devices_take_seconds():
 
 
 def test_nothing_heavy_is_imported(tmp_path):
-    """PyYAML only for a file of --config."""
+    """PyYAML only for a file of --config; no torch for functions that need it, which are bound nevertheless."""
     (tmp_path / "c.yaml").write_text("seed: 3\n", encoding="utf-8")
-    for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"})):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
+    (tmp_path / "r.py").write_text("import torch\n\ndef right(responses, answer): ...\n", encoding="utf-8")
+    own = ["--algorithm", "grpo", f"data.prompts={tmp_path / 'p.jsonl'}", f"reward_function={tmp_path / 'r.py'}:right"]
+    for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"}), (own, set())):
         done = run(*FITS, *words, python=("-X", "importtime"))
         found = [
             line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")
