@@ -67,11 +67,12 @@ data:
 - Paths are relative to the folder in which the program is started.
 - `--strategy` with another name leaves out the `strategy` options of the file, `--algorithm` those of its algorithm,
   and `plan` those of its strategy.
-- `check` and `train --dry-run` print the resolved configuration as such a file. `config.json` of a run folder is one,
-  too: `train --config runs/NAME/config.json` begins the same run again. What such a `config.json` names as code (an
-  algorithm or strategy in a `.py` file, a reward function) is run by `train`, `evaluate` and `precompute`, which say
-  so. `check`, `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until you name it yourself,
-  such as `--algorithm runs/NAME/algorithm.py`; `check` says what it left out.
+- `--show-config` of `check` and `train --dry-run` prints the resolved configuration as such a file. `config.json` of a
+  run folder is one, too: `train --config runs/NAME/config.json` begins the same run again. What such a `config.json`
+  names as code (an algorithm or strategy in a `.py` file, a reward function) is run by `train`, `evaluate` and
+  `precompute`, which say so. `check`, `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until
+  you name it yourself, such as `--algorithm runs/NAME/algorithm.py`. `check` reads reward functions without running
+  them.
 """
 RUN = """
 ## Options of a run

@@ -87,6 +87,7 @@ CONFIG = (
     _argument("--preset", "named configuration (default: tiny, or with --model one for real models)"),
     _argument("--model", "Hugging Face folder of the first role (PPO: the actor)", "FOLDER"),
 )
+SHOW_CONFIG = _flag("--show-config", "with a report: print the resolved configuration, as a file for --config")
 LAYOUT = (
     _argument("--layout", "N nodes of G devices (default: 1x4)", "NxG", type=_given),
     _argument("--cluster", "nodes of several device types, instead of --layout", "FILE.toml"),
@@ -113,6 +114,7 @@ VERBS = {
             _argument("--runs", "parent of the run folder (default: runs)", "FOLDER"),
             _argument("--name", "name of the run folder (default: date, time and strategy)"),
             _flag("--dry-run", "print the report of `check` for these ranks, and exit"),
+            SHOW_CONFIG,
             *CONFIG,
         ),
         "run",
@@ -141,6 +143,7 @@ VERBS = {
             _argument("strategies", "name or FILE.py (default: that of --config)", "STRATEGY", nargs="*"),
             *DEVICES,
             _argument("--rank", "whose instruction list is printed (default: 0)", type=int, default=0),
+            SHOW_CONFIG,
             *CONFIG,
         ),
         "run",

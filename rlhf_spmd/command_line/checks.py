@@ -1,21 +1,23 @@
 """What several verbs check of a run before it starts, and the report of `check`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
-from rlhf_spmd.config.file import FUNCTIONS, ConfigFile
-from rlhf_spmd.config.options import Config, evaluated, prompt_files, split_functions
+from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
+from rlhf_spmd.pages.algorithm import check_functions
+from rlhf_spmd.pages.function_sources import Unread
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program
+from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
+from rlhf_spmd.plan.workflow import Workflow
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 
@@ -65,45 +67,66 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
-def check_rewards(config: Config, file: ConfigFile | None = None) -> list[Finding]:
-    """Warnings about reward functions that are not on this machine, or that only a run's file names. Loads the others,
-    and raises UserError for one that a run would refuse."""
-    if not any(role.judge for role in config.algorithm.roles.values()):
-        return []
-    if file and (code := {key: text for key, text in file.code.items() if key in FUNCTIONS}):
-        named = " ".join(f"{key}={text}" for key, text in code.items())
-        return [Finding("warning", f"{file.path} names {named}: not loaded and not checked; add it if you trust it")]
-    findings = [_check_reward(spec, config) for spec in split_functions(config.reward_function)]
+def check_inputs(config: Config, workflow: Workflow, *, runs: bool = False) -> list[Finding]:
+    """What a run would say of its functions and of its data after its start, from their source and from the first rows:
+    nothing of a user's is imported but the page of the algorithm. runs: whether this is the command line of a run,
+    which needs prompts."""
+    findings = _finding_of(lambda: check_functions(config.algorithm, workflow, config.options, from_source=True))
+    findings += [] if prompt_files(config) or not runs else [Finding("error", NO_PROMPTS)]
+    findings += _check_data(config)
     if config.eval.prompts:
-        evaluation = evaluated(config)
+        where = f"evaluation on {config.eval.prompts}"
+        new = [one for one in _check_data(evaluated(config)) if one not in findings]
+        findings += [replace(one, message=f"{where}: {one.message}") for one in new]
+    return findings
+
+
+def _finding_of(check: Callable[[], object]) -> list[Finding]:
+    """The error that a check raises, as a finding."""
+    try:
+        check()
+    except UserError as error:
+        return [Finding("error", str(error))]
+    return []
+
+
+def _check_data(config: Config) -> list[Finding]:
+    """Findings about the data set, and about the reward functions, which it must have columns for."""
+    from rlhf_spmd.runtime.data.first_rows import check_first_rows
+
+    findings = _finding_of(lambda: check_first_rows(config))
+    if not any(role.judge for role in config.algorithm.roles.values()):
+        return findings
+    is_readable = bool(prompt_files(config)) and not findings
+    for spec in split_functions(config.reward_function):
         try:
-            findings += [_check_reward(spec, evaluation) for spec in split_functions(evaluation.reward_function)]
-        except UserError as error:
-            raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
-    return list(dict.fromkeys(one for one in findings if one is not None))
+            findings += _finding_of(partial(_check_reward, spec, config, is_readable=is_readable))
+        except Unread as why:
+            findings.append(Finding("warning", f"reward function {spec} is unchecked: {why}"))
+    return findings
 
 
-def _check_reward(spec: str, config: Config) -> Finding | None:
-    """check_rewards() for one function. Rows are read only if it asks for a column, and if all files are here."""
-    from rlhf_spmd.runtime.rewards.function import load_reward_function, source_file
+def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
+    """Raises UserError for a reward function that a run would refuse, and Unread if that is not known here."""
+    from rlhf_spmd.runtime.data.first_rows import NUM_ROWS
+    from rlhf_spmd.runtime.rewards.function import read_reward_function
 
-    module, _, name = spec.rpartition(":")
-    if module and name.isidentifier() and source_file(spec) is None:  # else loading says what is wrong with it
-        return Finding("warning", f"reward function {spec} is not here, so its parameters are not checked")
-    paths = [Path(path) for path in prompt_files(config)]
-    function = load_reward_function(spec, None)
-    if function.asks_for_columns and paths and all(path.is_file() for path in paths):
-        function.bound_to(column_names(paths, config.data.key or config.algorithm.prompts))
-    return None
+    function = read_reward_function(spec)
+    if function.asks_for_columns and is_readable:
+        paths, key = [Path(path) for path in prompt_files(config)], config.data.key or config.algorithm.prompts
+        try:
+            function.bound_to(column_names(paths, key, most=NUM_ROWS))
+        except UserError:  # unless a later row has the column
+            function.bound_to(column_names(paths, key))
 
 
-def column_names(paths: Sequence[Path], key: str) -> list[str]:
-    """The columns of files of prompts that reward functions may ask for. key: of the prompts. Raises UserError."""
-    from rlhf_spmd.runtime.data.prompts import SOURCE
-    from rlhf_spmd.runtime.data.readers import read_records
+def column_names(paths: Sequence[Path], key: str, most: int | None = None) -> list[str]:
+    """The columns of files of prompts that reward functions may ask for. key: of the prompts. most: of how many rows of
+    each file (None: of all). Raises UserError."""
+    from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
     names = dict.fromkeys([SOURCE] if len(paths) > 1 else [])
-    for _, row in (entry for path in paths for entry in read_records(path, key)):
+    for _, row in (entry for path in paths for entry in read_records(path, key, most=most)):
         names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)
 
@@ -113,23 +136,27 @@ def print_report(
     findings: Sequence[Finding],
     name: str,
     title: str,
-    config: str,
+    config: str | None,
     may_pack: bool,
     rank: int = 0,
     evaluate: Evaluate = no_evaluation,
+    length: str = "",
 ) -> int:
-    """Prints a program, the findings about it, its configuration and, last, a line of JSON -> the exit status.
-    may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the run's
-    evaluations."""
-    print(show_program(program, title=title, rank=rank))
+    """Prints a program, its configuration (None: not), the findings about it, the verdict and, last, a line of JSON ->
+    the exit status. may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the
+    run's evaluations. length: of the run, see words.length_note."""
+    print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank))
     if may_pack and (packed := show_packed(program)):
         print(packed)
     if evaluation := evaluate(program):
         print(show_evaluation(evaluation))
-    print(show_findings(findings))
+    if config is not None:
+        print(f"\n{CONFIG_HEADING}\n{config}")
+    if findings:
+        print(show_findings(findings))
     if advised := advice(program, evaluate):
         print(f"\n{advised}")
-    print(f"\n{CONFIG_HEADING}\n{config}\n")
+    print(f"\n{verdict(findings)}")
     errors = sum(finding.severity == "error" for finding in findings)
     result = {
         "strategy": name,

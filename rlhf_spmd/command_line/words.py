@@ -108,22 +108,28 @@ def read_config_and_cluster(
     return config, cluster
 
 
-def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> str:
-    """The configuration as a file for --config."""
-    file = parsed.file or ConfigFile("")
-    algorithm = None if file.page else parsed.algorithm or file.words.get("algorithm")
-    values = resolved(config, algorithm=algorithm, strategy=strategy)
+def length_note(config: Config) -> str:
+    """How many iterations data.epochs are, for people; empty without that option. Counts the rows. Raises UserError."""
     if not config.data.epochs:
-        return to_text(values)
+        return ""
     if not (num := num_rows(config)):
         where = f"{config.data.prompts} has none" if config.data.prompts else "give data.prompts=FILE"
         raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; {where}")
-    del values["iterations"]  # they follow from data.epochs
     if config.mini_batch_tokens:
-        text = f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"
-        return f"# {text}\n{to_text(values)}"
+        return f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"
     loses_rows = config.data.long_prompts == "drop" or bool(config.algorithm.responses)
-    return f"# {length_of(config, num, at_most=loses_rows)}\n{to_text(values)}"
+    return length_of(config, num, at_most=loses_rows)
+
+
+def config_text(parsed: argparse.Namespace, config: Config, strategy: str, length: str) -> str:
+    """The configuration as a file for --config. length: see length_note()."""
+    file = parsed.file or ConfigFile("")
+    algorithm = None if file.page else parsed.algorithm or file.words.get("algorithm")
+    values = resolved(config, algorithm=algorithm, strategy=strategy)
+    if not length:
+        return to_text(values)
+    del values["iterations"]  # they follow from data.epochs
+    return f"# {length}\n{to_text(values)}"
 
 
 def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:

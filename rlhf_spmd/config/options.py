@@ -226,6 +226,9 @@ def split_functions(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+NO_PROMPTS = "there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)"
+
+
 def prompt_files(config: Config) -> list[str]:
     """The files that data.prompts names. A comma may be a part of the name of a single file."""
     text = config.data.prompts

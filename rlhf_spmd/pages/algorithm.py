@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.function_sources import Source, read_source
 from rlhf_spmd.pages.functions import COMPANIONS, PageFunction, bound, check_call, words_of
 from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
 from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
@@ -108,21 +109,22 @@ class Algorithm:
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
-    def function(self, name: str, module: str = "") -> PageFunction:
+    def function(self, name: str, module: str = "", *, from_source: bool = False) -> PageFunction:
         """The function that a call names, and its companions. module: that it is from; empty: it is looked up in the
         page, then in FUNCTIONS. A companion must be where that function is, so that a page's function gets none of a
-        shared function of the same name. Raises UserError if there is no such function."""
+        shared function of the same name. from_source: modules beside the page are read, not imported, since they need
+        torch. Raises UserError if there is no such function."""
         if module and module not in FUNCTIONS + EARLIER:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
-        places = [f"rlhf_spmd.algorithms.{place}" for place in ([module] if module else FUNCTIONS)]
-        modules = [*([] if module else [self.module]), *map(importlib.import_module, places)]
-        found = next((one for place in modules if callable(one := getattr(place, name, None))), None)
+        load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
+        modules = [*([] if module else [self.module]), *map(load, [module] if module else FUNCTIONS)]
+        found = next((one for place in modules if callable(one := _named(place, name))), None)
         if found is None:
             where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
-        same = [place for place in modules if getattr(place, name, None) is found]
+        same = [place for place in modules if _named(place, name) is found]
         sums, prepare, finish = (
-            next((one for place in same if callable(one := getattr(place, name + suffix, None))), None)
+            next((one for place in same if callable(one := _named(place, name + suffix))), None)
             for suffix in COMPANIONS
         )
         return PageFunction(name, found, sums, prepare, finish, words_of(found))
@@ -229,15 +231,30 @@ class Algorithm:
         return {part.name: getattr(source, part.name) for source in sources for part in dataclasses.fields(source)}
 
 
-def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
+def _imported(name: str) -> ModuleType:
+    return importlib.import_module(f"rlhf_spmd.algorithms.{name}")
+
+
+def _source_of(name: str) -> Source:
+    return read_source(Path(page.__file__).with_name(f"{name}.py"), "rlhf_spmd.algorithms")
+
+
+def _named(place: ModuleType | Source, name: str) -> Any:
+    return place.function(name) if isinstance(place, Source) else getattr(place, name, None)
+
+
+def check_functions(
+    algorithm: Algorithm, workflow: Workflow, options: page.Options, *, from_source: bool = False
+) -> None:
     """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
-    state is none."""
+    state is none. from_source: see Algorithm.function."""
     algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if isinstance(call, Compute | Train):
             try:
-                check_call(algorithm.function(call.function, call.module), workflow, call, numbers)
+                function = algorithm.function(call.function, call.module, from_source=from_source)
+                check_call(function, workflow, call, numbers)
             except UserError as error:
                 text = str(error).removeprefix(f"algorithm {algorithm.name}: ")
                 raise UserError(f"algorithm {algorithm.name}: {text}") from None

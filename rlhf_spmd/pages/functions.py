@@ -43,14 +43,19 @@ class Parameter:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """The parameters of a function, which a user may have written as an object that has no hash."""
+    """The parameters of a function, which a user may have written as an object that has no hash. Raises UserError if
+    they cannot be read."""
     return _known_parameters(function) if isinstance(function, Hashable) else _parameters(function)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except ValueError as error:  # of many functions that are written in C
+        raise UserError(f"arguments are bound by name, and {error}; write a function around it") from None
     return tuple(
         Parameter(one.name, word_of(one.name), one.default is one.empty, one.kind is one.POSITIONAL_ONLY)
-        for one in inspect.signature(function).parameters.values()
+        for one in found
     )
 
 

@@ -4,13 +4,13 @@ import argparse
 
 from rlhf_spmd.command_line.checks import (
     check_both,
-    check_rewards,
+    check_inputs,
     evaluate_of,
     packs,
     print_report,
     tokenizer_findings,
 )
-from rlhf_spmd.command_line.words import config_text, read_config_and_cluster
+from rlhf_spmd.command_line.words import config_text, length_note, read_config_and_cluster
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
@@ -26,8 +26,12 @@ def run(parsed: argparse.Namespace) -> int:
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
+    length = length_note(config)
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
-    findings = check_both(program, evaluate(program)) + check_rewards(config, parsed.file) + tokenizer_findings(config)
-    text = config_text(parsed, config, parsed.strategy)
-    return print_report(program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate)
+    findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
+    findings += check_inputs(config, program.workload.workflow)
+    text = config_text(parsed, config, parsed.strategy, length) if parsed.show_config else None
+    return print_report(
+        program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate, length
+    )

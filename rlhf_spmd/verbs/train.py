@@ -5,10 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.checks import check_both, check_rewards, evaluate_of, packs, print_report, refuse_errors
+from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, packs, print_report, refuse_errors
 from rlhf_spmd.command_line.clusters import cluster_of
 from rlhf_spmd.command_line.plans import auto
-from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, config_text, config_words, load_config
+from rlhf_spmd.command_line.words import (
+    DEFAULT_STRATEGY,
+    code_note,
+    config_text,
+    config_words,
+    length_note,
+    load_config,
+)
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
@@ -54,7 +61,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         evaluation = evaluate(program)
         findings = check_both(program, evaluation)
         if parsed.dry_run:
-            findings += check_rewards(config, parsed.file) if world.rank == 0 else []
+            findings += check_inputs(config, workload.workflow, runs=True) if world.rank == 0 else []
         else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
@@ -67,8 +74,10 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         if world.rank == 0:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
-            text = config_text(parsed, config, parsed.strategy or named)
-            print_report(program, findings, strategy.name, title, text, packs(config, program), evaluate=evaluate)
+            length = length_note(config)
+            text = config_text(parsed, config, parsed.strategy or named, length) if parsed.show_config else None
+            packed = packs(config, program)
+            print_report(program, findings, strategy.name, title, text, packed, evaluate=evaluate, length=length)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0

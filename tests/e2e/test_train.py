@@ -181,8 +181,17 @@ def test_a_dry_run_prints_what_check_does_and_leaves_nothing(overrides, tmp_path
     assert (status, stderr) == (0, "")
     result = json.loads(stdout.splitlines()[-1])
     assert (result["strategy"], result["layout"], result["ok"]) == ("reallocation", "1x2", True)
-    assert "No findings: every message has its receiver" in stdout and stdout.count("Run actor_generate") >= 1
+    assert stdout.splitlines()[-2].startswith("No findings: every message has its receiver")
+    assert stdout.count("Run actor_generate") >= 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_finds_what_a_run_would_say_later(overrides, warm, tmp_path):
+    (tmp_path / "r.py").write_text("def f(prompts, answers): ...\n", encoding="utf-8")
+    words = [f"reward_function={tmp_path / 'r.py'}:f", f"data.prompts={tmp_path / 'none.jsonl'}"]
+    status, stdout, stderr = warm.run(["train", "--dry-run", *overrides, *words])
+    assert status == 1 and stderr == "" and stdout.splitlines()[-2] == "Refused: 2 errors."
+    assert "none.jsonl does not exist" in stdout and "no parameter of it receives the response" in stdout
 
 
 def test_a_stuck_rank_is_named(overrides, tmp_path):

@@ -173,7 +173,16 @@ def _instructions(program: Program, rank: int) -> str:
 
 
 def show_findings(findings: Sequence[Finding]) -> str:
-    """Every finding, or what it means that there is none."""
-    if not findings:
-        return "\nNo findings: every message has its receiver, every group meets in one order, nothing can deadlock."
+    """Every finding, in a line of its own."""
     return "\n".join(["", "Findings", *(f"  {finding}" for finding in findings)])
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Whether a program may start, in one line."""
+    proved = "every message has its receiver, every group meets in one order, nothing can deadlock."
+    errors = sum(one.severity == "error" for one in findings)
+    warnings = len(findings) - errors
+    told = [f"{num} {word}{'s' * (num > 1)}" for num, word in ((errors, "error"), (warnings, "warning")) if num]
+    if errors:
+        return f"Refused: {' and '.join(told)}."
+    return f"Passed with {told[0]}: {proved}" if told else f"No findings: {proved}"

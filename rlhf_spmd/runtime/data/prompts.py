@@ -23,8 +23,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import INSTEAD, TEXT, Record, number_of, read_records, without_nulls
-from rlhf_spmd.runtime.data.row_tokens import Reading, Render, RowOptions, read_row
+from rlhf_spmd.runtime.data.readers import INSTEAD, SOURCE, TEXT, Record, number_of, read_records, without_nulls
+from rlhf_spmd.runtime.data.row_tokens import Reading, Render, RowOptions, check_form, read_row
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
-SOURCE = "data_source"  # a column: where a row comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +251,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         if row is None:
             num_silent += 1
             continue
-        if (first := rows.form.setdefault(row.form, where)) == where and len(rows.form) > 1:
-            form, at = next(iter(rows.form.items()))
-            raise UserError(f"{first}: the row has {row.form}, and that of {at} has {form}: write all in one way")
+        check_form(row, where, rows.form)
         tokens, text, given = row.prompt, row.text, row.responses
         longest = max(map(len, given.values()), default=0)
         if longest > reading.max_response_tokens:

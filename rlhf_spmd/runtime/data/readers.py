@@ -5,6 +5,7 @@ import decimal
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhf_spmd.files.reading import is_folder, no_memory, why_no_file
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
+SOURCE = "data_source"  # a column: where a row comes from
 INSTEAD = {"prompt": CONVERSATIONS}  # the columns of which the first is read where this one is missing
 ASSISTANT = "assistant"  # a role of messages
 ROLES = {"human": "user", "gpt": ASSISTANT}  # of ShareGPT's messages, whose other roles are called as here
@@ -43,9 +45,12 @@ def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserErro
     return UserError(f"{where}: no key {key!r} (keys there: {there}): {fix}")
 
 
-def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> list[tuple[str, Record]]:
+def read_records(
+    path: Path, key: str, others: Sequence[str] | None = None, *, most: int | None = None
+) -> list[tuple[str, Record]]:
     """(place, columns) of every entry, which all have the column `key` or one of `others` (None: those of INSTEAD);
-    place is `line 7` or `row 7`, counted from 1. Raises UserError naming file and place."""
+    place is `line 7` or `row 7`, counted from 1. most: only so many entries are read, the first ones. Raises UserError
+    naming file and place."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_lines}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -53,7 +58,7 @@ def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> l
     if why := why_no_file(path):
         raise UserError(f"prompt file {path} {why}" + (": name a file in it" if is_folder(path) else ""))
     try:
-        return list(reader(path, key, others_of(key, ()) if others is None else others))
+        return list(reader(path, key, others_of(key, ()) if others is None else others, most))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}") from error
     except MemoryError:
@@ -148,14 +153,19 @@ def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | Non
     return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
 
 
-def _read_lines(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
-    for place, line in _lines(path):
+def _read_lines(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+    for place, line in _lines(path, most):
         yield place, {key: line}
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _lines(path: Path, most: int | None) -> Iterator[tuple[str, str]]:
     """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are an error."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
+    if most is None:
+        content = path.read_bytes()
+    else:
+        with path.open("rb") as file:
+            content = b"".join(islice(file, most))
+    content = content.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
     for number, line in enumerate(content.split(b"\n") if content else [], start=1):
         try:
             yield f"line {number}", line.removesuffix(b"\r").decode()
@@ -165,8 +175,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             ) from None
 
 
-def _read_jsonl(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
-    for place, line in _lines(path):
+def _read_jsonl(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+    for place, line in _lines(path, most):
         where = f"{path}, {place}"
         if not line.strip():
             raise UserError(f"{where}: the line is blank: remove it")
@@ -188,7 +198,7 @@ def _read_jsonl(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[s
         yield place, record
 
 
-def _read_parquet(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
+def _read_parquet(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -201,7 +211,8 @@ def _read_parquet(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple
                 raise UserError(
                     f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
                 )
-            columns = [_values_of(column) for column in file.read().columns]
+            table = file.read() if most is None else next(file.iter_batches(most), None)
+            columns = [] if table is None else [_values_of(column) for column in table.columns]
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path} is not a readable Parquet file: {reason}") from None

@@ -155,6 +155,14 @@ def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
     return made
 
 
+def check_form(row: RowTokens, where: str, forms: dict[str, str]) -> None:
+    """Raises UserError for a row that is written in another way than those before it. forms: how they are written ->
+    the place of the first one, to which this row is added."""
+    if (first := forms.setdefault(row.form, where)) == where and len(forms) > 1:
+        form, at = next(iter(forms.items()))
+        raise UserError(f"{first}: the row has {row.form}, and that of {at} has {form}: write all in one way")
+
+
 def prompt_of(where: str, record: Record, reading: Reading) -> tuple[str, bool]:
     """The text of a prompt without responses, and whether it was rendered from a conversation, whose last answer is
     left out."""

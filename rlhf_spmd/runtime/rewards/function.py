@@ -25,6 +25,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import naming
+from rlhf_spmd.pages.function_sources import read_module, read_source
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described, import_file
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
@@ -183,17 +184,46 @@ def load_reward_function(spec: str, columns: Sequence[str] | None = ()) -> Rewar
 
 
 def _load(spec: str) -> Callable:
+    target, name, is_file = _parts(spec)
+    module = _load_file(Path(target)) if is_file else _load_module(target)
+    if not hasattr(module, name):
+        raise _no_function(target, name, [key for key, value in vars(module).items() if inspect.isfunction(value)])
+    return _callable(name, getattr(module, name))
+
+
+def _parts(spec: str) -> tuple[str, str, bool]:
+    """File or module, the name of the function, and whether it is a file. Raises UserError."""
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
         raise UserError("write it as module:function or file.py:function")
-    is_file = target.endswith(".py") or "/" in target
-    module = _load_file(Path(target)) if is_file else _load_module(target)
-    if not hasattr(module, name):
-        raise UserError(f"{target} has no function {name!r}{_suggestion(module, name)}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"{name} is {shortened(function)}, not a function")
-    return function
+    return target, name, target.endswith(".py") or "/" in target
+
+
+def _callable(name: str, found: Any) -> Callable:
+    if not callable(found):
+        raise UserError(f"{name} is {shortened(found)}, not a function")
+    return found
+
+
+def read_reward_function(spec: str) -> RewardFunction:
+    """As load_reward_function, from the source alone: nothing of it is imported, and it cannot be called. Raises
+    UserError, and Unread if the source does not show its parameters or if its module is not on this machine."""
+    with naming(f"reward function {spec!r}"):
+        target, name, is_file = _parts(spec)
+        if is_file:
+            path = _checked_file(Path(target))
+        else:
+            _check_module_name(target)
+        try:
+            source = read_source(path) if is_file else read_module(target, Path.cwd())
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            raise UserError(_import_message(target, error)) from None
+        if missing := source.missing_modules():
+            raise UserError(f"{target} imports {missing[0]}: install it in this environment")
+        found = source.function(name)
+        if found is None:
+            raise _no_function(target, name, source.functions)
+        return RewardFunction(spec, bind(_callable(name, found), None))
 
 
 def source_file(spec: str) -> Path | None:
@@ -235,10 +265,14 @@ def package_source(spec: str) -> str:
     return "\n".join(f"{one} {parts[one]}" for one in sorted(parts)) if name in parts else ""
 
 
-def _load_file(path: Path) -> ModuleType:
+def _checked_file(path: Path) -> Path:
     if path.suffix != ".py" or not is_file(path):
         raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
-    path = path.resolve()
+    return path.resolve()
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = _checked_file(path)
     _extend_import_path(path.parent)
     try:
         return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # the prefix cannot hide an installed module
@@ -247,9 +281,13 @@ def _load_file(path: Path) -> ModuleType:
         raise UserError(_import_message(str(path), error)) from error
 
 
-def _load_module(name: str) -> ModuleType:
+def _check_module_name(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
+
+
+def _load_module(name: str) -> ModuleType:
+    _check_module_name(name)
     _extend_import_path(Path.cwd())
     try:
         with guarded(f"importing {name}"):
@@ -275,10 +313,11 @@ def _import_message(what: str, error: BaseException) -> str:
     return f"importing {what} raised {described(error, None)}: {fix}"
 
 
-def _suggestion(module: ModuleType, name: str) -> str:
-    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+def _no_function(target: str, name: str, functions: Sequence[str]) -> UserError:
+    """The error for a module without a function of this name, with those that it has."""
+    own = [one for one in functions if not one.startswith("_")]
     there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
-    return did_you_mean(name, own) or there
+    return UserError(f"{target} has no function {name!r}{did_you_mean(name, own) or there}")
 
 
 def _finite(value: numbers.Real) -> float | None:

@@ -79,10 +79,11 @@ def test_check_says_the_number_and_prints_a_file_that_can_be_given_back(tmp_path
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(ROW) + "\n" for _ in range(300)), encoding="utf-8")
     words = ["check", "flattening", "--preset", "tiny", "--algorithm", "sft", f"data.prompts={rows}"]
-    assert main([*words, "data.epochs=2"]) == 0
-    text = capsys.readouterr().out.partition("--config FILE.yaml\n")[2].rpartition("\n\n")[0]
-    first = "# 2 epochs of 300 rows: at most 5 iterations of 128, the last one filled up with 40 more rows"
-    assert text.splitlines()[0] == first
+    assert main([*words, "data.epochs=2", "--show-config"]) == 0
+    out = capsys.readouterr().out
+    text = out.partition("--config FILE.yaml\n")[2].rpartition("\n\n")[0]
+    first = "2 epochs of 300 rows: at most 5 iterations of 128, the last one filled up with 40 more rows"
+    assert text.splitlines()[0] == f"# {first}" and out.splitlines()[1] == first
     assert load(text=text, folder=tmp_path).data.epochs == 2
     assert main([*words[:-1], "data.epochs=2", "data.prompts=none.jsonl"]) == 2
     assert "none.jsonl does not exist" in capsys.readouterr().err

@@ -336,10 +336,10 @@ def test_other_programs_read_the_same_values(value):
 
 def test_what_check_prints_is_a_file(tmp_path, capsys):
     words = ["check", "separation", "--layout", "1x4", "--algorithm", "grpo", "strategy.zero=1", "seed=5"]
-    assert main(words) == 0
+    assert main([*words, "--show-config"]) == 0
     first = capsys.readouterr().out
     path = write(tmp_path, first.partition(CONFIG_HEADING)[2].rpartition("\n\n")[0])
-    assert main(["check", "--config", path, "--layout", "1x4"]) == 0
+    assert main(["check", "--config", path, "--layout", "1x4", "--show-config"]) == 0
     assert capsys.readouterr().out == first
     assert json.loads(first.splitlines()[-1])["strategy"] == "separation"
 

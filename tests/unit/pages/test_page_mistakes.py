@@ -41,6 +41,10 @@ WRONG = {
         (LOSS, "def surrogate(logprobs_BG, mask_BG, weights_BG=None, *, rate):\n"),
         ["surrogate() asks for rate", "no rate here", "make it an option"],
     ),
+    "a function whose parameters cannot be read": (
+        (LOSS, "surrogate = max\n\n\ndef other(logprobs_BG, weights_BG, mask_BG):\n"),
+        ["bound by name, and no signature found for builtin", "max", "write a function around it"],
+    ),
     "a readout of another head": (
         (LOSS, "def surrogate(values_BG1, weights_BG, mask_BG):\n"),
         ["surrogate() asks for values_BG1", "no values here", "logprobs"],

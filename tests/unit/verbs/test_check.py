@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.command_line.checks import CONFIG_HEADING
+from tests.pages import write_page
 
 HEAVY = {"yaml", "torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
 BIG = ["check", "flattening", "--layout", "8x8", "--preset", "llama-65b"]
@@ -80,9 +82,12 @@ def test_hundreds_of_devices_take_seconds():
 
 
 def test_nothing_heavy_is_imported(tmp_path):
-    """PyYAML only for a file of --config."""
+    """PyYAML only for a file of --config; no torch for functions that need it, which are bound nevertheless."""
     (tmp_path / "c.yaml").write_text("seed: 3\n", encoding="utf-8")
-    for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"})):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
+    (tmp_path / "r.py").write_text("import torch\n\ndef right(responses, answer): ...\n", encoding="utf-8")
+    own = ["--algorithm", "grpo", f"data.prompts={tmp_path / 'p.jsonl'}", f"reward_function={tmp_path / 'r.py'}:right"]
+    for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"}), (own, set())):
         done = run(*FITS, *words, python=("-X", "importtime"))
         found = [
             line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")
@@ -236,11 +241,19 @@ def test_options_and_overrides_reach_the_program(capsys):
         ("data.prompts=p.jsonl reward_function=r.py:other", "asks for solution, which is no column"),
         ("data.prompts=p.jsonl reward_function=r.py:verl", "neither this column nor reward_model (answer)"),
         ("data.prompts=p.jsonl,q.txt reward_function=r.py:source", ""),
-        ("data.prompts=none.jsonl reward_function=r.py:other", ""),  # columns that are not known here
+        ("data.prompts=none.jsonl reward_function=r.py:other", "prompt file none.jsonl does not exist"),
         ("data.prompts=p.jsonl reward_function=r.py:right eval.prompts=q.txt", "evaluation on q.txt: reward function"),
-        ("data.prompts=p.jsonl reward_function=m:f", "warning: reward function m:f is not here"),
+        ("data.prompts=p.jsonl reward_function=m:f", "warning: reward function m:f is unchecked: there is no source"),
+        (
+            "data.prompts=p.jsonl reward_function=r.py:made",
+            "warning: reward function r.py:made is unchecked: r.py makes",
+        ),
         ("data.prompts=p.jsonl reward_function=r.py", "write it as module:function"),
         ("data.prompts=p.jsonl reward_function=r.py:rihgt", "did you mean 'right'?"),
+        ("data.prompts=p.jsonl reward_function=r.py:gives", "it is a generator"),
+        ("data.prompts=p.jsonl reward_function=none.py:right", "none.py does not exist"),
+        ("data.prompts=p.jsonl reward_function=bad.py:right", "importing bad.py raised SyntaxError: "),
+        ("data.prompts=p.jsonl reward_function=lacks.py:right", "lacks.py imports no_such_package: install it"),
     ],
 )
 def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp_path, monkeypatch):
@@ -250,13 +263,71 @@ def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp
     (tmp_path / "q.txt").write_text("bo\n", encoding="utf-8")
     (tmp_path / "r.py").write_text(
         "def right(responses, answer): ...\ndef places(p, r): ...\ndef other(responses, solution): ...\n"
-        "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n",
+        "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n"
+        "made = print(right)\ndef gives(responses):\n    yield 1.0\nraise AssertionError('it is only read')\n",
         encoding="utf-8",
     )
+    (tmp_path / "bad.py").write_text("def right(responses: ...\n", encoding="utf-8")
+    (tmp_path / "lacks.py").write_text("import no_such_package\ndef right(responses): ...\n", encoding="utf-8")
     refused = bool(says) and not says.startswith("warning")
-    assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == 2 * refused
+    assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == refused
     out, err = capsys.readouterr()
-    assert says in (err if refused else out) and ("Traceback" not in err)
+    kind = "Refused: 1 error." if refused else "Passed with 1 warning: " if says else "No findings: "
+    assert says in out and err == "" and out.splitlines()[-2].startswith(kind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ([], ""),
+        ([("scores_B, mask_BG, *, scale", "rewards_B, mask_BG, *, scale")], "token_weights() asks for rewards_B"),
+        ([("def surrogate(logprobs_BG,", "def surrogate(logprobs_BG, rate,")], "surrogate() asks for rate"),
+        (
+            [("def surrogate(", "def surrogate_prepare(rate): ...\n\n\ndef surrogate(")],
+            "surrogate_prepare() asks for rate",
+        ),
+        ([('train("surrogate"', 'train("policy_loss"')], "policy_loss() asks for "),  # of surrogates.py, which is read
+        ([("def surrogate(", "def other(")], "no function surrogate is in the page or in advantages.py"),
+    ],
+)
+def test_functions_of_a_page_are_bound_as_a_run_binds_them(changes, says, capsys, tmp_path):
+    page = str(write_page(tmp_path, *changes))
+    assert main(["check", "flattening", "--algorithm", page]) == bool(says)
+    out = capsys.readouterr().out
+    assert says in out and out.splitlines()[-2].startswith("Refused: 1 error." if says else "No findings: ")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "says"),
+    [
+        ("grpo", '{"question": "a"}', "p.jsonl, line 1: no key 'prompt' (keys there: 'question')"),
+        ("grpo", '{"prompt": 3}', "p.jsonl, line 1: the value of 'prompt' is a number, not a string"),
+        ("sft", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "p.jsonl, line 2: no key 'completion'"),
+        ("dpo", '{"prompt": "a", "chosen": "b"}', "p.jsonl, line 1: no key 'rejected'"),
+        ("dpo", '{"prompt": "a", "chosen": "b", "rejected": ["c"]}', "'rejected' is a list of messages"),
+        ("dpo", '{"chosen": [{"role": "user"}], "rejected": []}', "message 1 of 'chosen' has no 'content'"),
+    ],
+)
+def test_first_rows_are_read_as_a_run_reads_them(algorithm, rows, says, capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text(rows + "\n", encoding="utf-8")
+    words = ["check", "flattening", "--algorithm", algorithm, f"data.prompts={tmp_path / 'p.jsonl'}"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert says in out and out.splitlines()[-2] == "Refused: 1 error."
+    good = [f"eval.prompts={tmp_path / 'p.jsonl'}", *words[:-1]]
+    if "no key" not in says:  # which counting the rows would say first
+        assert main([*good[1:], good[0]]) == 1
+        assert f"error: evaluation on {tmp_path / 'p.jsonl'}: {tmp_path / 'p.jsonl'}, line" in capsys.readouterr().out
+
+
+def test_the_configuration_is_printed_on_request_before_the_verdict(capsys):
+    words = ["check", "flattening", "--preset", "llama-7b", "--layout", "1x4"]
+    assert main(words) == 1
+    plain = capsys.readouterr().out
+    assert CONFIG_HEADING not in plain and plain.splitlines()[-2] == "Refused: 1 error."
+    assert main([*words, "--show-config"]) == 1
+    text, _, last = capsys.readouterr().out.partition(CONFIG_HEADING)
+    assert plain.startswith(text) and "preset: llama-7b" in last and last.endswith(plain[len(text) :])
 
 
 def test_the_asked_rank_is_shown(capsys, tmp_path):

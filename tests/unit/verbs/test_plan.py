@@ -1,6 +1,7 @@
 """`python -m rlhf_spmd plan`: what it prints, what it writes, what it refuses, and which calibration it takes."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +100,47 @@ def test_the_command_that_it_shows_works(planned, capsys):
     text, _, path = planned
     command = next(line for line in text.splitlines() if line.startswith("  python -m rlhf_spmd check")).split()
     assert main(command[3:]) == 0 and json.loads(capsys.readouterr().out.splitlines()[-1])["strategy"] == path.stem
+
+
+def test_three_verbs_forecast_the_same_memory(planned, capsys):
+    """`plan` in its table and in the file, `check` and `forecast` of that file."""
+    text, result, path = planned
+    options = ["--layout", "1x8", "--device-type", "a100-80g", "--preset", "llama-7b"]
+    row = next(line for line in text.splitlines() if line.strip().startswith(result["name"]))
+    peak = re.search(r"[\d.]+ GiB", row).group()
+    assert f"One of them would hold {peak} at most" in " ".join(path.read_text(encoding="utf-8").split())
+    for verb in ("check", "forecast"):
+        assert main([verb, str(path), *options]) == 0
+        out = capsys.readouterr().out
+        heading, _, *rows = out.partition("Bytes per rank")[2].partition("\n\n")[0].splitlines()[1:]
+        at = heading.index("peak")
+        assert max(float(one[at:].split()[0]) for one in rows) == float(peak.split()[0])
+    assert f"{json.loads(out.splitlines()[-1])['peak_bytes'] / 2**30:.1f} GiB" == peak
+
+
+def shown_in_the_readme() -> list[list[str]]:
+    """The rows of the table of `plan` there, in words."""
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    block = text.partition("```text\nllama-13b on 2x8")[2].partition("```")[0]
+    return [line.split() for line in block.splitlines()[2:]]
+
+
+README_CASE = ["--preset", "llama-13b", "--layout", "2x8", "--calibration", "a100-80g"]
+
+
+def test_the_readme_shows_the_forecast_of_a_strategy(capsys):
+    row = next(row for row in shown_in_the_readme() if row[0] == "flattening")
+    options = [f"strategy.{word}" for word in row if "=" in word]
+    assert main(["forecast", "flattening", *README_CASE, *options]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row[1] == f"{result['forecast_s']:.4g}" and row[3:5] == [f"{result['peak_bytes'] / 2**30:.1f}", "GiB"]
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_plan_prints(capsys, tmp_path):
+    assert main(["plan", *README_CASE, "--out", str(tmp_path / "planned.py")]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert all(row in printed for row in shown_in_the_readme())
 
 
 def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):

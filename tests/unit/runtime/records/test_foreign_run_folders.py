@@ -106,10 +106,11 @@ def test_check_names_each_kind_of_code(run, marker, capsys):
     assert f"name it yourself: check {run / 'strategy.py'}" in capsys.readouterr().err
     config = str(run / "config.json")
     assert main(["check", "flattening", "--layout", "1x1", "--config", config]) == 0
-    assert f"names reward_function={spec}: not loaded and not checked" in capsys.readouterr().out
-    assert not marker.exists()
-    main(["check", "flattening", "--layout", "1x1", "--config", config, f"reward_function={spec}"])
-    assert marker.exists()  # now the user named it
+    wrong = "def score(prompts, answers): ...\n"
+    (run / "reward.py").write_text((run / "reward.py").read_text(encoding="utf-8") + wrong, encoding="utf-8")
+    assert main(["check", "flattening", "--layout", "1x1", "--config", config]) == 1
+    assert f"reward function {spec!r}: no parameter of it receives the response" in capsys.readouterr().out
+    assert not marker.exists()  # a reward function is read, not run
 
 
 def test_a_page_that_the_user_names_is_loaded(run, tmp_path, capsys):

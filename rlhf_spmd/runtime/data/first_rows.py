@@ -1,0 +1,64 @@
+"""The first rows of data files, read as a run reads them, but without its tokenizer: `check` starts no torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.config.options import Config, prompt_files
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.readers import Message, number_of, read_records, without_nulls
+from rlhf_spmd.runtime.data.row_tokens import Reading, check_form, read_row
+
+NUM_ROWS = 100  # of each file
+
+
+class Characters:
+    """Stands in for a tokenizer: a token for each character."""
+
+    bos_token_id = None
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The tokens of a text."""
+        return [ord(one) for one in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return "".join(map(chr, tokens))
+
+
+def check_first_rows(config: Config) -> None:
+    """Raises UserError for the first row that a run cannot read: it lacks a column, or has another type there. What
+    depends on the tokenizer and the chat template (lengths, tokens) is not checked."""
+    algorithm, forms = config.algorithm, dict[str, str]()
+    tokenizer: Any = Characters()
+    reading = Reading(
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt,
+        key=config.data.key or algorithm.prompts,
+        columns=algorithm.responses,
+        render=_rendered,
+        turns=config.data.turns,
+        marks=bool(algorithm.assistant_tokens),
+        template_kwargs=config.data.chat_template_kwargs,
+    )
+    for path in map(Path, prompt_files(config)):
+        records = read_records(path, reading.key, reading.others, most=NUM_ROWS)
+        if not records:
+            raise UserError(f"{path} is empty: it needs at least one prompt")
+        for place, record in records:
+            where = f"{path}, {place}"
+            plain = {name: without_nulls(value) for name, value in record.items()}
+            row = read_row(where, plain if path.suffix.lower() == ".parquet" else record, reading)
+            if row is not None:
+                check_form(row, where, forms)
+                for number in algorithm.row_numbers.values():
+                    number_of(where, record, number.column, number.default)
+
+
+def _rendered(where: str, messages: Sequence[Message], *, answers: bool = True, **_: Any) -> str:
+    """A conversation as text that grows with its messages, as chat templates write it."""
+    return "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return str(message.get("content", {name: part for name, part in message.items() if name != "role"}))
