@@ -10,6 +10,7 @@ from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evalu
 from rlhf_spmd.config.file import FUNCTIONS, ConfigFile
 from rlhf_spmd.config.options import Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
@@ -56,7 +57,7 @@ def num_rows(config: Config) -> int:
 
     key = config.data.key or config.algorithm.prompts
     others = others_of(key, tuple(config.algorithm.responses.values()))
-    return sum(len(read_records(Path(path), key, others)) for path in prompt_files(config))
+    return sum(len(read_records(path, key, others)) for path in every_file(prompt_files(config)))
 
 
 def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
@@ -90,19 +91,24 @@ def _check_reward(spec: str, config: Config) -> Finding | None:
     module, _, name = spec.rpartition(":")
     if module and name.isidentifier() and source_file(spec) is None:  # else loading says what is wrong with it
         return Finding("warning", f"reward function {spec} is not here, so its parameters are not checked")
-    paths = [Path(path) for path in prompt_files(config)]
+    named = prompt_files(config)
+    try:
+        paths = every_file(named)
+    except UserError:  # a folder or a pattern without files
+        paths = []
     function = load_reward_function(spec, None)
     if function.asks_for_columns and paths and all(path.is_file() for path in paths):
-        function.bound_to(column_names(paths, config.data.key or config.algorithm.prompts))
+        function.bound_to(column_names(paths, config.data.key or config.algorithm.prompts, has_source=len(named) > 1))
     return None
 
 
-def column_names(paths: Sequence[Path], key: str) -> list[str]:
-    """The columns of files of prompts that reward functions may ask for. key: of the prompts. Raises UserError."""
+def column_names(paths: Sequence[Path], key: str, *, has_source: bool) -> list[str]:
+    """The columns of files of prompts that reward functions may ask for. key: of the prompts. has_source: a row without
+    data_source is given one. Raises UserError."""
     from rlhf_spmd.runtime.data.prompts import SOURCE
     from rlhf_spmd.runtime.data.readers import read_records
 
-    names = dict.fromkeys([SOURCE] if len(paths) > 1 else [])
+    names = dict.fromkeys([SOURCE] if has_source else [])
     for _, row in (entry for path in paths for entry in read_records(path, key)):
         names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)

@@ -15,7 +15,7 @@ from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import is_file
+from rlhf_spmd.files.data_files import named_parts
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_tree import (
     ByName,
@@ -42,11 +42,11 @@ LR = "_lr"  # optimizer.ROLE_lr
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt; several with commas
+    prompts: str = ""  # file, folder or pattern of prompts: .jsonl, .json, .csv, .parquet, .txt; several with commas
     weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
     epochs: Passes = 0.0  # passes through data.prompts, which `iterations` follows from; 0: `iterations` is given
     shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
-    key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
+    key: str = ""  # column (in JSON: key) that holds the prompt; empty: `prompt`, or as the page says
     turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     chat_template_kwargs: Mapping[str, JsonValue] = field(
@@ -101,7 +101,7 @@ class Checkpointing:
 class Evaluation:
     """Responses to prompts of their own are scored before training, every few iterations and at the end."""
 
-    prompts: str = ""  # file of prompts that are not trained on: .jsonl, .parquet or .txt; empty: no evaluation
+    prompts: str = ""  # prompts that are not trained on, as data.prompts; empty: no evaluation
     precomputed_logprobs: str = ""  # as that of data, for these prompts; needed where data has one
     every: PositiveInt = 10  # iterations between two evaluations
     num_prompts: NonNegativeInt = 0  # most prompts, from the beginning of the file; 0: all
@@ -227,9 +227,8 @@ def split_functions(text: str) -> list[str]:
 
 
 def prompt_files(config: Config) -> list[str]:
-    """The files that data.prompts names. A comma may be a part of the name of a single file."""
-    text = config.data.prompts
-    return [text] if is_file(text) else [part.strip() for part in text.split(",") if part.strip()]
+    """The files, folders and patterns that data.prompts names."""
+    return named_parts(config.data.prompts)
 
 
 def function_labels(config: Config) -> list[str]:

@@ -11,6 +11,7 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config.epochs import in_iterations
 from rlhf_spmd.config.options import Config, evaluated, prompt_files
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.texts.template_time import time_of_start
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ def prepare(
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not prompt_files(config):
-            raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
+            raise UserError(f"there are no prompts: give data.prompts=FILE ({KNOWN})")
         tokenizer = load_tokenizer(config.main_folder)
         known = shared_vocabulary(config, tokenizer)
         notes = tokenizer_notes(world, config.tokenizer_folders)
