@@ -79,13 +79,20 @@ class Optimizer:
         default_factory=dict
     )  # learning rate of each trained model; default: that of the algorithm
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
+    warmup_ratio: BelowOne = 0.0  # the same as a share of the steps of the run, rounded up; 0: warmup_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
+    min_lr_ratio: BelowOne = 0.0  # where the schedule ends, as a share of the learning rate
     beta1: BelowOne = 0.9  # decay of AdamW's first moment
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
+
+    @property
+    def length_matters(self) -> bool:
+        """Whether learning rates depend on how many steps the run has."""
+        return self.schedule != "constant" or self.warmup_ratio > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class Evaluation:
     prompts: str = ""  # prompts that are not trained on, as data.prompts; empty: no evaluation
     precomputed_logprobs: str = ""  # as that of data, for these prompts; needed where data has one
     every: PositiveInt = 10  # iterations between two evaluations
+    at_start: bool = True  # evaluate before training, too
     num_prompts: NonNegativeInt = 0  # most prompts, from the beginning of the file; 0: all
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     temperature: NonNegative = 0.0  # of these responses; 0: greedy
@@ -124,6 +132,9 @@ class RolloutFiles:
 @dataclass(frozen=True, slots=True)
 class Logging:
     aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
+    entity: str = ""  # account or team at Weights & Biases; empty: the default one
+    group: str = ""  # group of runs at Weights & Biases; empty: none
+    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # of the run at Weights & Biases
 
 
 DEFAULTS = Options()  # stands for those of the algorithm
