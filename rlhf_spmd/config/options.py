@@ -79,9 +79,9 @@ class Optimizer:
         default_factory=dict
     )  # learning rate of each trained model; default: that of the algorithm
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
-    warmup_ratio: BelowOne = 0.0  # the same as a share of the steps of the run, rounded up; 0: warmup_steps
+    warmup_ratio: BelowOne = 0.0  # warm-up as a share of the steps of the run, rounded up; 0: warmup_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
-    min_lr_ratio: BelowOne = 0.0  # where the schedule ends, as a share of the learning rate
+    min_lr_ratio: BelowOne = 0.0  # last learning rate of the schedule, as a share of the largest
     beta1: BelowOne = 0.9  # decay of AdamW's first moment
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
@@ -134,7 +134,7 @@ class Logging:
     aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
     entity: str = ""  # account or team at Weights & Biases; empty: the default one
     group: str = ""  # group of runs at Weights & Biases; empty: none
-    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # of the run at Weights & Biases
+    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # tags of the run at Weights & Biases
 
 
 DEFAULTS = Options()  # stands for those of the algorithm
