@@ -35,7 +35,7 @@ def stem_of(path: Path) -> str:
 
 def named_parts(text: str) -> list[str]:
     """The files, folders and patterns that an option names. A comma may be a part of the name of a single one."""
-    if is_file(text) or is_folder(text):
+    if text and (is_file(text) or is_folder(text)):  # the empty text is a path, that of the working folder
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]
 

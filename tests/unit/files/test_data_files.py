@@ -66,7 +66,7 @@ def test_names_with_commas_and_brackets(tmp_path):
     assert named_parts(str(one)) == [str(one)] and files_of(one) == [one]
     (tmp_path / "x,y").mkdir()
     assert named_parts(str(tmp_path / "x,y")) == [str(tmp_path / "x,y")]
-    assert named_parts("a.csv, b/*.jsonl,") == ["a.csv", "b/*.jsonl"]
+    assert named_parts("a.csv, b/*.jsonl,") == ["a.csv", "b/*.jsonl"] and named_parts("") == []
 
 
 def test_the_source_of_a_row_is_what_the_user_named(tmp_path):
