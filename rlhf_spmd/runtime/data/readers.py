@@ -190,10 +190,8 @@ def _read_jsonl(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[s
         where = f"{path}, {place}"
         if not line.strip():
             raise UserError(f"{where}: the line is blank: remove it")
-        yield (
-            place,
-            _row(where, _from_json(where, line, f'each line is one object such as {{"{key}": "..."}}'), key, others),
-        )
+        row = _from_json(where, line, f'each line is one object such as {{"{key}": "..."}}')
+        yield place, _row(where, row, key, others)
 
 
 def _read_json(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
