@@ -17,6 +17,8 @@ python -m rlhf_spmd status runs/NAME
 python -m rlhf_spmd report runs/NAME --out report.html
 python -m rlhf_spmd postmortem runs/NAME
 mpirun -n 2 python -m rlhf_spmd profile --out mine.json
+
+The installed command `rlhf-spmd` is the same as `python -m rlhf_spmd`; `rlhf-spmd --version` prints versions.
 """
 
 import argparse

@@ -10,7 +10,7 @@ iteration.
 from dataclasses import replace
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, Limits
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
@@ -23,14 +23,17 @@ def place(
     tp: int = 1,
     recompute: bool = False,
     micro_batch: int | None = None,
+    tokens: int | None = None,
 ) -> Placement:
     """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. tp: tensor-parallel slices of
     models that generate, and of those that do not train; training stays data-parallel. recompute: compute activations
-    again in the backward pass. micro_batch: sequences per forward; None: the option micro_batch."""
-    trained = Layout.data_parallel(cluster.ranks, zero=zero, micro_batch=micro_batch)
-    home = trained if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, micro_batch=micro_batch)
-    frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, micro_batch=micro_batch)
-    alone = Layout.data_parallel(cluster.ranks, micro_batch=micro_batch)  # a reward function has no weights to split
+    again in the backward pass. micro_batch: sequences per forward; None: the option micro_batch. tokens: most tokens
+    per forward; replaces micro_batch."""
+    limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
+    trained = Layout.data_parallel(cluster.ranks, zero=zero, **limits)
+    home = trained if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, **limits)
+    frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, **limits)
+    alone = Layout.data_parallel(cluster.ranks, **limits)  # a reward function has no weights to split
     generating = {call.model for call in workload.workflow.generate_calls}
     layouts = {}
     for call in workload.workflow.placed_calls:

@@ -9,17 +9,25 @@ take half the memory of flattening. The synchronous pairs of APP's Interleaving 
 from dataclasses import replace
 
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Limits
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
 
 def place(
-    workload: Workload, cluster: Cluster, *, ratios: tuple[str, ...] = (), zero: int = 0, micro_batch: int | None = None
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    ratios: tuple[str, ...] = (),
+    zero: int = 0,
+    micro_batch: int | None = None,
+    tokens: int | None = None,
 ) -> Placement:
     """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; other models get
     all ranks, and the shares below 1 sum to 1; empty: the models that are not trained share the ranks evenly. zero:
     ZeRO stage of the models that train; 3 also shards the weights of the others, each over its own ranks. micro_batch:
-    sequences per forward; None: the option micro_batch."""
-    placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, micro_batch=micro_batch)
+    sequences per forward; None: the option micro_batch. tokens: most tokens per forward; replaces micro_batch."""
+    limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
+    placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, **limits)
     own_first = tuple(call.name for call in workload.workflow.frozen_calls)
     return replace(placed, own_first=own_first)

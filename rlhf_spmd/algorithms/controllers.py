@@ -5,6 +5,7 @@ No torch. Sources: [LM] Ziegler et al. 2019, arXiv 1909.08593.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 LARGEST_ERROR = 0.2  # of the controller, relative to its target
@@ -35,16 +36,23 @@ def learning_rate(
     num_warmup_steps: int = 0,
     num_steps: int = 0,
     decay: Literal["constant", "linear", "cosine"] = "constant",
+    least: float = 0.0,
 ) -> float:
     """The rate of optimizer step `step` = 0, 1, ...: peak (step + 1) / num_warmup_steps while that is below the peak,
-    then constant, or decaying to 0 at step `num_steps` along a line or half a cosine."""
+    then constant, or decaying to peak * least at step `num_steps` along a line or half a cosine."""
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
     if decay == "constant":
         return peak
     progress = min((step - num_warmup_steps) / max(num_steps - num_warmup_steps, 1), 1.0)
     left = {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[decay]
-    return peak * left
+    return peak * (least + (1.0 - least) * left)
+
+
+def warmup_steps_of(ratio: float, num_steps: int) -> int:
+    """The warm-up steps that are this share of the steps of a run, rounded up; the share as it is written, so that 7%
+    of 100 steps are 7."""
+    return math.ceil(Fraction(repr(ratio)) * num_steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ CHECKED = ("check", "draw", "forecast", "rehearse")  # verbs of strategies, whic
 WORDS = {  # what KEY=VALUE words set -> what help says of them
     "run": "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1. Those of a run of "
     "PPO, with the defaults that hold for all presets but where docs/options.md says otherwise:",
-    "responses": "A line of a .jsonl file may have fields of its own: max_new_tokens, min_new_tokens, temperature, "
+    "responses": "A row of JSON may have fields of its own: max_new_tokens, min_new_tokens, temperature, "
     "top_k, top_p, min_p, stop. KEY=VALUE words, with their defaults:",
 }
 
@@ -128,7 +128,9 @@ VERBS = {
                 "FILE.yaml",
             ),
             _argument("--model", "Hugging Face checkpoint folder (default: that of --config)", "FOLDER"),
-            _argument("--prompts", ".jsonl, .parquet or .txt", "FILE", required=True, type=Path),
+            _argument(
+                "--prompts", "file, folder or pattern of prompts, as data.prompts", "FILE", required=True, type=Path
+            ),
             _argument("--out", "one line per response", "FILE.jsonl", required=True, type=Path),
             _replaces("FILE.jsonl if it exists"),
             _argument("--tp", "tensor-parallel ranks per copy of the model (default: 1)", "N"),
@@ -338,10 +340,21 @@ def _words_help(words: str) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
+class _Version(argparse.Action):
+    """Prints the versions, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from rlhf_spmd.command_line.version import version_text
+
+        print(version_text())
+        parser.exit()
+
+
 def parser(text: str) -> argparse.ArgumentParser:
     """The parser of all verbs; text: what help says below them."""
-    found = _Parser(prog="rlhf_spmd", description="RLHF as one SPMD program.", epilog=text)
+    found = _Parser(prog="rlhf-spmd", description="RLHF as one SPMD program.", epilog=text)
     found.formatter_class = argparse.RawDescriptionHelpFormatter
+    found.add_argument("--version", action=_Version, nargs=0, help="print the versions of the program and its packages")
     verbs = found.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         of_verb = verbs.add_parser(name, help=verb.help)
@@ -362,7 +375,7 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
         names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
         if not names and parsed.config is None:
             raise UserError(
-                f"the following arguments are required: STRATEGY (rlhf_spmd {parsed.verb} --help lists the options)"
+                f"the following arguments are required: STRATEGY (rlhf-spmd {parsed.verb} --help lists the options)"
             )
         if parsed.verb != "draw":
             names = names[:1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.pages.function_sources import Unread
@@ -58,7 +59,7 @@ def num_rows(config: Config) -> int:
 
     key = config.data.key or config.algorithm.prompts
     others = others_of(key, tuple(config.algorithm.responses.values()))
-    return sum(len(read_records(Path(path), key, others)) for path in prompt_files(config))
+    return sum(len(read_records(path, key, others)) for path in every_file(prompt_files(config)))
 
 
 def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
@@ -113,19 +114,20 @@ def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
 
     function = read_reward_function(spec)
     if function.asks_for_columns and is_readable:
-        paths, key = [Path(path) for path in prompt_files(config)], config.data.key or config.algorithm.prompts
+        named, key = prompt_files(config), config.data.key or config.algorithm.prompts
+        names = partial(column_names, every_file(named), key, has_source=len(named) > 1)
         try:
-            function.bound_to(column_names(paths, key, most=NUM_ROWS))
+            function.bound_to(names(most=NUM_ROWS))
         except UserError:  # unless a later row has the column
-            function.bound_to(column_names(paths, key))
+            function.bound_to(names())
 
 
-def column_names(paths: Sequence[Path], key: str, most: int | None = None) -> list[str]:
-    """The columns of files of prompts that reward functions may ask for. key: of the prompts. most: of how many rows of
-    each file (None: of all). Raises UserError."""
+def column_names(paths: Sequence[Path], key: str, *, has_source: bool, most: int | None = None) -> list[str]:
+    """The columns of files of prompts that reward functions may ask for. key: of the prompts. has_source: a row without
+    data_source is given one. most: of how many rows of each file (None: of all). Raises UserError."""
     from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
-    names = dict.fromkeys([SOURCE] if len(paths) > 1 else [])
+    names = dict.fromkeys([SOURCE] if has_source else [])
     for _, row in (entry for path in paths for entry in read_records(path, key, most=most)):
         names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)

@@ -5,7 +5,7 @@ import dataclasses
 from rlhf_spmd.config.evaluation_metrics import metric_names
 from rlhf_spmd.config.options import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs, text_of
 from rlhf_spmd.plan.workflow import Compute, Generate, check_temperature
 
 # options of an evaluation that concern generated responses
@@ -27,6 +27,7 @@ def check_options(config: Config) -> None:
     check_temperature("generation.temperature", config.generation.temperature, or_zero=False)
     check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     rules = [*_of_sizes(config), *_of_data(config), *_of_rewards(config), *_of_evaluation(config)]
+    rules += [*_of_learning_rates(config), *_of_logging(config)]
     if problems := [text for is_broken, text in rules if is_broken]:
         raise UserError("\n".join(problems))
     sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
@@ -114,6 +115,33 @@ def _of_data(config: Config) -> list[Rule]:
     ]
 
 
+def _of_learning_rates(config: Config) -> list[Rule]:
+    optimizer = config.optimizer
+    return [
+        (
+            optimizer.warmup_steps and optimizer.warmup_ratio,
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_ratio={optimizer.warmup_ratio:g} "
+            "both say how long the warm-up is: give one of them",
+        ),
+        (
+            optimizer.min_lr_ratio and optimizer.schedule == "constant",
+            f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g}: optimizer.schedule=constant ends at the learning rate "
+            "itself; give optimizer.schedule=cosine or linear, or drop the option",
+        ),
+    ]
+
+
+def _of_logging(config: Config) -> list[Rule]:
+    options = {name: getattr(config.logging, name) for name in ("entity", "group", "tags")}
+    return [
+        (
+            value and not config.wandb,
+            f"logging.{name}={text_of(value)} is for Weights & Biases; give wandb=PROJECT, or drop the option",
+        )
+        for name, value in options.items()
+    ]
+
+
 def _of_rewards(config: Config) -> list[Rule]:
     functions, labels = split_functions(config.reward_function), function_labels(config)
     return [
@@ -144,7 +172,9 @@ def _of_evaluation(config: Config) -> list[Rule]:
     changed = {part.name: getattr(evaluation, part.name) for part in dataclasses.fields(Evaluation)}
     changed = {name: value for name, value in changed.items() if value != getattr(Evaluation(), name)}
     if not evaluation.prompts:
-        given = [f"eval.{name}={value}" for name, value in changed.items()] + [f"checkpoint.best={best}"] * bool(best)
+        given = [f"eval.{name}={text_of(value)}" for name, value in changed.items()] + [
+            f"checkpoint.best={best}"
+        ] * bool(best)
         return [
             (True, f"{one}: there is no evaluation without prompts; give eval.prompts=FILE, or drop the option")
             for one in given

@@ -15,7 +15,7 @@ from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import is_file
+from rlhf_spmd.files.data_files import KNOWN, named_parts
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_tree import (
     ByName,
@@ -42,11 +42,11 @@ LR = "_lr"  # optimizer.ROLE_lr
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt; several with commas
+    prompts: str = ""  # file, folder or pattern of prompts: .jsonl, .json, .csv, .parquet, .txt; several with commas
     weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
     epochs: Passes = 0.0  # passes through data.prompts, which `iterations` follows from; 0: `iterations` is given
     shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
-    key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
+    key: str = ""  # column (in JSON: key) that holds the prompt; empty: `prompt`, or as the page says
     turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     chat_template_kwargs: Mapping[str, JsonValue] = field(
@@ -79,13 +79,20 @@ class Optimizer:
         default_factory=dict
     )  # learning rate of each trained model; default: that of the algorithm
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
+    warmup_ratio: BelowOne = 0.0  # warm-up as a share of the steps of the run, rounded up; 0: warmup_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
+    min_lr_ratio: BelowOne = 0.0  # last learning rate of the schedule, as a share of the largest
     beta1: BelowOne = 0.9  # decay of AdamW's first moment
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
+
+    @property
+    def length_matters(self) -> bool:
+        """Whether learning rates depend on how many steps the run has."""
+        return self.schedule != "constant" or self.warmup_ratio > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +108,10 @@ class Checkpointing:
 class Evaluation:
     """Responses to prompts of their own are scored before training, every few iterations and at the end."""
 
-    prompts: str = ""  # file of prompts that are not trained on: .jsonl, .parquet or .txt; empty: no evaluation
+    prompts: str = ""  # prompts that are not trained on, as data.prompts; empty: no evaluation
     precomputed_logprobs: str = ""  # as that of data, for these prompts; needed where data has one
     every: PositiveInt = 10  # iterations between two evaluations
+    at_start: bool = True  # evaluate before training, too
     num_prompts: NonNegativeInt = 0  # most prompts, from the beginning of the file; 0: all
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     temperature: NonNegative = 0.0  # of these responses; 0: greedy
@@ -124,6 +132,9 @@ class RolloutFiles:
 @dataclass(frozen=True, slots=True)
 class Logging:
     aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
+    entity: str = ""  # account or team at Weights & Biases; empty: the default one
+    group: str = ""  # group of runs at Weights & Biases; empty: none
+    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # tags of the run at Weights & Biases
 
 
 DEFAULTS = Options()  # stands for those of the algorithm
@@ -226,13 +237,12 @@ def split_functions(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-NO_PROMPTS = "there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)"
+NO_PROMPTS = f"there are no prompts: give data.prompts=FILE ({KNOWN})"
 
 
 def prompt_files(config: Config) -> list[str]:
-    """The files that data.prompts names. A comma may be a part of the name of a single file."""
-    text = config.data.prompts
-    return [text] if is_file(text) else [part.strip() for part in text.split(",") if part.strip()]
+    """The files, folders and patterns that data.prompts names."""
+    return named_parts(config.data.prompts)
 
 
 def function_labels(config: Config) -> list[str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import KNOWN, files_of
 from rlhf_spmd.migration.sources import Source, Value, number_of, text_of
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.pages.other_names import Kind, Name
@@ -44,6 +46,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TRL_GENERATIONS = 8  # TRL's default of num_generations
 GPUS = 8  # of a node, where nothing says how many (OpenRLHF's default)
 FREE = re.compile(r"[\w.-]+")  # names of run folders
+VERL_OPTIMIZER = "actor_rollout_ref.actor.optim"
 Options = Mapping[str, Value]
 
 
@@ -195,9 +198,17 @@ def files(here: Here, value: Value) -> Options | Later:
     if not texts:
         raise Differs("no_effect", "it is not set")
     found = {here.ours[0]: ",".join(texts)}
-    if all(Path(one).is_file() for one in texts):
+    if all(map(_has_data, texts)):
         return found
-    return Later(found, "a file is wanted: .jsonl, .parquet or .txt")
+    return Later(found, f"a file is wanted: {KNOWN}")
+
+
+def _has_data(text: str) -> bool:
+    """Whether this names files of data, a folder of them, or a pattern."""
+    try:
+        return all(path.is_file() for path in files_of(text))
+    except UserError:
+        return False
 
 
 def mixture(here: Here, value: Value) -> Options | Later:
@@ -332,10 +343,10 @@ def every(here: Here, value: Value) -> Options:
 
 
 def before_training(here: Here, value: Value) -> Options:
-    """Runs evaluate before training, always."""
+    """Whether a run evaluates before training."""
     if text_of(value) == "true":
-        raise Differs("no_effect", "a run evaluates before training")
-    raise Differs("unavailable", "leaving out the evaluation before training")
+        raise Differs("no_effect", "that is the default")
+    return {"eval.at_start": "false"}
 
 
 def each_iteration(here: Here, value: Value) -> Options:
@@ -368,10 +379,10 @@ def warmup_ratio(here: Here, value: Value) -> Options:
     """A share of the run's optimizer steps."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "it is off")
-    steps = here.source.number("max_steps") or here.source.number("trainer.total_training_steps") * here.steps
-    if steps <= 0:
-        raise Differs("unavailable", f"a share of the run: set optimizer.warmup_steps to {text_of(value)} of its steps")
-    return {"optimizer.warmup_steps": str(round(steps * number_of(value)))}
+    steps = [here.source.number(key) for key in ("warmup_steps", "actor_rollout_ref.actor.optim.lr_warmup_steps")]
+    if max(steps) >= 1:
+        raise Differs("no_effect", "the number of steps counts")
+    return {"optimizer.warmup_ratio": text_of(value)}
 
 
 def schedule(here: Here, value: Value) -> Options:
@@ -380,6 +391,33 @@ def schedule(here: Here, value: Value) -> Options:
     if text not in SCHEDULES:
         raise Differs("unavailable", f"the schedule {text}: constant, linear or cosine")
     return {"optimizer.schedule": SCHEDULES[text]}
+
+
+def min_lr_ratio(here: Here, value: Value) -> Options:
+    """The least learning rate as a share of the largest; where it is a rate itself, that of the model is known."""
+    source, what, options = here.source, here.key.rpartition(".")[2], value
+    if not isinstance(options, Mapping):
+        options = {what: value}
+    names = (
+        "lr_scheduler_type",
+        f"{VERL_OPTIMIZER}.warmup_style",
+        f"{VERL_OPTIMIZER}.lr_scheduler_type",
+        "lr_scheduler",
+    )
+    default = {"trl": "linear", "verl": "constant", "openrlhf": "cosine_with_min_lr"}[source.program]
+    schedule = next(filter(None, map(source.text, names)), default)
+    least = next((one for name in ("min_lr_rate", "min_lr_ratio", "min_lr") if (one := options.get(name))), None)
+    if least is None or number_of(least) <= 0:
+        raise Differs("no_effect", "it is off")
+    if not schedule.startswith("cosine"):
+        raise Differs("no_effect", f"the schedule {schedule} has no least rate there")
+    ratio = number_of(least)
+    if "min_lr" in options:
+        rate = next(filter(None, map(source.number, ("learning_rate", "actor_learning_rate"))), 0.0)
+        if not 0 < ratio < rate:
+            raise Differs("unavailable", "set optimizer.min_lr_ratio to its share of the learning rate")
+        ratio = ratio / rate
+    return {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": f"{ratio:.6g}"}
 
 
 def adamw(here: Here, value: Value) -> Options:
@@ -594,12 +632,12 @@ def parallel(here: Here, value: Value) -> Options:
 
 
 def token_budget(here: Here, value: Value) -> Options:
-    """Tokens of a forward pass, which the strategy `reallocation` takes."""
+    """Tokens of a forward pass, an option of every strategy."""
     source = here.source
     used = source.text("actor_rollout_ref.actor.use_dynamic_bsz"), source.text("use_dynamic_batch")
     if "true" not in used:
         raise Differs("no_effect", "micro-batches are counted in sequences")
-    return {"strategy": "reallocation", "strategy.tokens": text_of(value)}
+    return {"strategy.tokens": text_of(value)}
 
 
 def layout(here: Here, value: Value) -> Options:
@@ -626,6 +664,7 @@ RULES: Mapping[str, Rule] = {
         ),
         *(total_length, openrlhf_epochs, iterations, optimizer_steps, episodes, rollout_batch, mini_batch, micro_batch),
         *(every, each_iteration, before_training, column, adamw, learning_rate, warmup_steps, warmup_ratio),
+        min_lr_ratio,
         *(schedule, betas),
         *(weight_decay_of_matrices, algorithm, kl_of, verl_kl_loss, verl_kl_reward, beta, clip, clip_pair, discount),
         *(aggregation, trl_loss_type, overlong, overlong_penalty, top_k, eval_temperature, wandb_project, run_name),

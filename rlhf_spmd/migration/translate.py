@@ -175,6 +175,7 @@ def _complete(source: Source, options: dict[str, Value], later: dict[str, tuple[
     chosen["strategy"] = "`plan --config FILE` searches a faster placement"
     needs = {"data.epochs": "data.prompts", "reward_weights": "reward_function"}
     needs |= {key: "eval.prompts" for key in options if key.startswith("eval.")}
+    needs |= dict.fromkeys(("logging.entity", "logging.group"), "wandb")
     for key, needed in needs.items():
         if key in options and needed not in options:
             later[key] = (options.pop(key), f"with {needed}")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
+from typing import Unpack
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout, Limits
@@ -57,7 +58,7 @@ class Placement:
 
     @classmethod
     def by_ratios(
-        cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, micro_batch: int | None
+        cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, **limits: Unpack[Limits]
     ) -> "Placement":
         """Each model data-parallel on its share of the ranks (see `read_ratios`; without ratios the frozen models share
         them evenly); models on all ranks have them in the order of `interleave`. zero: stage of the models that train;
@@ -77,7 +78,7 @@ class Placement:
         for model, where in share.items():
             stage = zero if workload.workflow.train_call(model) or zero == 3 else 0
             order = everyone if where == ranks else where
-            layouts[model] = Layout.data_parallel(order, zero=stage, micro_batch=micro_batch)
+            layouts[model] = Layout.data_parallel(order, zero=stage, **limits)
         return cls.by_model(workload, **layouts)
 
     @classmethod

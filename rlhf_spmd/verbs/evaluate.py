@@ -8,6 +8,7 @@ from rlhf_spmd.command_line.checks import evaluate_of
 from rlhf_spmd.command_line.starts import start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
 
@@ -18,7 +19,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = load_config(parsed)
         if not config.eval.prompts:
-            raise UserError("there are no prompts to evaluate: give eval.prompts=FILE (.jsonl, .parquet or .txt)")
+            raise UserError(f"there are no prompts to evaluate: give eval.prompts=FILE ({KNOWN})")
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
     world.use_device(config.device)
     with world.together("reading the configuration for this device"):

@@ -12,6 +12,7 @@ from rlhf_spmd.command_line.starts import start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.evaluation import precompute_program
@@ -20,10 +21,10 @@ from rlhf_spmd.runtime.data.precomputed import try_to_write
 
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
     """Raises UserError for an output that is no file of its own."""
-    out, rows = Path(parsed.out), configs.prompt_files(config)
+    out, rows = Path(parsed.out), every_file(configs.prompt_files(config))
     if not parsed.out.strip() or is_folder(out):
         raise UserError(f"--out {parsed.out!r} is no name of a file; name one, e.g. --out logprobs.safetensors")
-    if out.resolve() in [Path(file).resolve() for file in rows]:
+    if out.resolve() in [file.resolve() for file in rows]:
         raise UserError(f"--out {out} is the file of the rows, which would be lost; name another file")
     refuse_existing(parsed, out)
 

@@ -93,9 +93,12 @@ def test_the_same_numbers_under_every_placement(name, one_rank, options, tmp_pat
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
-def test_a_resume_repeats_and_skips_none(options, tmp_path):
-    words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.best=mean@3"]
+def test_a_resume_repeats_and_skips_none(options, one_rank, tmp_path):
+    """Of a run without an evaluation before training, whose others are the same."""
+    words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.best=mean@3", "eval.at_start=false"]
     whole = trained(words, 2, tmp_path / "whole")
+    hashes = [[row["tokens_sha256"] for row in timeless(run)] for run in (whole, one_rank)]
+    assert hashes[0] == hashes[1][1:] and (whole / "best" / "actor").is_dir(), "the first one is the best so far"
     for kept in (1, 2):  # a run that ended before, and right after, an evaluation
         half = tmp_path / f"after{kept}"
         shutil.copytree(whole, half)

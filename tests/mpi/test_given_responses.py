@@ -6,6 +6,7 @@ python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_given_responses.py
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,7 @@ PLACEMENTS = {
     "tp": split(tp=2),
     "pp": split(pp=2),
     "packed, recomputed": split(tokens=40, recompute=True),
+    "packed, zero 3": partial(flattening.place, zero=3, tokens=30),
 }
 EVEN = ("tp", "pp")  # numbers of ranks that 2 divides
 FAST = {  # the other pages are slow there
@@ -84,6 +86,7 @@ FAST = {  # the other pages are slow there
     "tp": ("reward_model", "dpo"),
     "pp": ("sft", "reward_model", "dpo budget"),
     "packed, recomputed": ("dpo", "sft budget"),
+    "packed, zero 3": ("dpo",),
 }
 CASES = [
     pytest.param(page, placement, id=f"{page}-{placement}", marks=[] if page in FAST[placement] else pytest.mark.slow)

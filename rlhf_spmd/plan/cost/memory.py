@@ -163,7 +163,9 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
     shard = layout.shard(rank)
     num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
-    tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
+    tokens = (layout.micro_batch or workload.micro_batch) * longest
+    if layout.tokens:  # a row is never cut, and there may be fewer rows than the budget has room for
+        tokens = min(max(layout.tokens, longest), -(-workload.mini_batch // layout.dp) * longest)
     h, d = shape.hidden_size, shape.head_dim
     heads, kv_heads, intermediate = shape.slice_sizes(shard.tp, shard.tp_index)
     # a slice of inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product

@@ -41,7 +41,7 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         severity = "error" if least_bytes(program, rank, resident) > limit else "warning"
         ranks_of.setdefault((severity, text), []).append(rank)
     fixes = {
-        "error": "raise the ZeRO stage, tp or pp, split the models, lower micro_batch, or use more devices",
+        "error": "raise the ZeRO stage, tp or pp, split the models, lower micro_batch (or tokens), or use more devices",
         "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
     }
     return [

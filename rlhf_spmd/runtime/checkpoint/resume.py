@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "generation.cache_fraction",
     "checkpoint.",
     "eval.every",
+    "eval.at_start",
     "eval.patience",
     "rollouts.",
     "logging.",
@@ -275,10 +276,13 @@ def refuse_changes(before: Config, after: Config, folder: str) -> None:
         if old.get(key) == new.get(key):
             continue
         counts = key == "iterations" or (key == "data.epochs" and after.data.epochs)
-        if counts and before.optimizer.schedule != "constant":
+        if counts and before.optimizer.length_matters:
+            schedule = before.optimizer.schedule
+            ends = f"schedule {schedule} ends after {old['iterations']} iterations"
+            if schedule == "constant":
+                ends = f"warm-up is {before.optimizer.warmup_ratio:g} of {old['iterations']} iterations"
             raise UserError(
-                f"{key}={new[key]} would change every learning rate of {folder}, whose schedule "
-                f"{before.optimizer.schedule} ends after {old['iterations']} iterations; leave {key} as it is"
+                f"{key}={new[key]} would change every learning rate of {folder}, whose {ends}; leave {key} as it is"
             )
         if not key.startswith(MAY_CHANGE):
             others = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)

@@ -1,11 +1,11 @@
 """The first rows of data files, read as a run reads them, but without its tokenizer: `check` starts no torch."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.options import Config, prompt_files
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import PARQUET, every_file, kind_of_file
 from rlhf_spmd.runtime.data.readers import Message, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, check_form, read_row
 
@@ -41,14 +41,14 @@ def check_first_rows(config: Config) -> None:
         marks=bool(algorithm.assistant_tokens),
         template_kwargs=config.data.chat_template_kwargs,
     )
-    for path in map(Path, prompt_files(config)):
+    for path in every_file(prompt_files(config)):
         records = read_records(path, reading.key, reading.others, most=NUM_ROWS)
         if not records:
             raise UserError(f"{path} is empty: it needs at least one prompt")
         for place, record in records:
             where = f"{path}, {place}"
             plain = {name: without_nulls(value) for name, value in record.items()}
-            row = read_row(where, plain if path.suffix.lower() == ".parquet" else record, reading)
+            row = read_row(where, plain if kind_of_file(path) == PARQUET else record, reading)
             if row is not None:
                 check_form(row, where, forms)
                 for number in algorithm.row_numbers.values():

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Required, Unpack
 import numpy as np
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import PARQUET, files_of, kind_of_file, stem_of
+from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
@@ -183,8 +185,8 @@ def load_prompts(
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     **rows: Unpack[RowOptions],
 ) -> PromptSet:
-    """Reads .jsonl (an object per line), .parquet (a row) or .txt (a prompt per line, taken literally), one file or
-    several. seed, weights and shuffle determine the order (prompt_order.py). rows: see RowOptions.
+    """Reads files (files/data_files.py), folders or patterns of them, one or several: rows, or prompts of .txt, a line
+    each and taken literally. seed, weights and shuffle determine the order (prompt_order.py). rows: see RowOptions.
 
     Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
     an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
@@ -193,8 +195,8 @@ def load_prompts(
     long_prompts says, too. A conversation in which the assistant says nothing is left out. numbers: columns with
     numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation,
     with template_kwargs and what a row has for the template (template_arguments.py).
-    Further columns are kept for reward functions; with several files, `data_source` is the name of the file where a row
-    has no such column.
+    Further columns are kept for reward functions; where several are named, `data_source` is the name of the one that a
+    row without such a column is from.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
     given: dict[str, Any] = {"render": render, "template_kwargs": template_kwargs, **rows}
@@ -202,9 +204,9 @@ def load_prompts(
     paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
     read, sizes = _Rows(answers={name: [] for name in reading.columns}, columns=numbers, marks=marks), []
     read.numbers = {name: [] for name in (*numbers, *filter(None, [marks]))}
-    for file, name in zip(paths, _names(paths), strict=True):
+    for part, name in zip(paths, _names(paths), strict=True):
         before = len(read.texts)
-        _read_file(read, file, reading, name)
+        _read_files(read, part, reading, name)
         sizes.append(len(read.texts) - before)
     return PromptSet(
         TokenRows(np.frombuffer(read.tokens, np.int32), np.array(read.ends, dtype=np.int64)),
@@ -226,30 +228,53 @@ def load_prompts(
     )
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """What stands for each of several files in the column data_source: its name without the extension, or its path
-    where two have one name. Nothing for a single file. Raises UserError for a file that is named twice."""
-    if len(paths) == 1:
+def _names(parts: Sequence[Path]) -> list[str]:
+    """What stands for each of several files, folders or patterns in the column data_source: its name without the
+    extension, or its path where two have one name. Nothing for a single one. Raises UserError for a file that is named
+    twice."""
+    if len(parts) == 1:
         return [""]
-    for number, path in enumerate(paths):
-        if path.resolve() in {other.resolve() for other in paths[:number]}:
+    seen: set[Path] = set()
+    for path in (path for part in parts for path in files_of(part)):
+        if path.resolve() in seen:
             raise UserError(f"data.prompts names {path} twice; name it once, with a larger weight in data.weights")
-    stems = [path.stem for path in paths]
-    return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
+        seen.add(path.resolve())
+    stems = [part.name if is_folder(part) else stem_of(part) if is_file(part) else str(part) for part in parts]
+    return stems if len(set(stems)) == len(stems) else [str(part) for part in parts]
 
 
-def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
-    """Adds the rows of a file. name: for the column data_source of rows that have none; empty: no such column."""
+def _read_files(rows: _Rows, part: Path, reading: Reading, name: str) -> None:
+    """Adds the rows of a file, or of all files of a folder or a pattern. name: for the column data_source of rows that
+    have none; empty: no such column."""
     too_long: list[tuple[str, int]] = []
-    num_before, long_prompts, num_silent = len(rows.texts), reading.long_prompts, 0
-    is_arrow = path.suffix.lower() == ".parquet"
+    num_before, num_silent, long_prompts = len(rows.texts), rows.num_silent, reading.long_prompts
+    for path in files_of(part):
+        _read_file(rows, path, reading, name, too_long)
+    is_empty = len(rows.texts) == num_before
+    if too_long and (long_prompts == "error" or is_empty):
+        limit = reading.max_prompt_tokens
+        raise UserError(_too_long_message(too_long, limit, dropped_all=long_prompts == "drop"))
+    if is_empty and rows.num_silent > num_silent:
+        raise UserError(f"{part}: no conversation has a message of the assistant to learn from: add the answers")
+    if is_empty:
+        left = "data.long_prompts=drop leaves no row: raise generation.max_new_tokens" if rows.num_dropped else ""
+        raise UserError(f"{part}: {left}" if left else f"{part} is empty: it needs at least one prompt")
+    if long_prompts == "truncate":
+        rows.num_truncated += len(too_long)
+    else:
+        rows.num_dropped += len(too_long)
+
+
+def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: list[tuple[str, int]]) -> None:
+    """Adds the rows of a file. too_long: receives place and tokens of each prompt that is too long."""
+    long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) == PARQUET
     for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
         row = read_row(
             where, {name: without_nulls(value) for name, value in record.items()} if is_arrow else record, reading
         )
         if row is None:
-            num_silent += 1
+            rows.num_silent += 1
             continue
         check_form(row, where, rows.form)
         tokens, text, given = row.prompt, row.text, row.responses
@@ -267,7 +292,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
                 continue
             rows.num_cut += 1
         if len(tokens) > reading.max_prompt_tokens:
-            too_long.append((place, len(tokens)))
+            too_long.append((where, len(tokens)))
             if long_prompts != "truncate":
                 continue
             tokens, text = _truncate(tokens, reading.max_prompt_tokens, reading.tokenizer)
@@ -288,20 +313,6 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         others = {name: one for name, one in record.items() if name not in (*reading.columns.values(), *texts)}
         rows.names |= dict.fromkeys(others)
         rows.kept.append(json.dumps(others, default=_as_text))
-    is_empty = len(rows.texts) == num_before
-    if too_long and (long_prompts == "error" or is_empty):
-        limit = reading.max_prompt_tokens
-        raise UserError(_too_long_message(path, too_long, limit, dropped_all=long_prompts == "drop"))
-    if is_empty and num_silent:
-        raise UserError(f"{path}: no conversation has a message of the assistant to learn from: add the answers")
-    if is_empty:
-        left = "data.long_prompts=drop leaves no row: raise generation.max_new_tokens" if rows.num_dropped else ""
-        raise UserError(f"{path}: {left}" if left else f"{path} is empty: it needs at least one prompt")
-    rows.num_silent += num_silent
-    if long_prompts == "truncate":
-        rows.num_truncated += len(too_long)
-    else:
-        rows.num_dropped += len(too_long)
 
 
 def _as_text(value: Any) -> str:
@@ -315,12 +326,13 @@ def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list
     return bos + last, tokenizer.decode(last)
 
 
-def _too_long_message(path: Path, too_long: list[tuple[str, int]], limit: int, *, dropped_all: bool) -> str:
-    place, length = too_long[0]
+def _too_long_message(too_long: list[tuple[str, int]], limit: int, *, dropped_all: bool) -> str:
+    where, length = too_long[0]
     longest_place, longest = max(too_long, key=lambda item: item[1])
+    longest_place = longest_place.removeprefix(where.rpartition(", ")[0] + ", ")
     others = ""
     if len(too_long) > 1:
         others = f" ({len(too_long)} prompts are too long; the longest, {longest_place}, has {longest})"
     left = "; data.long_prompts=drop leaves no prompt" if dropped_all else ""
     fix = "raise data.max_prompt" + ("" if dropped_all else ", or set data.long_prompts=truncate (or drop)")
-    return f"{path}, {place}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {fix}"
+    return f"{where}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {fix}"

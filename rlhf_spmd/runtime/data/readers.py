@@ -1,7 +1,9 @@
-"""Reads the entries of data files (JSON lines, Parquet, text), each with its place for messages."""
+"""Reads the entries of data files (JSON, CSV, Parquet, text), each with its place for messages."""
 
+import csv
 import datetime
 import decimal
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import is_folder, no_memory, why_no_file
+from rlhf_spmd.files.data_files import KINDS, PACKED, PARQUET, is_packed, kind_of_file, read_data
+from rlhf_spmd.files.reading import no_memory, why_no_file
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
@@ -51,14 +54,17 @@ def read_records(
     """(place, columns) of every entry, which all have the column `key` or one of `others` (None: those of INSTEAD);
     place is `line 7` or `row 7`, counted from 1. most: only so many entries are read, the first ones. Raises UserError
     naming file and place."""
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_lines}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
+    kind = kind_of_file(path)
+    if kind not in KINDS:
+        named = f"{kind or '(none)'!r}" + f" before {PACKED}" * is_packed(path)
+        raise UserError(f"{path}: unknown extension {named}: use one of {', '.join(KINDS)}")
+    if kind == PARQUET and is_packed(path):
+        raise UserError(f"{path}: Parquet is compressed inside: unpack the file (gunzip), and name that one")
     if why := why_no_file(path):
-        raise UserError(f"prompt file {path} {why}" + (": name a file in it" if is_folder(path) else ""))
+        raise UserError(f"prompt file {path} {why}")
     try:
-        return list(reader(path, key, others_of(key, ()) if others is None else others, most))
+        rows = READERS[kind](path, key, others_of(key, ()) if others is None else others, most)
+        return list(islice(rows, most))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}") from error
     except MemoryError:
@@ -160,12 +166,7 @@ def _read_lines(path: Path, key: str, others: Sequence[str], most: int | None) -
 
 def _lines(path: Path, most: int | None) -> Iterator[tuple[str, str]]:
     """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are an error."""
-    if most is None:
-        content = path.read_bytes()
-    else:
-        with path.open("rb") as file:
-            content = b"".join(islice(file, most))
-    content = content.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
+    content = _content(path, most).rstrip(b"\r\n\t ")
     for number, line in enumerate(content.split(b"\n") if content else [], start=1):
         try:
             yield f"line {number}", line.removesuffix(b"\r").decode()
@@ -175,27 +176,87 @@ def _lines(path: Path, most: int | None) -> Iterator[tuple[str, str]]:
             ) from None
 
 
+def _content(path: Path, most: int | None = None) -> bytes:
+    return read_data(path, most).removeprefix(b"\xef\xbb\xbf")
+
+
+def _text(path: Path) -> str:
+    """The whole file as text. Raises UserError naming the line that is not UTF-8."""
+    content = _content(path)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        raise UserError(f"{path}, line {line}: byte {column} is not UTF-8: save the file as UTF-8") from None
+
+
 def _read_jsonl(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
     for place, line in _lines(path, most):
         where = f"{path}, {place}"
         if not line.strip():
             raise UserError(f"{where}: the line is blank: remove it")
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: not valid JSON at column {error.colno} ({error.msg}): each line is one object such as "
-                f'{{"{key}": "..."}}'
-            ) from None
-        except ValueError:
-            limit = f"{sys.get_int_max_str_digits():,}"
-            raise UserError(f"{where}: a whole number has more than {limit} digits: write it as a string") from None
-        except RecursionError:
-            raise UserError(f"{where}: lists or objects are nested too deep: write them as a string") from None
-        if not isinstance(record, dict):
-            raise UserError(f'{where}: {kind_of(record)}, not an object: write {{"{key}": "..."}}')
+        row = _from_json(where, line, f'each line is one object such as {{"{key}": "..."}}')
+        yield place, _row(where, row, key, others)
+
+
+def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+    """A list of objects; a file that does not begin with a bracket has an object on each line."""
+    text = _text(path)
+    if not text.lstrip().startswith("["):
+        yield from _read_jsonl(path, key, others, most)
+        return
+    rows = _from_json(str(path), text, f'the file is a list of objects such as {{"{key}": "..."}}')
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", _row(f"{path}, row {number}", row, key, others)
+
+
+def _from_json(where: str, text: str, form: str) -> Any:
+    """What JSON says. form: how it is to be written. Raises UserError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"{where}, line {error.lineno}" if "\n" in text else where
+        raise UserError(f"{line}: not valid JSON at column {error.colno} ({error.msg}): {form}") from None
+    except ValueError:
+        limit = f"{sys.get_int_max_str_digits():,}"
+        raise UserError(f"{where}: a whole number has more than {limit} digits: write it as a string") from None
+    except RecursionError:
+        raise UserError(f"{where}: lists or objects are nested too deep: write them as a string") from None
+
+
+def _row(where: str, row: Any, key: str, others: Sequence[str]) -> Record:
+    """A row of JSON. Raises UserError if it is none."""
+    if not isinstance(row, dict):
+        raise UserError(f'{where}: {kind_of(row)}, not an object: write {{"{key}": "..."}}')
+    _check_has(where, row, key, others)
+    return row
+
+
+def _read_csv(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+    """Rows of texts under the names of the first line; a column without a name, as of an index, is left out."""
+    text = _text(path)
+    before = csv.field_size_limit(max(len(text), 1))
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header, *rows = [line for line in lines if line] or [[]]
+    except csv.Error as error:
+        where = f"{path}, line {lines.line_num}"
+        raise UserError(
+            f"{where}: not valid CSV ({error}): put fields with quotes in quotes, and double these"
+        ) from None
+    finally:
+        csv.field_size_limit(before)
+    if twice := next((name for name in header if name and header.count(name) > 1), None):
+        raise UserError(f"{path}, line 1: two columns are called {twice!r}: rename one")
+    for number, values in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        if len(values) != len(header):
+            fix = "put fields with commas in quotes"
+            raise UserError(f"{where}: {len(values)} fields under {len(header)} names of columns: {fix}")
+        record = {name: value for name, value in zip(header, values, strict=True) if name}
         _check_has(where, record, key, others)
-        yield place, record
+        yield f"row {number}", record
 
 
 def _read_parquet(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
@@ -251,7 +312,14 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-KINDS = {
+READERS = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".txt": _read_lines,
+    PARQUET: _read_parquet,
+}
+KINDS_OF_VALUES = {
     dict: "an object",
     list: "a list",
     bool: "a boolean",
@@ -277,4 +345,4 @@ def _check_has(where: str, record: Record, key: str, others: Sequence[str]) -> N
 
 def kind_of(value: object) -> str:
     """The type of a value of a data file, with its article."""
-    return KINDS.get(type(value), f"a value of the type {type(value).__name__}")
+    return KINDS_OF_VALUES.get(type(value), f"a value of the type {type(value).__name__}")

@@ -7,7 +7,8 @@ A row with responses has one of these forms (a conversation is a list of message
     `messages`                   a conversation; the assistant's turns are the response
     `text`                       its first token is the prompt, all others are the response
 
-Two conversations beside a prompt that is text begin with their prompt; the text is not read.
+Two conversations beside a prompt that is text begin with their prompt, and the text is not read; if both begin with
+the assistant, the text is the user's message before them.
 """
 
 from __future__ import annotations
@@ -218,6 +219,9 @@ def _of_strings(where: str, record: Record, reading: Reading, *, explicit: bool)
 def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
     given = {name: messages_of(where, record, column) for name, column in reading.columns.items()}
     before = messages_of(where, record, reading.key) if explicit else _common(*given.values())
+    if not before and record.get(reading.key) and all(one[0]["role"] == ASSISTANT for one in given.values()):
+        check_text(where, record[reading.key])
+        before, explicit = [{"role": "user", "content": record[reading.key]}], True
     if not before:
         fix = "write" if record.get(reading.key) else "add"
         raise UserError(

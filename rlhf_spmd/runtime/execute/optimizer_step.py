@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.algorithms.controllers import learning_rate
+from rlhf_spmd.algorithms.controllers import learning_rate, warmup_steps_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
 from rlhf_spmd.model.transformer import Transformer
@@ -57,12 +57,14 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
     places = (source_B, torch.arange(len(source_B), device=source_B.device))
     rows = {key: data.store.at(key, (ALL, columns))[places] for key in job.program.reads(run, job.world.rank)}
     optimizer, workload = job.config.optimizer, job.workload
+    num_steps = job.config.iterations * workload.epochs * workload.num_mini_batches
     rate = learning_rate(
         number,
         peak=optimizer.lr[call.model],
-        num_warmup_steps=optimizer.warmup_steps,
-        num_steps=job.config.iterations * workload.epochs * workload.num_mini_batches,
+        num_warmup_steps=optimizer.warmup_steps or warmup_steps_of(optimizer.warmup_ratio, num_steps),
+        num_steps=num_steps,
         decay=optimizer.schedule,
+        least=optimizer.min_lr_ratio,
     )
     step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, data.meter, data.stopped)
     if not step.divisor:

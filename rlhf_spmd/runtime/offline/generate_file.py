@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from rlhf_spmd.config.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import files_of
 from rlhf_spmd.files.json_text import json_lines, json_text
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
@@ -68,7 +69,7 @@ class OutputFile(AbstractContextManager):
         if is_folder(path) or not is_folder(path.parent):
             what = "is a folder: name a file" if is_folder(path) else f"can't be made: there is no folder {path.parent}"
             raise UserError(f"--out {path} {what}")
-        if is_file(path) and is_file(prompts) and path.samefile(prompts):
+        if is_file(path) and any(is_file(file) and path.samefile(file) for file in files_of(prompts)):
             raise UserError(f"--out {path} is the prompt file; name another one")
         if is_file(path) and not overwrite:
             raise UserError(f"--out {path} exists; name another file, or pass --overwrite")

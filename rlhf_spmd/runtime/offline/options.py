@@ -24,7 +24,7 @@ class OfflineGeneration(configs.Generation):
 
 @dataclass(frozen=True, slots=True)
 class OfflineData:
-    key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`
+    key: str = ""  # column (in JSON: key) that holds the prompt; empty: `prompt`
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     chat_template_kwargs: Mapping[str, JsonValue] = field(
         default_factory=dict

@@ -1,27 +1,32 @@
 """The prompts of offline generation: reads them with their sampling parameters and checks the model's context.
 
-A line of a .jsonl file may set the sampling parameters of its prompt: max_new_tokens, min_new_tokens, temperature,
+A row of JSON may set the sampling parameters of its prompt: max_new_tokens, min_new_tokens, temperature,
 top_k, top_p, min_p, stop (a list of texts). Other keys are ignored.
 """
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import files_of, kind_of_file
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
+from rlhf_spmd.runtime.data.readers import read_records
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 from rlhf_spmd.runtime.offline.options import OPTIONS, GenerateOptions, OfflineGeneration
 from rlhf_spmd.runtime.run.inputs import load_rendered
 from rlhf_spmd.runtime.world.world import World
+
+JSON_KINDS = (".jsonl", ".json")  # whose rows may set sampling parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +54,32 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
     return Sampling(**values)
 
 
-def _samplings(path: Path, generation: OfflineGeneration, num: int) -> list[Sampling]:
-    """The sampling parameters of every entry of a prompt file that load_prompts has accepted. Raises UserError naming
-    file and line."""
+def _entries(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Place (file and line or row) and, in JSON, columns of every entry that load_prompts has accepted."""
+    for file in files_of(path):
+        has_columns = kind_of_file(file) in JSON_KINDS
+        for place, record in read_records(file, key):
+            yield f"{file}, {place}", record if has_columns else {}
+
+
+def _samplings(path: Path, key: str, generation: OfflineGeneration, num: int) -> list[Sampling]:
+    """The sampling parameters of every entry. Raises UserError naming file and line."""
     common = sampling_of(generation)  # its errors are about options, not about a line
-    if path.suffix.lower() != ".jsonl":
+    if not {*JSON_KINDS} & {*map(kind_of_file, files_of(path))}:
         return [common] * num
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ").split(b"\n")
-    assert len(lines) == num, (len(lines), num)
     samplings = []
-    for number, line in enumerate(lines, start=1):
+    for where, own in _entries(path, key):
         try:
-            samplings.append(sampling_of(generation, json.loads(line)))
+            samplings.append(sampling_of(generation, own))
         except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
+    assert len(samplings) == num, (len(samplings), num)
     return samplings
+
+
+def _place(path: Path, key: str, index: int) -> str:
+    """File and place of an entry, for messages."""
+    return next(islice(_entries(path, key), index, None))[0]
 
 
 def read_offline_prompts(
@@ -78,7 +94,7 @@ def read_offline_prompts(
 
     world: if given, one rank of each node tokenises for the node; collective, in a block of World.together.
     template: of conversations; None: there are none."""
-    data, context, kind = options.data, model.max_position_embeddings, path.suffix.lower()
+    data, context, key = options.data, model.max_position_embeddings, options.data.key or "prompt"
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:
         raise UserError(
@@ -90,7 +106,7 @@ def read_offline_prompts(
     def load() -> PromptSet:
         how: SetOptions = {
             "max_prompt_tokens": room if refuses or data.long_prompts == "truncate" else sys.maxsize,
-            "key": data.key or "prompt",
+            "key": key,
             "long_prompts": "truncate" if data.long_prompts == "truncate" else "error",
         }
         if template is None:
@@ -100,18 +116,19 @@ def read_offline_prompts(
     loaded = load() if world is None else once_per_node(world, load)
     for remark in loaded.remarks if world is None or world.rank == 0 else ():
         print(f"rlhf_spmd: note: {path}: {remark}", file=sys.stderr)
-    samplings, prompts = _samplings(path, options.generation, len(loaded)), []
+    samplings, prompts = _samplings(path, key, options.generation, len(loaded)), []
     for index, (text, tokens, sampling) in enumerate(zip(loaded.texts, loaded.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:
             continue
-        where = f"{path}, {'row' if kind == '.parquet' else 'line'} {index + 1}"
         if len(tokens) + sampling.max_new_tokens > context:
+            where = _place(path, key, index)
             raise UserError(
                 f"{where}: the prompt has {len(tokens)} tokens and may get {sampling.max_new_tokens} new ones, but the "
                 f"model has a context of {context}; lower max_new_tokens, or set data.long_prompts=truncate (or drop) "
                 f"and data.max_prompt={max(context - sampling.max_new_tokens, 1)}"
             )
         if max(tokens) >= model.vocab_size:
+            where = _place(path, key, index)
             raise UserError(
                 f"{where}: the prompt has token {max(tokens)}, but the model has {model.vocab_size} tokens "
                 "(vocab_size in config.json); use the tokenizer that belongs to it"

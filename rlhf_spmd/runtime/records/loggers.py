@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ class Curves:
         self._started = False
         self._wandb: Any = None
 
-    def start_wandb(self, project: str, config: Mapping[str, Any]) -> str:
+    def start_wandb(
+        self, project: str, config: Mapping[str, Any], *, entity: str = "", group: str = "", tags: Sequence[str] = ()
+    ) -> str:
         """Starts or resumes the run at Weights & Biases -> its address; offline, its folder. Raises UserError."""
         try:
             import wandb
@@ -53,6 +55,9 @@ class Curves:
                 resume="allow",
                 config=dict(config),
                 settings=settings,
+                entity=entity or None,
+                group=group or None,
+                tags=list(tags) or None,
             )
         except wandb.errors.Error as error:
             text = f"wandb={project}: Weights & Biases can't be used ({str(error).strip()})"

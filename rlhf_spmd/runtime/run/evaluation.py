@@ -142,6 +142,7 @@ class Evaluator:
         """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
         Collective."""
         is_due = num_done % self.options.every == 0 or num_done == self.last
+        is_due = is_due and (num_done > 0 or self.options.at_start)
         if not self.is_wanted or not is_due or num_done in {row["iteration"] for row in self.rows}:
             return ""
         metrics, data = self.evaluation.run(num_done)

@@ -180,7 +180,8 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
     options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
         if job.config.wandb and folder.writes:  # first, since it may fail
-            place = folder.curves.start_wandb(job.config.wandb, options)
+            at = job.config.logging
+            place = folder.curves.start_wandb(job.config.wandb, options, entity=at.entity, group=at.group, tags=at.tags)
             folder.notes.append(f"Weights & Biases: {place}")
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")

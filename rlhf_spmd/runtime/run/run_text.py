@@ -126,7 +126,7 @@ def format_count(num: int) -> str:
 def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
     """Purpose -> command to try after a run. command: the one that started it; None if it was resumed."""
     go_on = {}
-    if config.optimizer.schedule == "constant":  # otherwise the learning rate has reached its end
+    if not config.optimizer.length_matters:  # otherwise the learning rate has reached its end
         twice = (
             f"data.epochs={2 * config.data.epochs:g}" if config.data.epochs else f"iterations={2 * config.iterations}"
         )

@@ -66,6 +66,45 @@ def test_row_20_learning_rate():
     assert cosine == sorted(cosine[:2]) + sorted(cosine[2:], reverse=True)
 
 
+@pytest.mark.parametrize(("least", "peak"), [(0.0, 1.0), (0.1, 3e-4), (0.5, 1e-6)])
+def test_schedules_are_those_of_transformers(least, peak):
+    """Theirs counts from 0, so that the first step has the rate 0; ours counts from 1 while it warms up."""
+    from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup, get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    steps = {"num_warmup_steps": 5, "num_training_steps": 40}
+    cosine = get_cosine_with_min_lr_schedule_with_warmup(optimizer, **steps, min_lr_rate=least)
+    linear = get_scheduler("linear", optimizer, **steps)
+    for step in range(44):
+        shifted = step + 1 if step < 5 else step
+        for decay, theirs in {"cosine": cosine.lr_lambdas[0](shifted), "linear": linear.lr_lambdas[0](shifted)}.items():
+            own = least if decay == "cosine" or step >= 5 else 0.0
+            theirs = own + (1 - own) * theirs if decay == "linear" and step >= 5 else theirs
+            if decay == "cosine" and step >= 40:
+                theirs = least  # beyond the run theirs would rise again
+            rate = controllers.learning_rate(
+                step, peak=peak, num_warmup_steps=5, num_steps=40, decay=decay, least=least
+            )
+            assert rate == pytest.approx(peak * theirs, rel=1e-12, abs=1e-18), (step, decay)
+
+
+def test_a_least_rate_in_closed_form():
+    for least in (0.0, 0.25):
+        rates = [
+            controllers.learning_rate(step, peak=2.0, num_steps=8, decay="cosine", least=least) for step in range(10)
+        ]
+        assert rates[4] == pytest.approx(2 * (least + (1 - least) / 2)) and rates[8:] == [2 * least] * 2
+        assert controllers.learning_rate(6, peak=2.0, num_steps=8, decay="linear", least=least) == pytest.approx(
+            2 * (least + (1 - least) / 4)
+        )
+
+
+def test_warm_up_as_a_share_is_rounded_up():
+    """As by transformers, but of the share as it is written: 0.07 * 100 is above 7 in floating point."""
+    shares = {(0.0, 40): 0, (0.03, 40): 2, (0.1, 40): 4, (0.1, 7): 1, (0.25, 1): 1, (0.07, 100): 7, (1e-5, 1000): 1}
+    assert {one: controllers.warmup_steps_of(*one) for one in shares} == shares
+
+
 def test_they_change_between_the_iterations_of_ppo():
     """By the global means of an iteration and what they are means over, and only where an option asks for it."""
     means = {"kl": 6.6, "used_score": 2.0, "used_score_sq": 5.0}

@@ -30,6 +30,16 @@ def test_settings_that_contradict_each_other():
     assert "unknown shape 'llama-7' (did you mean 'llama-7b'?)" in refused("shape=llama-7", preset="llama-13b")
 
 
+def test_options_of_schedules_and_trackers_that_have_no_effect():
+    text = refused("optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1")
+    assert text.startswith("optimizer.warmup_steps=3 and optimizer.warmup_ratio=0.1 both say how long the warm-up is")
+    assert "ends at the learning rate itself" in refused("optimizer.min_lr_ratio=0.1")
+    text = refused("logging.group=a", "logging.tags=b,c")
+    assert "logging.group=a is for" in text and "logging.tags=b,c is for" in text and "give wandb=PROJECT" in text
+    load("tiny", ["wandb=p", "logging.tags=b,c", "optimizer.schedule=linear", "optimizer.min_lr_ratio=0.1"])
+    assert refused("eval.at_start=false").startswith("eval.at_start=false: there is no evaluation without prompts")
+
+
 @pytest.mark.parametrize(
     ("algorithm", "more", "fix"),
     [

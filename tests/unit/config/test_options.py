@@ -17,6 +17,8 @@ NEEDED = {  # options that make no sense without others
     **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
     "checkpoint.best": ["eval.prompts=x"],
     "rollouts.format": ["rollouts.every=1"],
+    "optimizer.min_lr_ratio": ["optimizer.schedule=linear"],
+    **dict.fromkeys(("logging.entity", "logging.group", "logging.tags"), ["wandb=p"]),
     "eval.samples_per_prompt": ["eval.prompts=x", "eval.temperature=1"],
 }
 EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]

@@ -81,8 +81,10 @@ def test_optimizer_steps_of_trl_are_iterations_here():
     options = options_of("trl_grpo.yaml", *words)
     assert (options["rollout_batch"], options["mini_batch"]) == ("64", "256")
     assert (options["iterations"], options["checkpoint.every"]) == ("50", "25")
-    assert options["optimizer.warmup_steps"] == "10", "a tenth of 100 optimizer steps"
-    assert options_of("trl_grpo.yaml", *words, "warmup_steps=0.2")["optimizer.warmup_steps"] == "20"
+    assert options["optimizer.warmup_ratio"] == "0.1" and "optimizer.warmup_steps" not in options
+    assert options_of("trl_grpo.yaml", *words, "warmup_steps=0.2")["optimizer.warmup_ratio"] == "0.2"
+    options = options_of("trl_grpo.yaml", *words, "warmup_steps=20")
+    assert options["optimizer.warmup_steps"] == "20" and "optimizer.warmup_ratio" not in options
 
 
 def test_values_of_openrlhf():
@@ -132,8 +134,40 @@ def test_what_would_be_another_run_is_not_without_effect():
     words = ("optim=adamw_8bit", "eval_on_start=false", "steps_per_generation=16")
     found = translate(read_source(str(path), words))
     kinds = {line.key: line.kind for line in found.lines}
-    assert (kinds["optim"], kinds["eval_on_start"]) == ("unavailable", "unavailable")
+    assert kinds["optim"] == "unavailable"
+    assert found.later["eval.at_start"] == ("false", "with eval.prompts")
     assert found.options["rollout_batch"] == str(14 * 16), "14 x 16 x 7 responses of 7 to a prompt"
+
+
+def test_least_learning_rates():
+    words = ('lr_scheduler_kwargs={"min_lr_rate": 0.1}', "lr_scheduler_type=cosine_with_min_lr")
+    options = options_of("trl_grpo.yaml", *words)
+    assert (options["optimizer.schedule"], options["optimizer.min_lr_ratio"]) == ("cosine", "0.1")
+    key = "actor_rollout_ref.actor.optim"
+    options = options_of("verl_ppo.yaml", f"{key}.min_lr_ratio=0.2", f"{key}.warmup_style=cosine")
+    assert options["optimizer.min_lr_ratio"] == "0.2"
+    assert "optimizer.min_lr_ratio" not in options_of("verl_ppo.yaml", f"{key}.min_lr_ratio=0.2"), (
+        "it is constant there"
+    )
+
+
+def test_a_least_rate_and_trackers_of_openrlhf(tmp_path):
+    text = "python -m openrlhf.cli.train_sft --pretrain x --learning_rate 5e-6 --min_lr 1e-6 --use_wandb k "
+    found = translate(source_of(tmp_path, text + "--wandb_project p --wandb_group g --wandb_org o")).options
+    assert float(found["optimizer.min_lr_ratio"]) == 0.2 and found["optimizer.schedule"] == "cosine"
+    assert (found["wandb"], found["logging.group"], found["logging.entity"]) == ("p", "g", "o")
+    found = translate(source_of(tmp_path, text + "--wandb_group g"))
+    assert found.later["logging.group"] == ("g", "with wandb")
+
+
+def test_a_folder_and_a_pattern_of_data_are_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    text = "python -m openrlhf.cli.train_sft --pretrain x --dataset "
+    assert "data.prompts" in translate(source_of(tmp_path, text + "rows")).later, "it has no data"
+    (tmp_path / "rows" / "a.csv").write_text("prompt\nx\n", encoding="utf-8")
+    for name in ("rows", "rows/*.csv"):
+        assert translate(source_of(tmp_path, text + f"'{name}'")).options["data.prompts"] == name
 
 
 def test_unknown_options_are_named(tmp_path):

@@ -57,6 +57,14 @@ def test_nothing_to_find(name, layout, options):
     assert check(program_of(name, layout, workload=workload)) == []
 
 
+@pytest.mark.parametrize("name", ["flattening", "interleaving1", "interleaving2", "separation", "reallocation"])
+def test_a_budget_of_tokens_is_that_of_every_pass(name):
+    program = program_of(name, "1x4", tokens=40)
+    calls = [call for call in program.workload.workflow.placed_calls if call.kind != "generate"]
+    assert {program.placement.layouts[call.name].tokens for call in calls} == {40} and check(program) == []
+    assert "give one of them" in refused(program_of, name, "1x4", tokens=40, micro_batch=2)
+
+
 # ---- interleaving --------------------------------------------------------------------------------------------------
 
 

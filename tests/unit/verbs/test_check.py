@@ -214,7 +214,7 @@ def test_help_needs_no_mpi(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     out = capsys.readouterr().out
-    assert end.value.code == 0 and "usage: rlhf_spmd" in out
+    assert end.value.code == 0 and "usage: rlhf-spmd" in out
     for word, meaning in (("ppo.gamma=1.0", "discount of GAE"), ("generation.stop=", "texts that end a response")):
         assert bool(re.search(f"\n  {word} +{meaning}", out)) == (arguments[0] in ("check", "train"))
 

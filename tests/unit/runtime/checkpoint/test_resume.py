@@ -57,7 +57,7 @@ OLDER_CONFIG = """
 MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
 MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "data.epochs"}
 MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
-MAY_CHANGE |= {"eval.every", "eval.patience", "rollouts.every", "rollouts.format"}
+MAY_CHANGE |= {"eval.every", "eval.at_start", "eval.patience", "rollouts.every", "rollouts.format"}
 
 
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
@@ -148,6 +148,12 @@ def test_iterations_of_a_schedule_stay(tmp_path):
     write_run(tmp_path, "optimizer.schedule=cosine")
     message = refused(tmp_path, "iterations=20")
     assert "every learning rate" in message and "cosine ends after 15" in message
+
+
+def test_iterations_of_a_warm_up_as_a_share_stay(tmp_path):
+    write_run(tmp_path, "optimizer.warmup_ratio=0.2")
+    message = refused(tmp_path, "iterations=20")
+    assert "every learning rate" in message and "warm-up is 0.2 of 15 iterations" in message
 
 
 def test_another_strategy_forgets_the_options_of_the_first(tmp_path):

@@ -101,10 +101,10 @@ def test_files_that_cannot_be_used(tmp_path):
     assert "is empty" in refusal(write(tmp_path, "empty.jsonl", ""))
     assert "is empty" in refusal(write(tmp_path, "blank.txt", "\n \n"))
     assert "line 2" in refusal(write(tmp_path, "gap.txt", "a\n\nb\n"))
-    assert ".jsonl, .parquet, .txt" in refusal(write(tmp_path, "p.csv", "a"))
+    assert ".jsonl, .json, .csv, .txt, .parquet" in refusal(write(tmp_path, "p.tsv", "a"))
     assert "does not exist" in refusal(tmp_path / "absent.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
-    assert "is a folder" in refusal(tmp_path / "folder.jsonl")
+    assert "folder.jsonl has no data" in refusal(tmp_path / "folder.jsonl")
     mute = type("Mute", (Words,), {"encode": lambda *_, **__: []})()
     assert "line 1" in refusal(write(tmp_path, "p.txt", "a"), tokenizer=mute)
 

@@ -212,6 +212,13 @@ def test_ultrafeedback_has_its_prompt_in_the_conversations(tmp_path):
     assert load(tmp_path, [row], **ONE).prompts == found.prompts[:1]
 
 
+def test_a_prompt_as_text_before_answers_alone_is_the_message_of_the_user(tmp_path):
+    row = {"prompt": "q", "chosen": [said("good")], "rejected": [said("bad")]}
+    found = load(tmp_path, [row, row | {"prompt": [user("q")]}], **TWO)
+    assert [text_of(prompt) for prompt in found.prompts] == ["[u]q$\n[a]"] * 2 and not found.remarks
+    assert [text_of(found.responses["worse"][index]) for index in (0, 1)] == ["bad$"] * 2
+
+
 @pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])
 def test_sharegpt_and_null_columns(tmp_path, column):
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}, {"from": "gpt", "value": "one"}]
@@ -341,7 +348,7 @@ WRONG = {
     "null in a pair": (TWO, [PAIR | {"rejected": None}], "line 1: the value of 'rejected' is null: give it a value"),
     "conversations without the prompt that is text": (
         TWO,
-        [{"prompt": "q", "chosen": [said("a")], "rejected": [said("b")]}],
+        [{"prompt": "q", "chosen": [said("a")], "rejected": [user("c"), said("b")]}],
         "line 1: the conversations have no message in common: write the column 'prompt' as a list of messages",
     ),
     "an image": (
@@ -361,6 +368,16 @@ WRONG = {
         TWO,
         [{"chosen": "a", "rejected": "b"}],
         "line 1: what 'chosen' and 'rejected' have in common is empty: write one",
+    ),
+    "columns that are not there": (
+        TWO,
+        [{"prompt": [user("q")], "better": [said("a")]}],
+        r"line 1: no key 'chosen' \(keys there: 'prompt', 'better'\): add it",
+    ),
+    "a blank prompt before answers": (
+        TWO,
+        [{"prompt": " ", "chosen": [said("a")], "rejected": [said("b")]}],
+        "line 1: the prompt is empty",
     ),
     "no message in common": (
         TWO,

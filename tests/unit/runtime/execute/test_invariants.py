@@ -297,10 +297,17 @@ def test_kl_early_stop_skips_the_rest_of_an_iteration(overrides):
 
 
 def test_learning_rates(overrides):
-    """12 steps of each model: 5 of warm-up, then down to 0 at step 12 on a line or on half a cosine."""
-    shapes = {"linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2, "constant": lambda x: 1.0}
+    """12 steps of each model: 5 of warm-up, which are also 40% rounded up, then down to 0 at step 12 on a line, or on
+    half a cosine to a tenth."""
+    shapes = {
+        "linear": lambda x: 1 - x,
+        "cosine": lambda x: 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2,
+        "constant": lambda x: 1.0,
+    }
+    more = {"cosine": ("optimizer.min_lr_ratio=0.1", "optimizer.warmup_ratio=0.4")}
     for schedule, shape in shapes.items():
-        run = RunOf(load(overrides, f"optimizer.schedule={schedule}", "optimizer.warmup_steps=5"))
+        words = more.get(schedule, ("optimizer.warmup_steps=5",))
+        run = RunOf(load(overrides, f"optimizer.schedule={schedule}", *words))
         rates = {"actor": [], "critic": []}
         for _ in range(3):
             run.iteration()

@@ -22,7 +22,7 @@ def nobody(monkeypatch, tmp_path_factory):
 
 def draw(folder: Path, *steps: int) -> str:
     curves = Curves(folder, [])
-    place = curves.start_wandb("a-project", {"seed": 3})
+    place = curves.start_wandb("a-project", {"seed": 3}, entity="a-team", group="a-group", tags=("one tag", "two"))
     for step in steps:
         curves.add(step, {"reward/reward": step / 4})
     curves.close()
@@ -43,7 +43,9 @@ def test_a_resumed_run_has_the_same_id(tmp_path, monkeypatch):
     assert re.fullmatch("[0-9a-f]{16}", name)
     for place in places:
         (run,) = Path(place).parent.glob(f"run-{name}.wandb")
-        assert all(part in run.read_bytes() for part in (b"reward/reward", b"a-project", b"0.25"))
+        told = (b"reward/reward", b"a-project", b"0.25", b"a-team", b"a-group", b"one tag", b"two")
+        assert all(part in run.read_bytes() for part in told)
+        assert [*tmp_path.glob("events.out.tfevents.*")], "TensorBoard has the same curves"
 
 
 def test_a_user_who_is_not_logged_in(tmp_path, monkeypatch):

@@ -1,0 +1,89 @@
+"""Finds and opens the files of a data set: a folder or a pattern stands for its files, in the order of their names.
+
+A name says what a file holds: .jsonl, .json, .csv, .parquet or .txt. All but .parquet may be compressed (.jsonl.gz).
+"""
+
+import gzip
+import zlib
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import is_file, is_folder, paths_in, why_no_file
+
+PARQUET, PACKED = ".parquet", ".gz"
+TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")
+KINDS = (*TEXT_KINDS, PARQUET)
+WILD = "*?["  # characters of patterns
+KNOWN = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+
+
+def kind_of_file(path: Path) -> str:
+    """What a file holds, by its name: one of KINDS, or another ending."""
+    return Path(path.stem).suffix.lower() if is_packed(path) else path.suffix.lower()
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file is compressed, by its name."""
+    return path.suffix.lower() == PACKED
+
+
+def stem_of(path: Path) -> str:
+    """The name of a file without its endings."""
+    return Path(path.stem).stem if is_packed(path) and kind_of_file(path) in KINDS else path.stem
+
+
+def named_parts(text: str) -> list[str]:
+    """The files, folders and patterns that an option names. A comma may be a part of the name of a single one."""
+    if text and (is_file(text) or is_folder(text)):  # the empty text is a path, that of the working folder
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def files_of(part: str | Path) -> list[Path]:
+    """The files that a name, a folder or a pattern stands for, sorted by their names; a name that stands for nothing
+    stays, so that who opens it says why. Raises UserError for a folder or a pattern without files."""
+    path, text = Path(part), str(part)
+    if is_folder(path):
+        found = [one for one in paths_in(path, "[!._]*") if _is_data(one)]
+        if not found:
+            raise UserError(f"the folder {path} has no data: put files of the kinds {KNOWN} into it, or name one")
+        return found
+    if not any(char in text for char in WILD) or not why_no_file(path):
+        return [path]
+    try:
+        found = sorted(one for one in _matches(text) if not is_folder(one))
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise UserError(f"{text} is no pattern of files ({error}): write one such as data/*.jsonl") from None
+    if not found:
+        raise UserError(f"no file matches {text} (looked in {Path.cwd()}): change the pattern, or name a file")
+    return found
+
+
+def every_file(parts: Sequence[str]) -> list[Path]:
+    """The files of several names, folders and patterns."""
+    return [path for part in parts for path in files_of(part)]
+
+
+def read_data(path: Path, most: int | None = None) -> bytes:
+    """The content of a file of text, decompressed. most: only so many lines, the first ones. Raises OSError, and
+    UserError for a file that cannot be decompressed."""
+    try:
+        with gzip.open(path, "rb") if is_packed(path) else path.open("rb") as file:
+            return file.read() if most is None else b"".join(islice(file, most))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole file of gzip ({error}): compress it again, or name another") from None
+
+
+def _is_data(path: Path) -> bool:
+    """Whether a file of a folder belongs to its data."""
+    kind = kind_of_file(path)
+    return kind in (TEXT_KINDS if is_packed(path) else KINDS) and not is_folder(path)
+
+
+def _matches(pattern: str) -> list[Path]:
+    """The paths that match a pattern, which may name folders by patterns, too."""
+    import glob
+
+    return [Path(one) for one in glob.glob(pattern, recursive=True)]

@@ -1,0 +1,132 @@
+"""Files, folders and patterns of data: which files they stand for, in which order, and what each kind of file holds."""
+
+import gzip
+import json
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.data_files import every_file, files_of, kind_of_file, named_parts, read_data, stem_of
+from rlhf_spmd.runtime.data.prompts import load_prompts
+from rlhf_spmd.runtime.data.readers import read_records
+from tests.unit.runtime.data.test_prompts import Words
+
+ROWS = [{"prompt": "a b", "answer": "1"}, {"prompt": 'c, d\n"e"', "answer": ""}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+CSV = 'prompt,answer\r\na b,1\r\n\r\n"c, d\n""e""",\r\n'
+SAME = {"p.jsonl": LINES, "p.json": json.dumps(ROWS, indent=1), "lines.json": LINES, "p.csv": "\ufeff" + CSV}
+
+
+def write(path, text):
+    """Writes a file, compressed if its name says so."""
+    content = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(gzip.compress(content) if path.suffix.lower() == ".gz" else content)
+    return path
+
+
+def load(*parts):
+    return load_prompts([str(part) for part in parts], Words(), max_prompt_tokens=8)
+
+
+def refusal(path) -> str:
+    with pytest.raises(UserError) as error:
+        list(read_records(path, "prompt"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("name", SAME)
+def test_every_kind_of_file_holds_the_same_rows(name, ending, tmp_path):
+    assert [row for _, row in read_records(write(tmp_path / (name + ending), SAME[name]), "prompt")] == ROWS
+
+
+def test_text_may_be_compressed(tmp_path):
+    assert list(load(write(tmp_path / "p.TXT.GZ", "a b\nc\n")).texts) == ["a b", "c"]
+
+
+def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path):
+    for name in ("b.jsonl", "a.csv", "c.json.gz", ".hidden.jsonl", "_SUCCESS", "README.md", "d.parquet.gz"):
+        write(tmp_path / name, SAME["p.csv"] if "csv" in name else LINES)
+    (tmp_path / "e.jsonl").mkdir()
+    write(tmp_path / "e.jsonl" / "f.jsonl", LINES)
+    names = ["a.csv", "b.jsonl", "c.json.gz"]
+    assert [one.name for one in files_of(tmp_path)] == names
+    assert [one.name for one in files_of(tmp_path / "*.js*")] == ["b.jsonl", "c.json.gz"]
+    assert [one.name for one in files_of(tmp_path / "**" / "*.jsonl")] == ["b.jsonl", "f.jsonl"]
+    assert every_file([str(tmp_path), "absent.jsonl"])[3:] == files_of("absent.jsonl"), "opening it says why"
+    whole, apart = load(tmp_path), load(*(tmp_path / name for name in names))
+    assert list(whole.texts) == list(apart.texts) == [row["prompt"] for row in ROWS] * 3
+    assert whole.fingerprint() == apart.fingerprint() and whole.sizes == (6,)
+    write(tmp_path / "g.txt", "new\n")
+    assert load(tmp_path).fingerprint() != whole.fingerprint(), "a further file changes the inputs of a run"
+
+
+def test_names_with_commas_and_brackets(tmp_path):
+    one = write(tmp_path / "a,b[1].jsonl", LINES)
+    assert named_parts(str(one)) == [str(one)] and files_of(one) == [one]
+    (tmp_path / "x,y").mkdir()
+    assert named_parts(str(tmp_path / "x,y")) == [str(tmp_path / "x,y")]
+    assert named_parts("a.csv, b/*.jsonl,") == ["a.csv", "b/*.jsonl"] and named_parts("") == []
+
+
+def test_the_source_of_a_row_is_what_the_user_named(tmp_path):
+    (tmp_path / "math").mkdir()
+    for number in range(2):
+        write(tmp_path / "math" / f"train-{number}.jsonl", LINES)
+    write(tmp_path / "code.jsonl.gz", LINES)
+    found = load(tmp_path / "math", tmp_path / "code.jsonl.gz")
+    assert found.sizes == (4, 2)
+    assert [row["data_source"] for row in found.records(range(6))] == ["math"] * 4 + ["code"] * 2
+    with pytest.raises(UserError, match=r"train-1.jsonl twice"):
+        load(tmp_path / "math", tmp_path / "math" / "*1.jsonl")
+    assert "data_source" not in load(tmp_path / "math").records([0])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("p.json", "[", ["p.json: not valid JSON at column 2", "a list of objects"]),
+        ("p.json", '[\n{"prompt": "a"}\n{"prompt": "b"}]', ["p.json, line 3: not valid JSON at column 1"]),
+        ("p.json", '[{"prompt": "a"}, 3]', ["p.json, row 2: a number, not an object"]),
+        ("p.json", '[{"prompt": "a"}, {"x": 1}]', ["row 2: no key 'prompt'", "keys there: 'x'"]),
+        ("p.json", b'[{"prompt":\n "\xff"}]', ["line 2: byte 3 is not UTF-8"]),
+        ("p.json", f"[{'9' * 5000}]", ["p.json: a whole number has more than"]),
+        ("p.json", "[" * 9999, ["p.json: lists or objects are nested too deep"]),
+        ("p.json", '{"prompt":\n"a"}', ["line 1: not valid JSON", "each line is one object"]),
+        ("p.csv", "a,b\n1,2\n", ["p.csv, row 1: no key 'prompt' (keys there: 'a', 'b')"]),
+        ("p.csv", "prompt,b\n1\n", ["p.csv, row 1: 1 fields under 2 names", "quotes"]),
+        ("p.csv", 'prompt\na\n"b" c\n', ["p.csv, line 3: not valid CSV"]),
+        ("p.csv", "prompt,prompt\na,b\n", ["two columns are called 'prompt'"]),
+        ("p.csv", b"prompt\n\xe9\n", ["line 2: byte 1 is not UTF-8"]),
+        ("p.parquet.gz", "", ["Parquet is compressed inside"]),
+        ("p.zip", "", ["unknown extension '.zip'"]),
+        ("p.xml.gz", "", ["unknown extension '.xml' before .gz"]),
+    ],
+)
+def test_errors_name_file_and_place(name, text, words, tmp_path):
+    message = refusal(write(tmp_path / name, text))
+    assert all(word in message for word in words), message
+
+
+def test_what_stands_for_no_file_or_cannot_be_unpacked(tmp_path):
+    with pytest.raises(UserError, match="has no data: put files"):
+        files_of(tmp_path)
+    with pytest.raises(UserError, match=r"no file matches .*\*.csv"):
+        files_of(tmp_path / "*.csv")
+    whole = write(tmp_path / "p.jsonl.gz", LINES).read_bytes()
+    for content in (whole[:-9], b"plain", whole[:20] + b"\xff" * 9 + whole[29:]):
+        (tmp_path / "p.jsonl.gz").write_bytes(content)
+        with pytest.raises(UserError, match="p.jsonl.gz is not a whole file of gzip"):
+            read_data(tmp_path / "p.jsonl.gz")
+
+
+def test_a_column_without_a_name_is_left_out_and_fields_may_be_long(tmp_path):
+    path = write(tmp_path / "p.csv", f",prompt\n0,{'a' * 200_000}\n")
+    ((place, row),) = read_records(path, "prompt")
+    assert place == "row 1" and list(row) == ["prompt"] and len(row["prompt"]) == 200_000
+
+
+def test_kinds_and_stems(tmp_path):
+    kinds = {name: kind_of_file(tmp_path / name) for name in ("a.JSONL", "a.b.csv.GZ", "a.gz", "a")}
+    assert kinds == {"a.JSONL": ".jsonl", "a.b.csv.GZ": ".csv", "a.gz": "", "a": ""}
+    assert [stem_of(tmp_path / name) for name in ("a.jsonl", "a.b.csv.gz", "a.b.gz")] == ["a", "a.b", "a.b"]
