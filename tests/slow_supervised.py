@@ -63,7 +63,10 @@ def bradley_terry(
             losses[-1] = losses[-1] + foresight_coef * sum(errors) / len(errors)
         differences.append((chosen - rejected).item())
         scores += [chosen.item(), rejected.item()]
-    log = {"accuracy": sum((d > 0) + (d == 0) / 2 for d in differences) / len(rows), "margin": sum(differences) / len(rows)}
+    log = {
+        "accuracy": sum((d > 0) + (d == 0) / 2 for d in differences) / len(rows),
+        "margin": sum(differences) / len(rows),
+    }
     log |= {"score_mean": sum(scores) / len(scores), "score_min": min(scores), "score_max": max(scores)}
     return sum(losses) / len(rows), log
 

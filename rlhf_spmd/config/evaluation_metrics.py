@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from math import comb, fsum
 from typing import Any
 
-
 PASS = "pass@"
 
 

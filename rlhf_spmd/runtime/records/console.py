@@ -109,7 +109,9 @@ class Console:
             form, unit = self.metrics[name].form, self.metrics[name].headline
             facts[name] = f"{formatted(first, form).strip()} -> {formatted(last, form).strip()} {unit}".rstrip()
         if result.evaluation:
-            parts = (f"{name} {formatted(first)} -> {formatted(last)}" for name, (first, last) in result.evaluation.items())
+            parts = (
+                f"{name} {formatted(first)} -> {formatted(last)}" for name, (first, last) in result.evaluation.items()
+            )
             facts["evaluation"] = ", ".join(parts)
         generated = math.isfinite(result.gen_tokens_per_s)
         speed = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""

@@ -229,7 +229,9 @@ class Evaluator:
         """For the console."""
         parts: list[str] = []
         for name in self._names:
-            of_each = [f"{key.partition('/')[2]} {formatted(metrics[key])}" for key in metrics if key.startswith(f"{name}/")]
+            of_each = [
+                f"{key.partition('/')[2]} {formatted(metrics[key])}" for key in metrics if key.startswith(f"{name}/")
+            ]
             each = f" ({', '.join(of_each)})" if of_each and not parts else ""
             parts.append(f"{name} {formatted(metrics[name])}{each}")
         num = self.job.program.workload.rollout_batch

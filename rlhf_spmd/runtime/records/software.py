@@ -1,0 +1,54 @@
+"""Which code a process runs: the commit of its checkout, and the versions of packages. Needs the standard library."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[3]  # where the package is, if it is not installed
+CODE = ("rlhf_spmd", "kernels", "strategies")  # of the package, in its checkout
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "mpi4py", "numpy")
+LIMIT_S = 10.0  # for git, which may wait for a file system
+
+
+def software() -> dict[str, str]:
+    """Commit and versions, without what is not known or not installed."""
+    own = {"commit": commit() or installed_commit(), "rlhf_spmd": version_of("rlhf_spmd")}
+    found = own | {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
+    return {name: text for name, text in found.items() if text}
+
+
+def version_of(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
+    """The short hash of a checkout's commit, with `-dirty` if files in `code` differ from it; empty if it is none."""
+    if not (checkout / ".git").exists():  # a copy without it may lie within another repository
+        return ""
+    found = _git(checkout, "rev-parse", "--short", "HEAD")
+    return f"{found}-dirty" if found and _git(checkout, "status", "--porcelain", "--", *code) else found
+
+
+def installed_commit() -> str:
+    """The short hash of the commit from which pip has installed the package; empty if it came otherwise."""
+    with suppress(metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        about = json.loads(metadata.distribution("rlhf_spmd").read_text("direct_url.json") or "{}")
+        return str(about["vcs_info"]["commit_id"])[:7]
+    return ""
+
+
+def _git(checkout: Path, *words: str) -> str:
+    """What git prints; nothing where there is no git."""
+    told = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": LIMIT_S}
+    try:
+        return subprocess.run(["git", "--no-optional-locks", *words], cwd=checkout, check=False, **told).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
