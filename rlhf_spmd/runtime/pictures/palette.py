@@ -100,7 +100,12 @@ def _style_of(call: Call, order: dict[str, int]) -> Style:
         return other(call.name)
     label = f"{call.model} {call.kind}"
     ink = INK if isinstance(call, Infer | Measure) else PAPER
-    return Style(label, shade(MODELS[order[call.model] % len(MODELS)], call.kind), ink=ink, words=(label, call.model))
+    return Style(
+        label,
+        shade(MODELS[order[call.model] % len(MODELS)], call.kind),
+        ink=ink,
+        words=(label, f"{call.model}\n{call.kind}"),
+    )
 
 
 def other(name: str) -> Style:

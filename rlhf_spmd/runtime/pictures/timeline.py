@@ -25,7 +25,7 @@ LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: the rank's name, its busy s
 LANE_INCH = (0.12, 0.36)  # smallest and largest height of a lane
 STACK_INCH = 0.26  # the largest height of a lane in a stack
 ALL_LANES_INCH = 6.5  # the height that the lanes of a picture may take before they get thin
-LABELLED_INCH = 0.16  # the smallest height of a lane with text
+LABELLED_INCH, TWO_LINES_INCH = 0.16, 0.32  # the smallest height of a lane with text, and with two lines of it
 # looks of words above the first lane
 ABOVE: dict[str, Any] = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT_INK, "va": "bottom"}
 ALIKE = 0.02  # of the picture's width: ranks share a lane if their spans differ by no more
@@ -265,9 +265,10 @@ class _Stack:
         """Writes the names of spans into them; joined neighbours share one."""
         for style, begin, end in self._runs([span for span in spans if self.style_of(span).words]):
             room = (end - begin) / self.width_s * (WIDTH - LEFT - RIGHT) / (CHARACTER * SMALL) - 1.5  # characters
-            word = next((word for word in style.words if len(word) <= room), None)
+            shown = [word for word in style.words if "\n" not in word or self.lane_inch >= TWO_LINES_INCH]
+            word = next((word for word in shown if max(map(len, word.split("\n"))) <= room), None)
             if word is not None:
                 axes.text(
-                    (begin + end) / 2 - start_s, row, word, ha="center", va="center_baseline", fontsize=SMALL, zorder=6,
-                    clip_on=True, color=style.ink, bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
+                    (begin + end) / 2 - start_s, row, word, ha="center", va="center", fontsize=SMALL, linespacing=0.95,
+                    zorder=6, clip_on=True, color=style.ink, bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
                 )  # fmt: skip
