@@ -270,5 +270,6 @@ class _Stack:
             if word is not None:
                 axes.text(
                     (begin + end) / 2 - start_s, row, word, ha="center", va="center", fontsize=SMALL, linespacing=0.95,
-                    zorder=6, clip_on=True, color=style.ink, bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
+                    zorder=6, clip_on=True, color=style.ink,
+                    bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
                 )  # fmt: skip
