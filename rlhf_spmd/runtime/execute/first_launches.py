@@ -54,10 +54,11 @@ def attend_in_parts(job: Job, model: Transformer) -> None:
     query_1Hd = torch.zeros(1, config.num_heads, config.head_dim, dtype=dtype, device=device)
     cache_1Ksd = torch.zeros(1, config.num_kv_heads, block_size, config.head_dim, dtype=dtype, device=device)
     table_11 = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    length_1 = torch.ones(1, dtype=torch.int64, device=device)
     for window in [None, config.sliding_window] if config.sliding_layers else [None]:
         for num_parts in parts_of_batches(job, config.num_kv_heads, window, processors(device)):
             options = {"window": window, "num_parts": num_parts}
-            decode_attention_triton(query_1Hd, cache_1Ksd, cache_1Ksd, table_11, table_11[0] + 1, **options)
+            decode_attention_triton(query_1Hd, cache_1Ksd, cache_1Ksd, table_11, length_1, **options)
 
 
 def parts_of_batches(job: Job, num_kv_heads: int, window: int | None, num_processors: int) -> list[int]:

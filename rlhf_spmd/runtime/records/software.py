@@ -1,12 +1,12 @@
-"""Which code a process runs: the commit of its checkout, and the versions of packages. Needs the standard library."""
+"""Which code a process runs: the commit of its checkout, and the versions of packages."""
 
-import json
 import platform
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+
+from rlhf_spmd.files.json_text import json_object
 
 CHECKOUT = Path(__file__).resolve().parents[3]  # where the package is, if it is not installed
 CODE = ("rlhf_spmd", "kernels", "strategies")  # of the package, in its checkout
@@ -39,10 +39,12 @@ def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
 
 def installed_commit() -> str:
     """The short hash of the commit from which pip has installed the package; empty if it came otherwise."""
-    with suppress(metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
-        about = json.loads(metadata.distribution("rlhf_spmd").read_text("direct_url.json") or "{}")
-        return str(about["vcs_info"]["commit_id"])[:7]
-    return ""
+    version = version_of("rlhf_spmd")
+    if version is None:
+        return ""
+    folder = metadata.distribution("rlhf_spmd").locate_file(f"rlhf_spmd-{version}.dist-info")
+    source = json_object(Path(str(folder)) / "direct_url.json").get("vcs_info")
+    return str(source.get("commit_id", ""))[:7] if isinstance(source, dict) else ""
 
 
 def _git(checkout: Path, *words: str) -> str:

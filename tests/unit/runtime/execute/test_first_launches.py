@@ -69,7 +69,11 @@ def test_attention_has_every_number_of_parts_that_a_batch_has(tmp_path, monkeypa
     monkeypatch.setattr(first_launches, "processors", lambda device: 132)
 
     def attend(query, keys, values, tables, lengths, *, window, num_parts):
-        assert keys.shape == (1, kv_heads, block_size, layer.config.head_dim) and int(lengths) == 1
+        assert (
+            keys.shape == (1, kv_heads, block_size, layer.config.head_dim)
+            and int(lengths) == 1
+            and lengths.dtype == torch.int64
+        )
         launched.append(num_parts)
 
     monkeypatch.setattr(first_launches, "decode_attention_triton", attend)
