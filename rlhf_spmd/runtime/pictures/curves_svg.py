@@ -70,7 +70,10 @@ def curves(title: str, series: Sequence[Series]) -> str:
     axes = Axes(left, right, bottom + 2 * EDGE, xs, (y_ticks[0].value, y_ticks[-1].value))
     height = axes.top + PLOT_HEIGHT + 2 * LINE + EDGE
     parts = [text(EDGE, LINE, shortened(title, WIDTH - 2 * EDGE, bold=True), INK, bold=True), *legend]
-    parts += [*_frame(axes, x_ticks, y_ticks), *(part for one in series for part in _drawn(one, axes))]
+    parts += _frame(axes, x_ticks, y_ticks)
+    for number, one in enumerate(series):
+        num_covering = sum(_look_alike(one, later, axes) for later in series[number + 1 :])
+        parts += _drawn(one, axes, 1.6 + 2.4 * min(num_covering, 4))
     said = "; ".join(f"{one.name} {one.ends}" for one in series)
     return picture(f"{title}: {said}", WIDTH, height, parts)
 
@@ -144,8 +147,17 @@ def _frame(axes: Axes, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> list
     return [*parts, text((axes.left + axes.right) / 2, bottom + 2 * LINE, X_LABEL, FAINT_INK, "middle")]
 
 
-def _drawn(one: Series, axes: Axes) -> list[str]:
-    parts = [_line(one.line, axes, one.colour, 'stroke-width="1.6"')] if len(one.line) > 1 else []
+def _look_alike(one: Series, other: Series, axes: Axes) -> bool:
+    """Whether the second line would cover the first one."""
+    near = zip(one.line, other.line, strict=False)
+    return bool(one.line and other.line) and all(
+        a[0] == b[0] and abs(axes.y(a[1]) - axes.y(b[1])) < 1.5 for a, b in near
+    )
+
+
+def _drawn(one: Series, axes: Axes, width: float) -> list[str]:
+    """width: of its line; one that others cover is wider, and so remains visible."""
+    parts = [_line(one.line, axes, one.colour, f'stroke-width="{width:g}"')] if len(one.line) > 1 else []
     if len(one.dots) > 1:
         parts.append(_line(one.dots, axes, one.colour, 'stroke-dasharray="4 3" stroke-width="1.2"'))
     marked = [*(one.line if len(one.line) == 1 else ()), *one.dots]

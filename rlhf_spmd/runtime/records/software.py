@@ -49,8 +49,11 @@ def installed_commit() -> str:
 
 def _git(checkout: Path, *words: str) -> str:
     """What git prints; nothing where there is no git."""
-    told = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": LIMIT_S}
+    command = ["git", "--no-optional-locks", *words]
     try:
-        return subprocess.run(["git", "--no-optional-locks", *words], cwd=checkout, check=False, **told).stdout.strip()
+        done = subprocess.run(
+            command, cwd=checkout, capture_output=True, encoding="utf-8", errors="replace", timeout=LIMIT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
+    return done.stdout.strip()

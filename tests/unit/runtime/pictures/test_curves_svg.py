@@ -99,3 +99,11 @@ def test_words_are_cut_to_a_width():
     assert shortened("short", 100) == "short" and shortened("", 1) == ""
     cut = shortened("a very long name of a run", 80)
     assert cut.endswith("…") and width_of(cut) <= 80 and cut.startswith("a very")
+
+
+def test_equal_runs_are_both_visible():
+    """Runs under different placements have the same numbers, so the last one hid all others."""
+    line = [(1.0, 0.0), (2.0, 1.0)]
+    runs = [("a", line), ("b", [(1.0, 0.5), (2.0, 0.0)]), ("c", line), ("d", line)]
+    svg = curves("reward", [Series(name, "#123456", points) for name, points in runs])
+    assert re.findall(r'polyline.*?stroke-width="([\d.]+)"', svg) == ["6.4", "1.6", "4", "1.6"]
