@@ -152,8 +152,9 @@ def read(path: Path) -> RunFiles:
     config = read_config(path)
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
-    files = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
-    return RunFiles(path, config, reported(path, config), *files, read_chrome(path / "timeline.json"))
+    metrics, evaluations, samples = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
+    records = read_chrome(path / "timeline.json")
+    return RunFiles(path, config, reported(path, config), metrics, evaluations, samples, records)
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:
@@ -211,7 +212,12 @@ def _pictures(runs: Sequence[RunFiles], colours: Sequence[str]) -> tuple[Markup,
     first = [name for run in runs for name in (*run.about.headlines, *_scores(run))]
     shown = [name for name in dict.fromkeys((*first, *FIRST)) if name in found]
     others = [name for name in found if name not in shown]
-    return tuple(Markup("".join(curves(name, found[name]) for name in names)) for names in (shown, others))
+    return _joined(found, shown), _joined(found, others)
+
+
+def _joined(found: Mapping[str, Sequence[Series]], names: Sequence[str]) -> Markup:
+    """The pictures of these metrics, one after another."""
+    return Markup("".join(curves(name, found[name]) for name in names))
 
 
 def _after(iteration: object) -> object:
