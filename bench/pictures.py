@@ -4,14 +4,17 @@ Cost: seconds. Command: python -m bench pictures
 """
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 
 from bench import diagrams, planner_plots, plots
 from bench.numbers.convergence import TOLERANCE
+from bench.plots import TIMELINES
 from bench.rows import RESULTS, read_rows
 from rlhf_spmd.__main__ import main as run
 
+DRAWN_FROM = RESULTS / "pictures.json"
 ROWS = ("scan", "validate", "convergence", "faults", "plan_methods")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
@@ -36,8 +39,15 @@ def draw(folder: Path = RESULTS) -> list[Path]:
     ]
 
 
+def sources() -> dict[str, str]:
+    """File of results -> its fingerprint, of those that pictures are drawn from."""
+    paths = [TIMELINES, *(RESULTS / f"{name}.jsonl" for name in ROWS)]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
+
+
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="bench pictures", description=__doc__.partition("\n")[0]).parse_args(arguments)
     drawn = draw()
+    DRAWN_FROM.write_text(json.dumps(sources(), indent=2) + "\n", encoding="utf-8")  # a test finds old pictures
     print(json.dumps({"bench": "pictures", "files": [path.name for path in drawn], "ok": True}))
     return 0

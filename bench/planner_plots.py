@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.axis import Axis
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from bench.plots import plain
 from rlhf_spmd.config.options import make_workload
@@ -54,7 +55,7 @@ def methods(rows: Sequence[Mapping], path: Path) -> Path:
         far.yaxis.set_major_locator(FixedLocator((0, 0.5, 1, 2, 5, 10, 20, 50, 100)))
         far.yaxis.set_minor_locator(NullLocator())
         far.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        seconds.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _log_ticks(seconds.yaxis)
 
     picture.add(3.0, over_devices)
     traced = [row for row in rows if row.get("steps")]
@@ -72,13 +73,20 @@ def methods(rows: Sequence[Mapping], path: Path) -> Path:
             )
         plain(axes, xlabel="seconds of a processor since the start", ylabel="percent above the optimum")
         axes.set(xscale="log", ylim=(-1, 60))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _log_ticks(axes.xaxis)
         axes.grid(axis="y", color=RULE, lw=0.5)
 
     picture.add(3.0, over_time)
     picture.legend([Style(name, colours[name]) for name in names])
     picture.save(path)
     return path
+
+
+def _log_ticks(axis: Axis) -> None:
+    """Labels at 1, 2 and 5 times the powers of ten: an axis of two decades has more than two."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _ticks(axes: Axes, devices: Sequence[int]) -> None:

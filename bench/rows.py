@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from rlhf_spmd.runtime.records.software import commit, version_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
@@ -27,37 +28,14 @@ ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 def provenance() -> dict:
     """Where and with what a row was measured."""
-    # a copy without .git may lie within another repository
-    commit = _git("rev-parse", "--short", "HEAD") if (REPOSITORY / ".git").exists() else ""
-    if commit and _git("status", "--porcelain", "--", ".", ":!bench/results"):
-        commit += "-dirty"  # the code that ran is not that of the commit
     models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit or None,
+        "commit": commit(REPOSITORY, (".", ":!bench/results")) or None,
         "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "versions": {name: version_of(name) for name in PACKAGES},
     }
-
-
-def version_of(package: str) -> str | None:
-    """None: it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _git(*words: str) -> str:
-    """What git prints; nothing where there is no git."""
-    try:
-        done = subprocess.run(
-            ["git", *words], cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()
 
 
 def _cpu_info() -> list[str]:

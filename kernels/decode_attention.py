@@ -344,7 +344,7 @@ def decode_attention_triton(
     group = num_heads // num_kv_heads
     if num_parts is None:
         longest = tables_BM.shape[1] * block_size if window is None else min(window, tables_BM.shape[1] * block_size)
-        num_parts = choose_parts(num_rows * num_kv_heads, longest, _processors(q_BHd.device))
+        num_parts = choose_parts(num_rows * num_kv_heads, longest, processors(q_BHd.device))
     assert triton.next_power_of_2(num_parts) == num_parts <= MAX_SPLITS, num_parts
     parts_BHPd, logs_BHP = out_BHd, out_BHd  # not used where one part is the whole
     if num_parts > 1:
@@ -385,5 +385,5 @@ def choose_parts(num_pairs: int, longest: int, num_processors: int) -> int:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

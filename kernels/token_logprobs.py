@@ -48,6 +48,14 @@ def columns_per_chunk(num_rows: int, vocab_size: int) -> int:
     return min(-(-columns // TILE) * TILE, vocab_size)
 
 
+def kinds_of_widths(vocab_size: int) -> list[int]:
+    """Numbers of columns, one for each kind of chunk that Triton compiles a kernel of its own for (1, multiples of 16
+    and all others), for any number of rows. The last chunk has what whole tiles leave."""
+    whole, rest = vocab_size - vocab_size % TILE, vocab_size % TILE
+    kinds = {(size == 1, size % 16 == 0): size for size in (vocab_size, rest, whole) if size}
+    return list(kinds.values())
+
+
 # ---- the reference: holds [N, V] and leaves the gradient to autograd -------------------------------------------------
 
 

@@ -61,7 +61,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         ),
     ),
     "profile": ("config.options", "files", "kernels", "model", "plan"),
-    "pictures": ("plan",),
+    "pictures": ("files", "plan"),
     "records": ("pages.algorithm", "algorithms", "config.options", "files", "kernels", "plan"),
     "run": (
         *(

@@ -63,7 +63,10 @@ def bradley_terry(
             losses[-1] = losses[-1] + foresight_coef * sum(errors) / len(errors)
         differences.append((chosen - rejected).item())
         scores += [chosen.item(), rejected.item()]
-    log = {"accuracy": sum(d > 0 for d in differences) / len(rows), "margin": sum(differences) / len(rows)}
+    log = {
+        "accuracy": sum((d > 0) + (d == 0) / 2 for d in differences) / len(rows),
+        "margin": sum(differences) / len(rows),
+    }
     log |= {"score_mean": sum(scores) / len(scores), "score_min": min(scores), "score_max": max(scores)}
     return sum(losses) / len(rows), log
 
@@ -77,7 +80,7 @@ def preference(
         theirs = [[rounded(x) for x in logprobs(reference, row.prompt, response)] for response in row.responses]
         ratios = [sum(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(ours, theirs, strict=True)]
         chosen, rejected = (beta * ratio.item() for ratio in ratios)
-        log["accuracy"] += (chosen > rejected) / len(rows)
+        log["accuracy"] += ((chosen > rejected) + (chosen == rejected) / 2) / len(rows)
         log["margin"] += (chosen - rejected) / len(rows)
         log["chosen_reward"] += chosen / len(rows)
         log["rejected_reward"] += rejected / len(rows)

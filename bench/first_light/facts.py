@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from bench.first_light.steps import FACTS, GPU, MPI, STEPS, TWO_GPUS, Found, Light
-from bench.rows import version_of
+from rlhf_spmd.runtime.records.software import version_of
 
 VERSIONS = ("triton", "transformers", "mpi4py", "deepspeed", "pydantic", "numpy", "pytest")
 

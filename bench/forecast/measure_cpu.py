@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.rows import RESULTS, on_ranks, read_rows, train, write
-from bench.speed.shares import read_chrome
 from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -36,6 +35,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.observe.trace import read_chrome
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
 SEARCHED = "plan"  # the row of the planner's best plan

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 import triton  # noqa: F401  before the kernels, which load it by themselves on a GPU only
 
-from bench.rows import version_of, write
+from bench.rows import write
 from bench.speed import kernel_cases as cases
 from bench.speed.gpu_decode import DecodeBench, Shape
 from bench.speed.kernel_cases import Case
 from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling, name_of
+from rlhf_spmd.runtime.records.software import version_of
 
 ROUNDS = 15
 SLOW_ROUNDS = 3  # of what takes seconds on a CPU

@@ -6,27 +6,10 @@ What remains is the control plane: messages on their way, the interpreter betwee
 Collectives inside a call (gradients, say) count as that call's computation.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.observe.trace import Lane, Span
-
-
-def read_chrome(path: str | Path) -> list[dict[str, object]]:
-    """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond."""
-    records: dict[int, dict[str, object]] = {}
-    for event in json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]:
-        record = records.setdefault(event["pid"], {"rank": event["pid"], "host": "", "spans": []})
-        if event["name"] == "process_name":
-            record["host"] = event["args"]["name"].partition(" (")[2].removesuffix(")")
-        if event["ph"] == "X":
-            args = {name: value for name, value in event["args"].items() if name != "iteration"}
-            start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            span = [event["name"], event["cat"], start_s, end_s, event["args"].get("iteration"), args]
-            record["spans"].append(span)
-    return [records[rank] for rank in sorted(records)]
 
 
 def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:

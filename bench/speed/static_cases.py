@@ -84,7 +84,7 @@ def attend(device: torch.device, rows: int, context: int, heads: tuple[int, int,
     tables_BM = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row)
     lengths_B = torch.full((rows,), context, dtype=torch.int32, device=device)
     q = zeros(rows, num_heads, head_dim, device=device)
-    with patch.object(decode_attention, "_processors", lambda device: PROCESSORS):
+    with patch.object(decode_attention, "processors", lambda device: PROCESSORS):
         decode_attention.decode_attention_triton(q, keys, values, tables_BM, lengths_B)
 
 

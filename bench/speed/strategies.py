@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench import plots
 from bench.rows import provenance, train, write
-from bench.speed.shares import read_chrome, shares
+from bench.speed.shares import shares
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.cluster_file import read_cluster
@@ -90,7 +90,7 @@ def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
 ) -> tuple[dict, list[dict], int]:
     """The row of one run of the program, what its timeline recorded, and the number of its median iteration."""
-    from rlhf_spmd.runtime.observe.trace import lanes
+    from rlhf_spmd.runtime.observe.trace import lanes, read_chrome
 
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
     command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")

@@ -56,7 +56,7 @@ def bradley_terry_loss(
     scores_2B = torch.stack((chosen_scores_B, rejected_scores_B)).detach().double()
     sums: Sums = {
         "loss": (loss_sum.detach().double(), num_pairs),
-        "accuracy": (((difference_B > 0) & real_B).sum().double(), num_pairs),
+        "accuracy": (_right(difference_B, real_B), num_pairs),
         "margin": (_sum(difference_B, real_B), num_pairs),
         "score_mean": (torch.where(real_B, scores_2B, 0.0).sum(), 2 * num_pairs),
         "score_min": (torch.where(real_B, scores_2B, math.inf).amin(), num_pairs),
@@ -115,7 +115,7 @@ def direct_preference_loss(
     )
     sums: Sums = {
         "loss": (loss_sum.detach().double(), num_pairs),
-        "accuracy": (((chosen_B > rejected_B) & real_B).sum().double(), num_pairs),
+        "accuracy": (_right(chosen_B - rejected_B, real_B), num_pairs),
         "margin": (beta * _sum(chosen_B - rejected_B, real_B), num_pairs),
         "chosen_reward": (beta * _sum(chosen_B, real_B), num_pairs),
         "rejected_reward": (beta * _sum(rejected_B, real_B), num_pairs),
@@ -123,6 +123,11 @@ def direct_preference_loss(
         "rejected_logprob": (_sum(next(logprobs), real_B), num_pairs),
     }
     return loss_sum, sums
+
+
+def _right(difference_B: Tensor, real_B: Tensor) -> Tensor:
+    """How many pairs have a better chosen response; equal ones, such as all before training, count half."""
+    return _sum((difference_B > 0).double() + 0.5 * (difference_B == 0).double(), real_B)
 
 
 def _sum(x_B: Tensor, real_B: Tensor) -> Tensor:

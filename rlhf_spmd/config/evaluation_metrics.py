@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from math import comb, fsum
+from typing import Any
+
+PASS = "pass@"
 
 
-def metric_names(num_samples: int) -> list[str]:
-    """The metrics of an evaluation with so many responses to each prompt."""
+def metric_names(num_samples: int, *, passes: bool = True) -> list[str]:
+    """The metrics of an evaluation with so many responses to each prompt. passes: pass@k as well."""
     best = [f"best@{num_samples}"] if num_samples > 1 else []
-    return [f"mean@{num_samples}", *best, *(f"pass@{k}" for k in _numbers(num_samples))]
+    return [f"mean@{num_samples}", *best, *(f"{PASS}{k}" for k in _numbers(num_samples) if passes)]
 
 
 def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, float]:
@@ -19,7 +22,7 @@ def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, flo
     if num_samples > 1:
         found[f"best@{num_samples}"] = _mean([best for _, best, _ in values])
     for k in _numbers(num_samples):
-        found[f"pass@{k}"] = _mean([pass_at(k, num_samples, right) for _, _, right in values])
+        found[f"{PASS}{k}"] = _mean([pass_at(k, num_samples, right) for _, _, right in values])
     return found
 
 
@@ -37,6 +40,11 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     """The chance that at least one of k responses is right, estimated without bias from n of which c are right: 1 -
     C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374)."""
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics but for pass@k, over all prompts and of each source."""
+    return {name: value for name, value in metrics.items() if not name.startswith(PASS)}
 
 
 def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:

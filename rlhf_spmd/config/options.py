@@ -117,7 +117,7 @@ class Evaluation:
     temperature: NonNegative = 0.0  # of these responses; 0: greedy
     max_new_tokens: NonNegativeInt = 0  # most tokens of these responses; 0: as in training
     reward_function: str = ""  # scores these responses; empty: as in training
-    right_at: float = 1.0  # a response with at least this score is right, for pass@k
+    right_at: float = 1.0  # a response with this score or more is right; 1: pass@k only where all scores are 0 or 1
     patience: NonNegativeInt = 0  # evaluations without a better checkpoint.best that end the run; 0: no limit
 
 

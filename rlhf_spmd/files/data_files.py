@@ -70,7 +70,7 @@ def read_data(path: Path, most: int | None = None) -> bytes:
     """The content of a file of text, decompressed. most: only so many lines, the first ones. Raises OSError, and
     UserError for a file that cannot be decompressed."""
     try:
-        with gzip.open(path, "rb") if is_packed(path) else path.open("rb") as file:
+        with gzip.GzipFile(path) if is_packed(path) else path.open("rb") as file:
             return file.read() if most is None else b"".join(islice(file, most))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is not a whole file of gzip ({error}): compress it again, or name another") from None

@@ -1,4 +1,4 @@
-"""Foreign text (model output, errors, names) that is printed."""
+"""What is printed: foreign text (model output, errors, names), and numbers."""
 
 import re
 
@@ -14,6 +14,13 @@ def printable(text: str) -> str:
 def on_one_line(text: str) -> str:
     """Text with escapes for all that is not printed as itself, line breaks included."""
     return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def formatted(value: float, form: str = "{:.4g}") -> str:
+    """A number in a format such as "{:8.4f}", without the sign of what is zero when rounded: no -0.0000."""
+    text = form.format(value)
+    is_zero = -1.0 < value <= 0.0 and not re.search("[1-9]", text)
+    return form.format(0.0) if is_zero else text
 
 
 def _escape(char: str) -> str:

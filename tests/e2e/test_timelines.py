@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from bench.speed.shares import control_share, read_chrome
+from bench.speed.shares import control_share
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.runtime.observe.trace import Lane, lanes
+from rlhf_spmd.runtime.observe.trace import Lane, lanes, read_chrome
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 LARGEST_CONTROL = 0.05  # of an iteration

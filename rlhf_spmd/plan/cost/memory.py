@@ -8,12 +8,13 @@ gradients between steps, stage 3 those of its part and the buffer in which it re
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import weights_layout
-from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
 from rlhf_spmd.plan.shard import Shard, split
@@ -131,7 +132,37 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
         for kind, num_bytes in call_bytes(program, call, rank).items():
             total[kind] = max(total[kind], num_bytes)
         total["gathered"] = max(total["gathered"], loaded_bytes(program, call, rank))
+    total["KV cache"] = most_cache_bytes(program, rank, cache_bytes)
     return total
+
+
+def most_cache_bytes(program: Program, rank: int, of_call: Callable[[Workload, ModelCall, Layout, int], int]) -> int:
+    """The most bytes of KV caches that are alive on a rank at one time. of_call: bytes of the cache of a call."""
+    calls = {call.name: call for call in program.workload.workflow.generate_calls}
+    layouts = program.placement.layouts
+    sizes = {
+        name: of_call(program.workload, call, layouts[name], rank)
+        for name, call in calls.items()
+        if rank in layouts[name].ranks and program.workload.models[call.model] is not None
+    }
+    if len(sizes) < 2:  # the program need not be read
+        return sum(sizes.values())
+    alive = caches_alive(program, rank)
+    return max((sum(sizes[name] for name in together) for together in alive.values()), default=0)
+
+
+def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
+    """Generate call -> the calls whose KV caches are alive on a rank when its own is made or later, itself included. A
+    cache lives from the first to the last Run of its call, so two calls that alternate while streaming have both."""
+    names = {call.name for call in program.workload.workflow.generate_calls}
+    lives: dict[str, list[int]] = {}
+    for position, step in enumerate(program.instructions[rank]):
+        if isinstance(step, Run) and step.call in names:
+            lives.setdefault(step.call, []).append(position)
+    return {
+        call: [name for name, other in lives.items() if other[0] <= mine[-1] and mine[0] <= other[-1]]
+        for call, mine in lives.items()
+    }
 
 
 def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *, trains: bool) -> dict[str, int]:
@@ -232,8 +263,6 @@ def sequence_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: in
 def least_bytes(program: Program, rank: int, resident: Program | None = None) -> int:
     """The least bytes that a rank's device must hold: its peak with the smallest KV cache. resident: the program whose
     models are in memory all the time; None: this one."""
-    workload, layouts = program.workload, program.placement.layouts
-    calls = [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]
-    least = max((sequence_bytes(workload, call, layouts[call.name], rank) for call in calls), default=0)
+    least = most_cache_bytes(program, rank, sequence_bytes)
     static = static_bytes(resident or program, rank)
     return peak_bytes(static, working_bytes(program, rank) | {"KV cache": least})

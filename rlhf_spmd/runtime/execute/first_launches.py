@@ -10,29 +10,69 @@ from typing import Any
 
 import torch
 
+from rlhf_spmd.kernels.decode_attention import choose_parts, decode_attention_triton, processors
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.kernels.token_logprobs import kinds_of_widths
 from rlhf_spmd.model.parallel import extent, vocabulary_of
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.workflow import Generate, Infer, Measure, Train
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.generation.cuda_graphs import graph_size
+from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 
 def launch_kernels(job: Job) -> None:
     """A pass of two tokens for each call of this rank: forward, readout and, if it trains, backward; or two drawn
-    tokens. Local."""
+    tokens, and attention in as many parts as any batch has. Local."""
     for call in job.workload.workflow.placed_calls:
         if job.world.rank in job.layout(call).ranks and job.workload.models[call.model] is not None:
-            model = one_layer(job.models.model(call))
+            model = job.models.model(call)
+            width = known_width(job, model)
             if isinstance(call, Generate):
-                _draw(job, call, model)
+                layer = one_layer(model, width)
+                _draw(job, call, layer)
+                if job.world.device.type == "cuda":
+                    attend_in_parts(job, layer)
             else:
-                _read(job, call, model)
+                for columns in kinds_of_widths(width) if model.head == "lm" else [width]:
+                    _read(job, call, one_layer(model, columns))
 
 
-def one_layer(model: Transformer) -> Transformer:
-    """A whole model of one layer, all zeros, with the sizes of this rank's slice of a model."""
+def known_width(job: Job, model: Transformer) -> int:
+    """Columns of the logits that this rank computes with a model; of a slice without known tokens, all."""
+    ids = vocabulary_of(model.config, replace(model.parallel.shard, stage=0, pp=1))
+    return job.known.width(ids) or len(ids)
+
+
+def attend_in_parts(job: Job, model: Transformer) -> None:
+    """Attention of one token in as many parts as batches of any number of rows have: the number of parts is a constant
+    of the kernel. model: of one layer."""
+    config, device, dtype = model.config, job.world.device, model.dtype
+    block_size = job.config.generation.block_size or GPU_BLOCK
+    query_1Hd = torch.zeros(1, config.num_heads, config.head_dim, dtype=dtype, device=device)
+    cache_1Ksd = torch.zeros(1, config.num_kv_heads, block_size, config.head_dim, dtype=dtype, device=device)
+    table_11 = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    length_1 = torch.ones(1, dtype=torch.int64, device=device)
+    for window in [None, config.sliding_window] if config.sliding_layers else [None]:
+        for num_parts in parts_of_batches(job, config.num_kv_heads, window, processors(device)):
+            options = {"window": window, "num_parts": num_parts}
+            decode_attention_triton(query_1Hd, cache_1Ksd, cache_1Ksd, table_11, length_1, **options)
+
+
+def parts_of_batches(job: Job, num_kv_heads: int, window: int | None, num_processors: int) -> list[int]:
+    """The numbers of parts that a row's attention has in batches of one row up to the most."""
+    generation, workload = job.config.generation, job.workload
+    block_size = generation.block_size or GPU_BLOCK
+    longest = -(-(workload.max_prompt + workload.max_response) // block_size) * block_size
+    longest = min(longest, window or longest)
+    sizes = range(1, graph_size(generation.max_sequences) + 1)
+    return sorted({choose_parts(num_rows * num_kv_heads, longest, num_processors) for num_rows in sizes})
+
+
+def one_layer(model: Transformer, vocab_size: int | None = None) -> Transformer:
+    """A whole model of one layer, all zeros, with the sizes of this rank's slice of a model; vocab_size: others."""
     config, shard, device = model.config, model.parallel.shard, next(model.parameters()).device
     slice_ = replace(shard, stage=0, pp=1)
     heads, kv_heads = (len(extent(config, what, slice_)) // config.head_dim for what in ("queries", "keys"))
@@ -44,7 +84,7 @@ def one_layer(model: Transformer) -> Transformer:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "intermediate_size": len(extent(config, "intermediate", slice_)),
-        "vocab_size": len(vocabulary_of(config, slice_)),
+        "vocab_size": vocab_size or len(vocabulary_of(config, slice_)),
         "tie_embeddings": True,  # half the memory
     }
     made = Transformer(replace(config, **sizes), head=model.head, dtype=model.dtype, device="meta")
@@ -75,7 +115,7 @@ def _read(job: Job, call: Infer | Train | Measure, model: Transformer) -> None:
 def _draw(job: Job, call: Generate, model: Transformer) -> None:
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=job.world.device)
     own = {} if call.temperature is None else {"temperature": call.temperature}
-    drawing = job.drawing | own | _vocabulary(model) | {"stop": ()}
+    drawing = job.drawing | own | _vocabulary(model) | {"stop": (), "block_size": job.config.generation.block_size}
     with torch.no_grad():
         generate_rows(model.eval().requires_grad_(False), token_11, token_11.expand(1, 2), **drawing)
 

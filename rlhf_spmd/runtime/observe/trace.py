@@ -9,13 +9,16 @@ of the iteration.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rlhf_spmd.files.json_text import json_object
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.observe.device_clock import DeviceClock
@@ -146,6 +149,29 @@ def write_chrome(
             events.append(_event(span.name, lane.rank, track, cat=span.category, ph="X", **times, args=args))
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": start_s, **about}}
     Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def read_chrome(path: Path) -> list[dict[str, Any]]:
+    """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond. None of a file
+    that is not there or no trace; events that are none are left out. Raises OSError and UserError."""
+    records: dict[int, dict[str, Any]] = {}
+    events = json_object(path).get("traceEvents")
+    for event in events if isinstance(events, list) else ():
+        with suppress(KeyError, TypeError, AttributeError, OverflowError):
+            name, rank, args = str(event["name"]), event["pid"] + 0, dict(event.get("args", {}))
+            record = records.setdefault(rank, {"rank": rank, "host": "", "spans": []})
+            if name == "process_name":
+                record["host"] = args["name"].partition(" (")[2].removesuffix(")")
+            if event["ph"] == "X":
+                start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+                number = args.pop("iteration", None)
+                if (
+                    (number is None or isinstance(number, int))
+                    and math.isfinite(start_s)
+                    and start_s <= end_s < math.inf
+                ):
+                    record["spans"].append([name, str(event["cat"]), start_s, end_s, number, args])
+    return [records[rank] for rank in sorted(records)]
 
 
 def _event(name: str, rank: int, track: int = 0, **fields: object) -> dict[str, object]:

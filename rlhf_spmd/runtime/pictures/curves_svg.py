@@ -1,86 +1,184 @@
-"""A curve as an SVG picture inside a page: values of the iterations as a line, those of evaluations as dots."""
+"""The curves of a metric as an SVG picture inside a page: a colour for each run, one pair of axes for all of them.
+
+Values of the iterations are a line, those of evaluations are dots on a dashed line. Nothing is cut: margins follow from
+the widths of the labels, which are estimated for the widest of the usual fonts.
+"""
 
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
-from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, MODELS, RULE
+from rlhf_spmd.files.printing import formatted
+from rlhf_spmd.runtime.pictures.axis_ticks import MOST, Tick, ticks_around, ticks_between
+from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, RULE
 
 Point = tuple[float, float]
-WIDTH, HEIGHT = 300, 150  # of a picture, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 24, 18  # margins around the curve
-LINE, DOTS = MODELS[0], MODELS[3]
+WIDTH, PLOT_HEIGHT = 480, 140  # of a picture, and of the part inside its axes, in pixels
+SIZE, LINE = 11, 16  # of text; from one line of text to the next
+EDGE = 6  # around everything
+X_LABEL = "iteration"
+WIDE, NARROW = "mwMW@%→—", "ijlrt.,:;'|!()[] /-"  # characters
+
+
+class Series(NamedTuple):
+    """What a picture shows of one run."""
+
+    name: str
+    colour: str
+    line: Sequence[Point]  # (iteration, value) of training
+    dots: Sequence[Point] = ()  # (iterations before it, value) of evaluations
+
+    @property
+    def ends(self) -> str:
+        """The first and the last value, on held-out data if there are any."""
+        points = self.dots or self.line
+        return f"{formatted(points[0][1])} → {formatted(points[-1][1])}"
+
+
+class Axes(NamedTuple):
+    """The place of the axes in a picture, and their ranges."""
+
+    left: float
+    right: float
+    top: float
+    xs: tuple[float, float]
+    ys: tuple[float, float]
+
+    def x(self, x: float) -> float:
+        return self.left + (x - self.xs[0]) / (self.xs[1] - self.xs[0]) * (self.right - self.left)
+
+    def y(self, y: float) -> float:
+        return self.top + (self.ys[1] - y) / (self.ys[1] - self.ys[0]) * PLOT_HEIGHT
 
 
 def finite_points(pairs: Sequence[tuple[object, object]]) -> list[Point]:
     """The pairs of finite numbers among (x, y)."""
     numbers = [(x, y) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
-    return [(float(x), float(y)) for x, y in numbers if math.isfinite(x) and math.isfinite(y)]
+    return [(float(x), float(y)) for x, y in numbers if abs(x) < MOST and abs(y) < MOST]
 
 
-def curve(title: str, line: Sequence[Point], dots: Sequence[Point] = ()) -> str:
-    """The picture. line: (iteration, value) of training; dots: (iterations before it, value) of evaluations."""
-    points = [*line, *dots]
-    ends = dots or line
-    said = f"{short(ends[0][1])} → {short(ends[-1][1])}" if ends else "no value"
-    parts = [_text(LEFT, 14, title, INK, weight="bold"), _text(WIDTH - RIGHT, 14, said, DOTS if dots else LINE, "end")]
-    if points:
-        xs, ys = _range([x for x, _ in points], 1.0), _range([y for _, y in points])
-        parts += _frame(xs, ys)
-        path = " ".join(f"{_x(x, xs):.1f},{_y(y, ys):.1f}" for x, y in line)
-        if len(line) > 1:
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.6"/>')
-        elif line:
-            parts.append(_dot(line[0], xs, ys, LINE))
-        dotted = " ".join(f"{_x(x, xs):.1f},{_y(y, ys):.1f}" for x, y in dots)
-        if len(dots) > 1:
-            dashes = 'stroke-dasharray="3 3" stroke-width="1.2"'
-            parts.append(f'<polyline points="{dotted}" fill="none" stroke="{DOTS}" {dashes}/>')
-        parts += [_dot(point, xs, ys, DOTS) for point in dots]
+def curves(title: str, series: Sequence[Series]) -> str:
+    """The picture. series: of the runs that have this metric; each has a point."""
+    points = [point for one in series for point in (*one.line, *one.dots)]
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    xs = first, max(last, first + 2.0)
+    x_ticks, y_ticks = ticks_between(*xs), ticks_around(min(y for _, y in points), max(y for _, y in points))
+    legend, bottom = _legend(series, LINE + 2)
+    left = max(*(width_of(tick.label) + 2 * EDGE for tick in y_ticks), EDGE + width_of(x_ticks[0].label) / 2)
+    right = WIDTH - EDGE - max(width_of(x_ticks[-1].label) / 2, 4)
+    axes = Axes(left, right, bottom + 2 * EDGE, xs, (y_ticks[0].value, y_ticks[-1].value))
+    height = axes.top + PLOT_HEIGHT + 2 * LINE + EDGE
+    parts = [text(EDGE, LINE, shortened(title, WIDTH - 2 * EDGE, bold=True), INK, bold=True), *legend]
+    parts += _frame(axes, x_ticks, y_ticks)
+    for number, one in enumerate(series):
+        num_covering = sum(_look_alike(one, later, axes) for later in series[number + 1 :])
+        parts += _drawn(one, axes, 1.6 + 2.4 * min(num_covering, 4))
+    said = "; ".join(f"{one.name} {one.ends}" for one in series)
+    return picture(f"{title}: {said}", WIDTH, height, parts)
+
+
+def picture(label: str, width: float, height: float, parts: Sequence[str]) -> str:
+    """An SVG element. label: what it shows, for readers that don't see it."""
     return (
-        f'<svg role="img" aria-label="{escape(title)}: {escape(said)}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}">{"".join(parts)}</svg>'
+        f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}">{"".join(parts)}</svg>'
     )
 
 
-def short(value: float) -> str:
-    """A number with four digits."""
-    return f"{value:.4g}"
+def text(x: float, y: float, words: str, colour: str, anchor: str = "start", *, bold: bool = False) -> str:
+    """Words whose base line is at y; they begin (start), lie in the middle or end at x."""
+    look = f'fill="{colour}" text-anchor="{anchor}" font-weight="{"bold" if bold else "normal"}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{SIZE}" {look}>{escape(words)}</text>'
 
 
-def _range(values: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """From the smallest to the largest value, and wider than nothing. least: the width of the range of one value."""
-    low, high = min(values), max(values)
-    if high > low:
-        return low, high
-    half = least or abs(low) * 0.1 or 1.0
-    return (low, low + half) if least else (low - half, high + half)
+def width_of(words: str, *, bold: bool = False) -> float:
+    """Pixels that words need at most, in DejaVu Sans and narrower fonts."""
+    ems = (
+        1.0 if char in WIDE or ord(char) > 0x2E7F else 0.42 if char in NARROW else 0.78 if char.isupper() else 0.64
+        for char in words
+    )
+    return SIZE * sum(ems) * (1.13 if bold else 1.0)
 
 
-def _x(x: float, xs: tuple[float, float]) -> float:
-    return LEFT + (x - xs[0]) / (xs[1] - xs[0]) * (WIDTH - LEFT - RIGHT)
+def shortened(words: str, width: float, *, bold: bool = False) -> str:
+    """Words that fit into so many pixels, with an ellipsis for their end if they don't."""
+    kept = words
+    while kept and width_of(kept + "…" * (kept != words), bold=bold) > width:
+        kept = kept[:-1]
+    return kept + "…" * (kept != words)
 
 
-def _y(y: float, ys: tuple[float, float]) -> float:
-    return HEIGHT - BOTTOM - (y - ys[0]) / (ys[1] - ys[0]) * (HEIGHT - TOP - BOTTOM)
+def legend_marks(names: Sequence[str], top: float, wide: float) -> tuple[list[tuple[float, float]], float]:
+    """Where the entries of a legend begin, in as many lines as it needs, and the base line of the last one. Words are
+    18 pixels behind their mark. wide: pixels of the picture."""
+    marks, x, y = [], float(EDGE), top + LINE
+    for name in names:
+        needed = 18 + width_of(name)
+        if x > EDGE and x + needed > wide - EDGE:
+            x, y = float(EDGE), y + LINE
+        marks.append((x, y))
+        x += needed + 2 * EDGE
+    return marks, y
 
 
-def _frame(xs: tuple[float, float], ys: tuple[float, float]) -> list[str]:
-    """Rules at the smallest and the largest value, and the numbers at both axes."""
+def _legend(series: Sequence[Series], top: float) -> tuple[list[str], float]:
+    """The runs with their first and last values, and the base line of the last one."""
+    names = [f"{shortened(one.name, WIDTH / 2)}: {one.ends}" for one in series]
+    marks, bottom = legend_marks(names, top, WIDTH)
     parts = []
-    for value in ys:
-        y = _y(value, ys)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{RULE}"/>')
-        parts.append(_text(LEFT - 5, y + 4, short(value), FAINT_INK, "end"))
-    parts.append(_text(LEFT, HEIGHT - 4, f"{xs[0]:g}", FAINT_INK))
-    parts.append(_text(WIDTH - RIGHT, HEIGHT - 4, f"{xs[1]:g}", FAINT_INK, "end"))
-    return parts
+    for one, name, (x, y) in zip(series, names, marks, strict=True):
+        parts.append(f'<rect x="{x:.1f}" y="{y - 7:.1f}" width="12" height="6" rx="2" fill="{one.colour}"/>')
+        parts.append(text(x + 18, y, name, INK))
+    return parts, bottom
 
 
-def _dot(point: Point, xs: tuple[float, float], ys: tuple[float, float], colour: str) -> str:
-    return f'<circle cx="{_x(point[0], xs):.1f}" cy="{_y(point[1], ys):.1f}" r="3" fill="{colour}"/>'
+def _frame(axes: Axes, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> list[str]:
+    """Rules at the ticks of y, marks at those of x, and the labels of both."""
+    parts, bottom = [], axes.top + PLOT_HEIGHT
+    for tick in y_ticks:
+        y = axes.y(tick.value)
+        parts.append(f'<line x1="{axes.left:.1f}" x2="{axes.right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{RULE}"/>')
+        parts.append(text(axes.left - EDGE, y + 4, tick.label, FAINT_INK, "end"))
+    for tick in x_ticks:
+        x = axes.x(tick.value)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom:.1f}" y2="{bottom + 4:.1f}" stroke="{FAINT_INK}"/>')
+        parts.append(text(x, bottom + LINE, tick.label, FAINT_INK, "middle"))
+    return [*parts, text((axes.left + axes.right) / 2, bottom + 2 * LINE, X_LABEL, FAINT_INK, "middle")]
 
 
-def _text(x: float, y: float, words: str, colour: str, anchor: str = "start", *, weight: str = "normal") -> str:
-    look = f'fill="{colour}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f'<text x="{x:g}" y="{y:.1f}" font-size="11" {look}>{escape(words)}</text>'
+def _look_alike(one: Series, other: Series, axes: Axes) -> bool:
+    """Whether the second line would cover the first one."""
+    near = zip(one.line, other.line, strict=False)
+    return bool(one.line and other.line) and all(
+        a[0] == b[0] and abs(axes.y(a[1]) - axes.y(b[1])) < 1.5 for a, b in near
+    )
+
+
+def _drawn(one: Series, axes: Axes, width: float) -> list[str]:
+    """width: of its line; one that others cover is wider, and so remains visible."""
+    parts = [_line(one.line, axes, one.colour, f'stroke-width="{width:g}"')] if len(one.line) > 1 else []
+    if len(one.dots) > 1:
+        parts.append(_line(one.dots, axes, one.colour, 'stroke-dasharray="4 3" stroke-width="1.2"'))
+    marked = [*(one.line if len(one.line) == 1 else ()), *one.dots]
+    return [
+        *parts,
+        *(f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3" fill="{one.colour}"/>' for x, y in marked),
+    ]
+
+
+def _line(points: Sequence[Point], axes: Axes, colour: str, look: str) -> str:
+    path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in thinned(points))
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-linejoin="round" {look}/>'
+
+
+def thinned(points: Sequence[Point], columns: int = WIDTH) -> list[Point]:
+    """Points that look the same in so many columns of pixels: first, lowest, highest and last of each."""
+    if len(points) <= 4 * columns:
+        return list(points)
+    found, step = [], math.ceil(len(points) / columns)
+    for start in range(0, len(points), step):
+        part = range(start, min(start + step, len(points)))
+        low, high = min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])
+        found += [points[i] for i in sorted({part[0], low, high, part[-1]})]
+    return found

@@ -25,7 +25,7 @@ LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: the rank's name, its busy s
 LANE_INCH = (0.12, 0.36)  # smallest and largest height of a lane
 STACK_INCH = 0.26  # the largest height of a lane in a stack
 ALL_LANES_INCH = 6.5  # the height that the lanes of a picture may take before they get thin
-LABELLED_INCH = 0.16  # the smallest height of a lane with text
+LABELLED_INCH, TWO_LINES_INCH = 0.16, 0.32  # the smallest height of a lane with text, and with two lines of it
 # looks of words above the first lane
 ABOVE: dict[str, Any] = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT_INK, "va": "bottom"}
 ALIKE = 0.02  # of the picture's width: ranks share a lane if their spans differ by no more
@@ -66,7 +66,7 @@ def write_png(
     """Draws the last iterations in the records that `Tracer.to_records` of every rank returned. most_lanes: if there
     are more ranks, those that do the same share a lane."""
     shown = last_iterations(lanes(records), num_iterations)
-    start_s, end_s = _ends(shown)
+    start_s, end_s = ends_of(shown)
     starts: dict[int, float] = {}  # iteration -> seconds when its first rank began it
     for span in sorted((span for lane in shown for span in lane.spans), key=lambda span: span.start_s):
         if span.iteration is not None:
@@ -94,7 +94,7 @@ def add_stack(
     stack = _Stack(workflow, found, most_lanes, STACK_INCH)
     beside = LEFT + CHARACTER * TEXT * 1.2 * (max(len(panel.title) for panel in panels) + 1)
     for number, (panel, shown) in enumerate(zip(panels, found, strict=True)):
-        start_s, end_s = _ends(shown)
+        start_s, end_s = ends_of(shown)
         words = f"{end_s - start_s:.3g} s{_busy_text(shown)}{', ' if panel.note else ''}{panel.note}"
         stack.add(picture, number, top=0.29, heading=((LEFT, panel.title), (beside, words)))
     stack.add_axis(picture, "seconds since the start of the iteration")
@@ -111,19 +111,20 @@ def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane
     def cut(belongs) -> list[Lane]:
         return [Lane(lane.rank, lane.host, tuple(filter(belongs, lane.spans))) for lane in all_lanes]
 
-    low, high = _ends(cut(lambda span: span.iteration in wanted))
+    low, high = ends_of(cut(lambda span: span.iteration in wanted))
     return cut(
         lambda span: span.iteration in wanted or (span.iteration is None and low <= span.start_s and span.end_s <= high)
     )
 
 
-def _ends(shown: Sequence[Lane]) -> tuple[float, float]:
+def ends_of(shown: Sequence[Lane]) -> tuple[float, float]:
+    """When the first span begins and the last one ends."""
     spans = [span for lane in shown for span in lane.spans]
     return min((span.start_s for span in spans), default=0.0), max((span.end_s for span in spans), default=1.0)
 
 
 def _busy_text(shown: Sequence[Lane]) -> str:
-    ends = _ends(shown)
+    ends = ends_of(shown)
     return f", ranks busy {100 * mean(busy_fraction(lane.spans, *ends) for lane in shown):.0f}%" if shown else ""
 
 
@@ -134,7 +135,7 @@ class _Stack:
         self, workflow: Workflow, timelines: Sequence[Sequence[Lane]], most_lanes: int | None, largest_inch: float
     ):
         self.calls = styles_of(workflow)
-        self.ends = [_ends(shown) for shown in timelines]
+        self.ends = [ends_of(shown) for shown in timelines]
         self.width_s = max(end_s - start_s for start_s, end_s in self.ends)
         self.styles = {self.style_of(span) for shown in timelines for lane in shown for span in lane.spans}
         together = most_lanes is not None and sum(map(len, timelines)) > most_lanes
@@ -142,8 +143,7 @@ class _Stack:
         self.lane_inch = min(largest_inch, max(LANE_INCH[0], ALL_LANES_INCH / max(1, sum(map(len, self.rows)))))
 
     def style_of(self, span: Span) -> Style:
-        known = {"transfer": TRANSFER, "wait": WAITING, "control": palette.CONTROL}.get(span.category)
-        return known or self.calls.get(span.name) or palette.other(span.name)
+        return palette.SPANS.get(span.category) or self.calls.get(span.name) or palette.other(span.name)
 
     def legend(self) -> list[Style]:
         """Every style that occurs: calls in their order, then other computation, then the rest."""
@@ -265,9 +265,11 @@ class _Stack:
         """Writes the names of spans into them; joined neighbours share one."""
         for style, begin, end in self._runs([span for span in spans if self.style_of(span).words]):
             room = (end - begin) / self.width_s * (WIDTH - LEFT - RIGHT) / (CHARACTER * SMALL) - 1.5  # characters
-            word = next((word for word in style.words if len(word) <= room), None)
+            shown = [word for word in style.words if "\n" not in word or self.lane_inch >= TWO_LINES_INCH]
+            word = next((word for word in shown if max(map(len, word.split("\n"))) <= room), None)
             if word is not None:
                 axes.text(
-                    (begin + end) / 2 - start_s, row, word, ha="center", va="center_baseline", fontsize=SMALL, zorder=6,
-                    clip_on=True, color=style.ink, bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
+                    (begin + end) / 2 - start_s, row, word, ha="center", va="center", fontsize=SMALL, linespacing=0.95,
+                    zorder=6, clip_on=True, color=style.ink,
+                    bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
                 )  # fmt: skip

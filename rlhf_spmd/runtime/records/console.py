@@ -18,6 +18,7 @@ from typing import TextIO
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.files.json_text import finite
+from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
@@ -86,7 +87,7 @@ class Console:
             cells = [heading.rjust(width) for _, heading, _, width in self._columns]
             self._print(self._style("  ".join(["iteration".rjust(max(9, places)), *cells]), FAINT))
         cells = [
-            (form.format(metrics[name]) if name in metrics else "-").rjust(width)
+            (formatted(metrics[name], form) if name in metrics else "-").rjust(width)
             for name, _, form, width in self._columns
         ]
         self._print("  ".join([f"{number}/{total}".rjust(max(9, places)), *cells]))
@@ -106,9 +107,11 @@ class Console:
         facts: dict[str, object] = {}
         for name, (first, last) in result.headlines.items():
             form, unit = self.metrics[name].form, self.metrics[name].headline
-            facts[name] = f"{form.format(first).strip()} -> {form.format(last).strip()} {unit}".rstrip()
+            facts[name] = f"{formatted(first, form).strip()} -> {formatted(last, form).strip()} {unit}".rstrip()
         if result.evaluation:
-            parts = (f"{name} {first:.4g} -> {last:.4g}" for name, (first, last) in result.evaluation.items())
+            parts = (
+                f"{name} {formatted(first)} -> {formatted(last)}" for name, (first, last) in result.evaluation.items()
+            )
             facts["evaluation"] = ", ".join(parts)
         generated = math.isfinite(result.gen_tokens_per_s)
         speed = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""

@@ -5,7 +5,7 @@ of any type and size are read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What is known of a run without its code. headlines: the metrics that its algorithm reports at the end."""
+    """What is known of a run without its code. headlines: the metrics that its algorithm reports at the end. made_with:
+    commit, versions, hardware and the like of its last start, by name."""
 
     strategy: str
     title: str  # of the algorithm
     headlines: tuple[str, ...]
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -43,13 +45,20 @@ def reported(folder: Path, config: Row) -> Reported:
     package, what its page says. Raises OSError and UserError."""
     about, name = json_object(folder / PROGRAM), config.get("algorithm", "ppo")
     strategy, title, headlines = (about.get(key) for key in ("strategy", "algorithm", "headlines"))
-    strategy = strategy if isinstance(strategy, str) else ""
+    strategy, made_with = strategy if isinstance(strategy, str) else "", _made_with(about)
     if isinstance(title, str) and isinstance(headlines, list):
-        return Reported(strategy, title, tuple(name for name in headlines if isinstance(name, str)))
+        return Reported(strategy, title, tuple(name for name in headlines if isinstance(name, str)), made_with)
     if isinstance(name, str) and name in algorithm_names():
         page = load_algorithm(name)
-        return Reported(strategy, page.title, headlines_of(page.metrics))
-    return Reported(strategy, str(name), ())
+        return Reported(strategy, page.title, headlines_of(page.metrics), made_with)
+    return Reported(strategy, str(name), (), made_with)
+
+
+def _made_with(about: Row) -> dict[str, str]:
+    software = about.get("software")
+    known = {"ranks": about.get("ranks"), "hardware": about.get("hardware"), "started": about.get("started")}
+    known |= software if isinstance(software, dict) else {}
+    return {name: str(value) for name, value in known.items() if isinstance(value, str | int)}
 
 
 def headlines_of(metrics: Mapping[str, Metric]) -> tuple[str, ...]:

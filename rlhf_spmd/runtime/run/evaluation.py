@@ -3,6 +3,10 @@ losses of given responses that are not trained on.
 
 All ranks compute the same metrics from the scores of all responses, so they agree on the best checkpoint and on the end
 of the run without a further message. The rows are in evaluations.jsonl; a run without eval.prompts has none.
+
+pass@k says something only where a response is right or wrong. So an evaluation with another score than 0 and 1 has
+none, unless the user asks for it (`wants_passes`). All rows of a run have it or none has: the first such evaluation
+takes it from the rows before it, and later ones do not bring it back.
 """
 
 # M mini-batches (one), C columns, N prompts
@@ -15,8 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
+from rlhf_spmd.config.evaluation_metrics import (
+    PASS,
+    best_row,
+    is_better,
+    measure_by_source,
+    metric_names,
+    without_passes,
+)
 from rlhf_spmd.config.options import Config, evaluated
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -106,12 +119,25 @@ class Evaluation:
         scores[scored["prompt"], scored["sample"]] = scored["score"]
         right_at = float(np.float32(self.job.config.eval.right_at))  # scores are float32
         metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, right_at))
+        if not (wants_passes(self.job.config) or np.isin(scores, (0.0, 1.0)).all()):
+            metrics = without_passes(metrics)
         logged, weights = combine(answers)
         if TIMEOUTS in logged:
             logged[TIMEOUTS] = float(round(logged[TIMEOUTS] * weights[TIMEOUTS]))
         metrics |= {name: value for name, value in logged.items() if name != "score" and not name.endswith("_sq")}
         metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
         return metrics
+
+
+def wants_passes(config: Config) -> bool:
+    """Whether pass@k is asked for, whatever the scores are."""
+    return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(PASS)
+
+
+def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a run's evaluations, all without pass@k if one has none."""
+    have = [any(name.startswith(PASS) for name in row) for row in rows]
+    return rows if all(have) else [without_passes(row) for row in rows]
 
 
 class Evaluator:
@@ -128,10 +154,16 @@ class Evaluator:
         if not self.is_wanted:
             return
         generates = bool(self.job.program.workload.workflow.generate_calls)
-        always = metric_names(self.options.samples_per_prompt) if generates else []
-        metrics = dict.fromkeys([*always, *filter(None, [self.best])])
+        always = metric_names(self.options.samples_per_prompt, passes=False) if generates else []
+        is_pass = self.best.startswith(PASS)
+        metrics = dict.fromkeys([*always, *filter(None, [self.best] if not is_pass else [])])
         with self.job.world.together("reading the evaluations so far"):
             found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
+            if is_pass and not all(self.best in row for row in found):
+                raise UserError(
+                    f"checkpoint.best={self.best}: the evaluations of {folder.shown} have no such number, because not "
+                    "all of their scores are 0 or 1; choose another metric"
+                )
         self.rows = self.job.world.bcast(found, what="the evaluations so far")
         folder.write_evaluations(self.rows)
         self.evaluation = Evaluation(self.job)
@@ -148,9 +180,9 @@ class Evaluator:
         metrics, data = self.evaluation.run(num_done)
         self.training.begin()
         self.rollouts.write(data)
-        self.rows.append({"iteration": num_done} | metrics)
+        self.rows = alike([*self.rows, {"iteration": num_done} | metrics])
         self.folder.write_evaluations(self.rows)
-        return self._line(num_done, metrics)
+        return self._line(num_done, self.rows[-1])
 
     def is_best(self, num_done: int) -> bool:
         """Whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
@@ -190,7 +222,7 @@ class Evaluator:
     def _names(self) -> list[str]:
         """The metrics that are shown."""
         if self.evaluation.scores:
-            return metric_names(self.options.samples_per_prompt)
+            return [name for name in metric_names(self.options.samples_per_prompt) if name in self.rows[-1]]
         shown = self.job.config.algorithm.metrics.items()
         return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
 
@@ -198,9 +230,11 @@ class Evaluator:
         """For the console."""
         parts: list[str] = []
         for name in self._names:
-            of_each = [f"{key.partition('/')[2]} {metrics[key]:.4g}" for key in metrics if key.startswith(f"{name}/")]
+            of_each = [
+                f"{key.partition('/')[2]} {formatted(metrics[key])}" for key in metrics if key.startswith(f"{name}/")
+            ]
             each = f" ({', '.join(of_each)})" if of_each and not parts else ""
-            parts.append(f"{name} {metrics[name]:.4g}{each}")
+            parts.append(f"{name} {formatted(metrics[name])}{each}")
         num = self.job.program.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
         rows = "prompts" if self.evaluation.scores else "rows"

@@ -1,6 +1,7 @@
 """What a run's folder and its checkpoints record of it, and how a resume compares and restores that."""
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from rlhf_spmd.runtime.checkpoint.resume import PRODUCTS, PROGRAM, STARTED, Resu
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.execute.job import Job, RunState
+from rlhf_spmd.runtime.profile.machine import processor
 from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Shown
+from rlhf_spmd.runtime.records.software import software
 from rlhf_spmd.runtime.run.inputs import functions_fingerprints
 from rlhf_spmd.runtime.run.rollouts import forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
@@ -198,7 +201,18 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         algorithm = job.config.algorithm  # for who reads the run without loading its page
         about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
         about |= {PRODUCTS: dict(job.products)} if job.products else {}
+        about |= _made_with(job) if folder.writes else {}
         folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
         folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
+
+
+def _made_with(job: Job) -> dict[str, Any]:
+    """Code and machines of the last start of a run, for who compares it with others."""
+    world, device = job.world, job.world.computes
+    devices = (
+        f"{processor()}, {os.cpu_count()} cores" if device.index is None else f"{device.num_devices} x {device.name}"
+    )
+    nodes = f" on {world.num_nodes} nodes" if world.num_nodes > 1 else ""
+    return {"software": software(), "hardware": f"{devices}{nodes}", "ranks": world.size}

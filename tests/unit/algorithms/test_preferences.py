@@ -36,11 +36,11 @@ def scored(chosen: Tensor, rejected: Tensor, margin: float = 0.0, **options) -> 
     return bradley_terry_loss(chosen, rejected, mask_BG, torch.full_like(chosen, margin), **options)
 
 
-def test_a_head_of_zeros_has_the_loss_ln_2_and_no_pair_right():
+def test_a_head_of_zeros_has_the_loss_ln_2_and_half_of_the_pairs_right():
     zeros = torch.zeros(PAIRS, dtype=torch.float64)
     loss, sums = scored(zeros, zeros)
     assert float(loss) == pytest.approx(PAIRS * LN2)
-    assert float(sums["accuracy"][0]) == 0 and float(sums["margin"][0]) == 0
+    assert float(sums["accuracy"][0]) == PAIRS / 2 and float(sums["margin"][0]) == 0
 
 
 def test_a_constant_changes_only_the_centering_term():
@@ -105,7 +105,8 @@ def test_before_training_the_loss_is_ln_2(per_token, label_smoothing):
     logprobs, mask = pair_of()
     loss, sums = preferred(logprobs, logprobs, mask, per_token=per_token, label_smoothing=label_smoothing)
     assert float(loss) == pytest.approx(PAIRS * LN2)
-    for name in ("accuracy", "margin", "chosen_reward", "rejected_reward"):
+    assert float(sums["accuracy"][0]) == PAIRS / 2, "no response is better than the other"
+    for name in ("margin", "chosen_reward", "rejected_reward"):
         assert float(sums[name][0]) == 0, name
 
 

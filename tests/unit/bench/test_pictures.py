@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import diagrams
+from bench import diagrams, pictures, plots
 from bench.plots import TIMELINES
 from bench.rows import RESULTS, read_rows
 from bench.speed.strategies import median_iteration, of_iterations
+from rlhf_spmd.runtime.pictures import picture
 from tests.programs import make_workload
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +49,27 @@ def test_pages_say_whether_timelines_were_measured():
         assert any(alts) and all(alt.lower().startswith(kind) for found in alts for alt in found)
 
 
-@pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.png")), ids=lambda path: path.name)
-def test_every_picture_is_shown(picture):
-    pages = [page for page in PAGES if f"results/{picture.name})" in page.read_text(encoding="utf-8")]
-    assert pages, f"no page shows {picture.name}: show it, or delete it"
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.png")), ids=lambda path: path.name)
+def test_every_picture_is_shown(path):
+    pages = [page for page in PAGES if f"results/{path.name})" in page.read_text(encoding="utf-8")]
+    assert pages, f"no page shows {path.name}: show it, or delete it"
+
+
+def test_pictures_are_drawn_from_the_rows_of_today():
+    """resume.png said 700 runs when there were rows of 780."""
+    drawn = json.loads(pictures.DRAWN_FROM.read_text(encoding="utf-8"))
+    assert drawn == pictures.sources(), "rows have changed: draw again with `python -m bench pictures`"
+
+
+def test_the_legend_of_published_runs_lies_on_nothing(tmp_path, monkeypatch):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kept = []
+    monkeypatch.setattr(picture.Picture, "save", lambda self, path: kept.append(self.draw()))
+    plots.published(read_rows(RESULTS / "validate.jsonl"), tmp_path / "validate.png")
+    [figure] = kept
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    [axes] = figure.axes
+    legend = axes.get_legend().get_window_extent(renderer)
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.width and legend.x0 >= axes.bbox.x1
+    assert not any(text.get_window_extent(renderer).overlaps(legend) for text in figure.texts)

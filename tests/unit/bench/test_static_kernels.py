@@ -203,3 +203,13 @@ def test_no_kernel_spills_with_the_tritons_of_torch_for_cuda(triton_version):
     used, kernels, wrong = compiled(SPILLS, folder)
     assert used == triton_version and not wrong
     assert set(kernels) >= cases.WHOLE.keys() | cases.REASONS.keys()
+
+
+def test_the_page_names_the_rates_of_the_forecast():
+    """It said 494.5 TFLOP/s where the calibration has 425."""
+    device = load_calibration(CALIBRATION).devices[CALIBRATION]
+    page = " ".join((ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8").split())
+    memory, products = device.memory_bytes_per_s / 1e12, device.matrix_flops / 1e12
+    rates = f"needed bytes / {memory:.4g} TB/s, matrix products / {products:.4g}"
+    assert f"{rates} TFLOP/s (calibration `{CALIBRATION}`)" in page
+    assert f"operations / {VECTOR_OPS / 1e12:.1f} T/s" in page

@@ -288,3 +288,19 @@ def test_which_tokens_are_the_likeliest(monkeypatch, device, form, num_chunks, k
     (logprobs_N.sum() + 0 * top_N.sum()).backward()
     everything = case.outputs(FORMS[form], top=True, entropy=True)
     assert len(everything) == 3 and torch.equal(everything[2], top_N)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 128, 129, 1000, 32_000, 32_001, 32_003, 50_257, 128_256, 151_936])
+def test_every_kind_of_chunk_has_a_width(vocab_size):
+    """Triton compiles a kernel for 1 column, for multiples of 16 and for others. A vocabulary of 32,001 is one chunk of
+    two rows, and of many rows multiples of 128 and a single column."""
+
+    def kind(width: int) -> tuple[bool, bool]:
+        return width == 1, width % 16 == 0
+
+    found = set()
+    for num_rows in (1, 2, 100, 500, 1000, 2048, 3333, 5000, 8192, 100_000):
+        size = token_logprobs.columns_per_chunk(num_rows, vocab_size)
+        found |= {kind(min(size, vocab_size - start)) for start in range(0, vocab_size, size)}
+    widths = token_logprobs.kinds_of_widths(vocab_size)
+    assert found <= set(map(kind, widths)) and len(widths) == len(set(map(kind, widths))) <= 3

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.runtime.observe.trace import write_chrome
+from rlhf_spmd.runtime.pictures.palette import RUNS
+from rlhf_spmd.runtime.records.web_page import NONE
+from tests.unit.runtime.observe.test_trace import two_ranks
 
 EMPTY = {"meta", "br", "img"}
 LOSSES = [2.0, None, 1.5, float("nan"), 1.25]
@@ -91,13 +95,53 @@ def test_a_page_of_several_stages(stages, tmp_path, capsys):
     assert found.seen.count("svg") == len(re.findall("<svg", text)) == 6
 
 
+def test_runs_are_compared_in_one_picture_a_metric(tmp_path):
+    made = {"hardware": "8 x H100", "ranks": 8, "software": {"commit": "abc1234", "torch": "2.13.0"}}
+    runs = []
+    for number, name in enumerate(("slow", "fast")):
+        run = write_run(tmp_path / name, "grpo", optimizer={"actor_lr": (1e-6, 1e-5)[number]}, seed=3)
+        about = {"strategy": "flattening"} | (made if number else {})
+        (run / "program.json").write_text(json.dumps(about), encoding="utf-8")
+        rows = [{"iteration": i, "reward": i * (number + 1), "iteration_s": 4} for i in range(5)]
+        write_lines(run / "metrics.jsonl", rows)
+        write_lines(run / "evaluations.jsonl", [{"iteration": i, "mean@1": i / 10} for i in (0, 5)])
+        runs.append(run)
+    write_chrome(runs[1] / "timeline.json", two_ranks())
+    text = written(tmp_path, runs)
+    [curve] = [svg for svg in re.findall("<svg.*?</svg>", text) if 'aria-label="reward: ' in svg]
+    lines = [[float(x) for x in re.findall(r"([\d.]+),", line)] for line in re.findall(r'points="([^"]*)"', curve)]
+    assert len(lines) == 2 and lines[0] == lines[1], "one unit of x"
+    assert "slow: 0 → 4" in curve and "fast: 0 → 8" in curve
+    assert [colour for colour in re.findall('stroke="(.*?)"', curve) if colour in RUNS] == [*RUNS[:2]]
+    found = Tags(text)
+    words = [word.strip() for word in found.words if word.strip()]
+    differ = words[words.index("Options that differ") + 3 : words.index("Strategy, code and machines")]
+    assert differ == ["optimizer.actor_lr", "1e-06", "1e-05"]
+    at = words.index("commit")
+    assert words[at : at + 3] == ["commit", NONE, "abc1234"] and "8 x H100" in words and "20" in words
+    assert 'aria-label="timelines: fast: iteration 2, 1 s' in text and len(re.findall("http", text)) == 0
+
+
+def test_iterations_are_counted_as_on_the_console(tmp_path):
+    """A run of five iterations ends at 5, where its last evaluation is."""
+    run = write_run(tmp_path / "one", "sft")
+    write_lines(run / "metrics.jsonl", [{"iteration": i, "loss": 2.0} for i in range(5)])
+    write_lines(run / "evaluations.jsonl", [{"iteration": i, "loss": 2.0} for i in (0, 5)])
+    [svg] = [one for one in re.findall("<svg.*?</svg>", written(tmp_path, [run])) if "loss" in one]
+    line, dots = ([float(x) for x in re.findall(r"([\d.]+),", line)] for line in re.findall(r'points="([^"]*)"', svg))
+    assert line[-1] == dots[-1] and line[0] > dots[0]
+
+
 def test_text_of_a_model_is_text(stages, tmp_path):
     text = written(tmp_path, stages[1:2])
     assert "&lt;b&gt;Who?&lt;/b&gt;" in text and "&lt;/td&gt;done" in text and "a\nb\\x1b[2J" in text
     assert "<b>" not in text and "\x1b" not in text
 
 
-@pytest.mark.parametrize("broken", ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "program.json"])
+BROKEN = ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "program.json", "timeline.json"]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_files_that_are_cut_or_no_json(broken, stages, tmp_path):
     path = stages[1] / broken
     path.write_text(

@@ -5,6 +5,7 @@
 import time
 
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.cost.memory import caches_alive
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import RESPONSES
 from rlhf_spmd.plan.workflow import Generate
@@ -40,17 +41,9 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
 def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction: float) -> float:
     """The share of the memory now free that the KV cache of a call may take on a rank.
 
-    An engine lives from the first to the last Run of its call. Those that live at the same time, as two calls do that
-    alternate while streaming, get equal parts of `fraction` of what is free before the first of them takes its part.
-    num_alive: those that have taken it."""
-    names = {one.name for one in program.workload.workflow.generate_calls}
-    lives: dict[str, list[int]] = {}
-    for position, step in enumerate(program.instructions[rank]):
-        if isinstance(step, Run) and step.call in names:
-            lives.setdefault(step.call, []).append(position)
-    mine = lives[call]
-    num = sum(other[0] <= mine[-1] and mine[0] <= other[-1] for other in lives.values())
-    return fraction / (num - num_alive * fraction)
+    Engines that live at the same time get equal parts of `fraction` of what is free before the first of them takes its
+    part. num_alive: those that have taken it."""
+    return fraction / (len(caches_alive(program, rank)[call]) - num_alive * fraction)
 
 
 def _all_of_iteration(

@@ -2,10 +2,22 @@
 
 from dataclasses import replace
 
+import pytest
+
 from rlhf_spmd.config.options import make_workload as workload_of
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import activation_bytes, call_bytes, logits_bytes, static_bytes
+from rlhf_spmd.plan.cost.memory import (
+    activation_bytes,
+    cache_bytes,
+    caches_alive,
+    call_bytes,
+    logits_bytes,
+    most_cache_bytes,
+    sequence_bytes,
+    static_bytes,
+    working_bytes,
+)
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -13,7 +25,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.strategies import flattening as flattening_strategy
-from rlhf_spmd.strategies import interleaving2
+from rlhf_spmd.strategies import interleaving2, separation
 from tests.programs import make_workload, place_models
 
 
@@ -131,3 +143,19 @@ def test_a_budget_of_tokens_counts_at_least_a_row_and_at_most_all():
     assert taken(tokens=4 * longest) == taken(micro_batch=4)
     assert taken(tokens=1) == taken(micro_batch=1), "a row is never cut"
     assert taken(tokens=10**9) == taken(micro_batch=workload.mini_batch // 8), "there are no more rows"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_caches_that_are_alive_at_the_same_time_add_up(stream):
+    """While streaming, ReMax has two of them, and the plan counted the larger one."""
+    workload = workload_of(load("tiny", algorithm="remax"))
+    cluster = Cluster.parse("1x4")
+    program = compile_program(workload, separation.place(workload, cluster, stream=stream), cluster)
+    rank, layouts = program.cluster.ranks[-1], program.placement.layouts
+    sizes = [cache_bytes(workload, call, layouts[call.name], rank) for call in workload.workflow.generate_calls]
+    assert len(sizes) == 2 and all(sizes)
+    assert working_bytes(program, rank)["KV cache"] == (sum(sizes) if stream else max(sizes))
+    assert {len(together) for together in caches_alive(program, rank).values()} == {2 if stream else 1}
+    call = workload.workflow.generate_calls[0]
+    one = sequence_bytes(workload, call, layouts[call.name], rank)
+    assert most_cache_bytes(program, rank, sequence_bytes) == (2 * one if stream else one)

@@ -1,16 +1,19 @@
 """Before the first iteration every call launches its kernels, and nothing else is different for it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf_spmd.kernels.decode_attention import choose_parts
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.execute import first_launches
-from rlhf_spmd.runtime.execute.first_launches import launch_kernels, one_layer
+from rlhf_spmd.runtime.execute.first_launches import known_width, launch_kernels, one_layer
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -38,6 +41,50 @@ def test_every_call_launches_its_kernels_and_leaves_the_run_alone(tmp_path, monk
     assert all(torch.equal(one, weights[name]) for name, one in after.items())
     gradients = [p.grad for engine in run.job.models.engines.values() for p in engine.model.parameters()]
     assert not any(gradient.any() for gradient in gradients if gradient is not None)
+
+
+def test_logits_have_every_width_that_a_run_has(tmp_path, monkeypatch):
+    """Two tokens are one chunk, so kernels for chunks of many rows were compiled in an iteration; and the ids that the
+    tokenizer lacks were not left out."""
+    run, widths = RunOf(load(write_all(tmp_path))), set()
+    job = replace(run.job, known=KnownTokens(130))
+    config = replace(job.models.model(job.workload.workflow.generate_calls[0]).config, vocab_size=257)
+    wide = Transformer(config, head="lm", device="meta")
+    assert known_width(job, wide) == 256 and known_width(replace(job, known=KnownTokens(257)), wide) == 257
+    monkeypatch.setattr(first_launches, "known_width", lambda job, model: 129)
+    monkeypatch.setattr(
+        first_launches, "_read", lambda job, call, model: widths.add((model.head, len(_embedding(model))))
+    )
+    monkeypatch.setattr(first_launches, "_draw", lambda job, call, model: None)
+    launch_kernels(job)
+    assert {width for head, width in widths if head == "lm"} == {129, 1, 128}
+
+
+def test_attention_has_every_number_of_parts_that_a_batch_has(tmp_path, monkeypatch):
+    """The number is a constant of the kernel, and two tokens have one part."""
+    job, launched = RunOf(load(write_all(tmp_path), "generation.max_sequences=200")).job, []
+    job = replace(job, program=replace(job.program, workload=replace(job.workload, max_response=900)))
+    layer = one_layer(job.models.model(job.workload.workflow.generate_calls[0]))
+    kv_heads, block_size = layer.config.num_kv_heads, first_launches.GPU_BLOCK
+    monkeypatch.setattr(first_launches, "processors", lambda device: 132)
+
+    def attend(query, keys, values, tables, lengths, *, window, num_parts):
+        assert (
+            keys.shape == (1, kv_heads, block_size, layer.config.head_dim)
+            and int(lengths) == 1
+            and lengths.dtype == torch.int64
+        )
+        launched.append(num_parts)
+
+    monkeypatch.setattr(first_launches, "decode_attention_triton", attend)
+    first_launches.attend_in_parts(job, layer)
+    blocks = -(-(job.workload.max_prompt + 900) // block_size)
+    needed = {choose_parts(rows * kv_heads, blocks * block_size, 132) for rows in (1, 3, 8, 16, 32, 64, 128, 200, 256)}
+    assert needed <= set(launched) and len(launched) == len(set(launched)) and len(needed) > 2
+
+
+def _embedding(model: Transformer) -> torch.Tensor:
+    return next(parameter for name, parameter in model.named_parameters() if "embed" in name)
 
 
 @pytest.mark.parametrize(("family", "index", "tp"), [("llama", 1, 2), ("llama", 0, 4), ("qwen2", 2, 3)])

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from bench.speed.shares import read_chrome
-from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, write_chrome
+from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, read_chrome, write_chrome
 
 
 def record(rank, *spans, host="n1"):
@@ -233,3 +232,18 @@ def test_busy_fraction(spans, share):
 
 
 # ---- picture
+
+
+def test_a_trace_of_any_content_is_read(tmp_path):
+    path = tmp_path / "t.json"
+    write_chrome(path, two_ranks())
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    good = read_chrome(path)
+    odd = [3, None, {}, {"name": "x", "pid": "a", "ph": "X"}, {"name": "process_name", "pid": 0, "args": {"name": 3}}]
+    odd += [{"name": "x", "pid": 0, "ph": "X", "cat": "compute", "ts": ts, "dur": 1, "args": {}} for ts in ("1", 1e999)]
+    path.write_text(json.dumps(whole | {"traceEvents": whole["traceEvents"] + odd}), encoding="utf-8")
+    assert read_chrome(path) == good
+    for text in ("", "[]", '{"traceEvents": 3}', '{"traceEvents": [{'):
+        path.write_text(text, encoding="utf-8")
+        assert read_chrome(path) == []
+    assert read_chrome(tmp_path / "none.json") == []

@@ -14,7 +14,7 @@ def apart(one: str, other: str) -> float:
     return sum(abs(a - b) for a, b in pairs) / 255
 
 
-@pytest.mark.parametrize("name", ["MODELS", "STRATEGIES", "SYSTEMS", "RANKS"])
+@pytest.mark.parametrize("name", ["MODELS", "STRATEGIES", "SYSTEMS", "RANKS", "RUNS"])
 def test_colours_of_a_palette_differ(name):
     assert min(apart(*pair) for pair in combinations(getattr(palette, name), 2)) > 0.2
 
@@ -37,3 +37,17 @@ def test_calls_of_one_model_and_kind_look_alike():
     styles = palette.styles_of(workflow)
     assert [style.label for style in styles.values()][:3] == ["actor generate", "actor infer", "actor train"]
     assert len(set(styles.values())) == len(workflow.calls)
+
+
+def test_each_run_has_its_colour():
+    found = palette.run_colours(40)
+    assert (
+        len(set(found)) == 40 and found[: len(palette.RUNS)] == [*palette.RUNS] and palette.run_colours(2) == found[:2]
+    )
+
+
+def test_words_in_a_box_name_one_call_of_one_model():
+    """A narrow box said `actor`, be it generation or training."""
+    styles = palette.styles_of(make_workload().workflow).values()
+    words = [word for style in dict.fromkeys(styles) for word in style.words]
+    assert len(words) == len(set(words)) and "actor\ntrain" in words

@@ -111,3 +111,11 @@ def test_idle_waiting_training_and_other_work_look_different(tmp_path):
     assert len({generate, idle, train}) == 3 and len(waiting) > 3  # hatched
     assert (1.0, 1.0, 1.0) in waiting and not waiting & {generate, idle, train}
     assert sum(train) < sum(generate) < sum(idle)
+
+
+def test_a_narrow_box_has_two_lines_where_they_fit(tmp_path, monkeypatch):
+    spans = [("actor_generate", "compute", 0.0, 1.2, 0), ("actor_train", "compute", 1.2, 10.0, 0)]
+    few, many = ([record(rank, *spans) for rank in range(num)] for num in (2, 30))
+    texts = [drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t") for records in (few, many)]
+    assert "actor\ngenerate" in texts[0] and "actor train" in texts[0] and "actor" not in texts[0]
+    assert "actor\ngenerate" not in texts[1] and "actor train" in texts[1]

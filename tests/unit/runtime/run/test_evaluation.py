@@ -1,19 +1,50 @@
-"""What an evaluation counts as right."""
+"""What an evaluation counts as right, and where that says nothing."""
 
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from rlhf_spmd.runtime.execute.response_hashes import ROW
-from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluation
+from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluation, alike
+
+
+def metrics_of(*scores: float, right_at: float = 1.0, best: str = "") -> dict:
+    """Of one prompt with these scores."""
+    workload = SimpleNamespace(rollout_batch=1, samples_per_prompt=len(scores))
+    config = SimpleNamespace(eval=SimpleNamespace(right_at=right_at), checkpoint=SimpleNamespace(best=best))
+    job = SimpleNamespace(program=SimpleNamespace(workload=workload), config=config)
+    evaluation = SimpleNamespace(job=job, scores=True, sources=[""])
+    scored = np.array([(0, sample, np.float32(score)) for sample, score in enumerate(scores)], SCORED)
+    answer = {"sums": {}, "maxima": {}, "minima": {}, "rows": np.zeros(0, ROW)}
+    return Evaluation._metrics(evaluation, scored, [answer])
 
 
 def test_right_at_is_compared_in_the_precision_of_scores():
     """A score of 0.9 is 0.89999998 as float32, so that pass@1 was 0."""
-    workload = SimpleNamespace(rollout_batch=1, samples_per_prompt=2)
-    config = SimpleNamespace(eval=SimpleNamespace(right_at=0.9))
-    job = SimpleNamespace(program=SimpleNamespace(workload=workload), config=config)
-    evaluation = SimpleNamespace(job=job, scores=True, sources=[""])
-    scored = np.array([(0, 0, np.float32(0.9)), (0, 1, np.float32(0.89))], SCORED)
-    answer = {"sums": {}, "maxima": {}, "minima": {}, "rows": np.zeros(0, ROW)}
-    assert Evaluation._metrics(evaluation, scored, [answer])["pass@1"] == 0.5
+    assert metrics_of(0.9, 0.89, right_at=0.9)["pass@1"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scores", "asked", "is_given"),
+    [
+        ((0, 1), {}, True),
+        ((0, 0), {}, True),
+        ((0, 0.5), {}, False),
+        ((1, 2), {}, False),
+        ((0, 0.5), {"right_at": 0.5}, True),
+        ((1, 2), {"best": "pass@1"}, True),
+        ((1, 2), {"best": "mean@2"}, False),
+    ],
+)
+def test_pass_is_of_scores_0_and_1_or_asked_for(scores, asked, is_given):
+    """It was a copy of the mean, or a number without meaning."""
+    found = metrics_of(*scores, **asked)
+    assert ("pass@1" in found) == ("pass@2" in found) == is_given and "mean@2" in found and "best@2" in found
+
+
+def test_all_rows_of_a_run_have_it_or_none_has():
+    both = [{"mean@1": 0.0, "pass@1": 0.0, "pass@1/a": 0.0}, {"mean@1": 1.0, "pass@1": 1.0, "pass@1/a": 1.0}]
+    assert alike(both) == both
+    for rows in ([*both, {"mean@1": 0.5}], [{"mean@1": 0.5}, *both]):
+        assert [set(row) for row in alike(rows)] == [{"mean@1"}] * 3

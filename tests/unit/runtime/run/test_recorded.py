@@ -1,5 +1,6 @@
 """What a checkpoint records of a run's inputs and surroundings."""
 
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -54,3 +55,12 @@ def test_other_surroundings_are_told():
     assert recorded.changed(now, {}) == ""  # of a version that did not write them
     text = recorded.changed(now, {"stable program": "a", "torch": "2.11", "threads": "1"})
     assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"
+
+
+def test_what_a_run_was_made_with():
+    gpu = SimpleNamespace(index=0, num_devices=8, name="NVIDIA H100")
+    world = SimpleNamespace(size=4, num_nodes=2, computes=gpu)
+    found = recorded._made_with(SimpleNamespace(world=world))
+    assert found["hardware"] == "8 x NVIDIA H100 on 2 nodes" and found["ranks"] == 4 and "torch" in found["software"]
+    world.computes, world.num_nodes = SimpleNamespace(index=None), 1
+    assert recorded._made_with(SimpleNamespace(world=world))["hardware"].endswith(f", {os.cpu_count()} cores")

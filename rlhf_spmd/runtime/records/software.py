@@ -1,0 +1,59 @@
+"""Which code a process runs: the commit of its checkout, and the versions of packages."""
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from rlhf_spmd.files.json_text import json_object
+
+CHECKOUT = Path(__file__).resolve().parents[3]  # where the package is, if it is not installed
+CODE = ("rlhf_spmd", "kernels", "strategies")  # of the package, in its checkout
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "mpi4py", "numpy")
+LIMIT_S = 10.0  # for git, which may wait for a file system
+
+
+def software() -> dict[str, str]:
+    """Commit and versions, without what is not known or not installed."""
+    own = {"commit": commit() or installed_commit(), "rlhf_spmd": version_of("rlhf_spmd")}
+    found = own | {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
+    return {name: text for name, text in found.items() if text}
+
+
+def version_of(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
+    """The short hash of a checkout's commit, with `-dirty` if files in `code` differ from it; empty if it is none."""
+    if not (checkout / ".git").exists():  # a copy without it may lie within another repository
+        return ""
+    found = _git(checkout, "rev-parse", "--short", "HEAD")
+    return f"{found}-dirty" if found and _git(checkout, "status", "--porcelain", "--", *code) else found
+
+
+def installed_commit() -> str:
+    """The short hash of the commit from which pip has installed the package; empty if it came otherwise."""
+    version = version_of("rlhf_spmd")
+    if version is None:
+        return ""
+    folder = metadata.distribution("rlhf_spmd").locate_file(f"rlhf_spmd-{version}.dist-info")
+    source = json_object(Path(str(folder)) / "direct_url.json").get("vcs_info")
+    return str(source.get("commit_id", ""))[:7] if isinstance(source, dict) else ""
+
+
+def _git(checkout: Path, *words: str) -> str:
+    """What git prints; nothing where there is no git."""
+    command = ["git", "--no-optional-locks", *words]
+    try:
+        done = subprocess.run(
+            command, cwd=checkout, capture_output=True, encoding="utf-8", errors="replace", timeout=LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
