@@ -18,11 +18,12 @@ the error is small beside what iterations differ by (a test compares with rows t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workload import ResponseLengths
 
 CELLS = 1024  # of a grid, at most
 SETTLED = 1e-6  # how far starts per cell may be from their limit, relatively
@@ -31,7 +32,7 @@ PHASES = 32  # into which the end of a round of decoding is cut
 
 
 @dataclass(frozen=True, eq=False)
-class Lengths:
+class LengthDistribution:
     """A distribution of lengths in tokens. step: tokens of a cell of the grid; survival: P(length > i * step) for the
     cells i from 0 on: 1 in the first one, 0 behind the last one."""
 
@@ -42,6 +43,12 @@ class Lengths:
     def mean(self) -> float:
         """The expected tokens of a response."""
         return self.step * float(self.survival.sum())
+
+    @cached_property
+    def middle(self) -> float:
+        """The expected tokens before a token of a response, itself counted by half: E[length^2] / (2 E[length])."""
+        cells = np.arange(len(self.survival)) + 0.5
+        return self.step * float((cells * self.survival).sum() / self.survival.sum())
 
     @property
     def limit(self) -> float:
@@ -67,12 +74,12 @@ class Decoding:
         return sum(steps * rows for steps, rows in self.phases)
 
 
-def constant(length: float) -> Lengths:
+def constant(length: float) -> LengthDistribution:
     """Responses of one length."""
-    return Lengths(float(length), np.ones(1))
+    return LengthDistribution(float(length), np.ones(1))
 
 
-def lognormal(mean: float, sigma: float, limit: float) -> Lengths:
+def lognormal(mean: float, sigma: float, limit: float) -> LengthDistribution:
     """Responses whose logarithms are normal with the standard deviation sigma, but that are cut at a limit. mean: of
     the responses as they are, after the cut. Raises UserError for a mean that no such responses have."""
     if not (0 < mean <= limit and sigma >= 0 and math.isfinite(mean + sigma)):
@@ -91,10 +98,10 @@ def lognormal(mean: float, sigma: float, limit: float) -> Lengths:
     step = limit / cells
     survival = np.array([_above(math.log((cell + 0.5) * step), low, sigma) for cell in range(cells)])
     survival[0] = 1.0  # a response has a token
-    return Lengths(mean / float(survival.sum()), survival)
+    return LengthDistribution(mean / float(survival.sum()), survival)
 
 
-def of_rows(lengths: Sequence[int]) -> Lengths:
+def of_rows(lengths: Sequence[int]) -> LengthDistribution:
     """The distribution of responses that were made, all equally frequent. Raises UserError if there is none."""
     if not lengths or min(lengths) < 1:
         raise UserError("there is no response to take lengths from; give a run with rollouts")
@@ -102,10 +109,20 @@ def of_rows(lengths: Sequence[int]) -> Lengths:
     cells = min(CELLS, int(values[-1]))
     edges = np.arange(cells) * (values[-1] / cells)
     survival = 1.0 - np.searchsorted(values, edges, side="right") / len(values)
-    return Lengths(float(values.mean() / survival.sum()), survival)
+    return LengthDistribution(float(values.mean() / survival.sum()), survival)
 
 
-def decode(lengths: Lengths, num_rows: int, places: int) -> Decoding:
+@lru_cache
+def of_forecast(responses: ResponseLengths, limit: int, begun: int = 0) -> LengthDistribution:
+    """The distribution that forecasts assume, at most `limit` tokens. begun: tokens of each response that are made
+    before its first decode step. Raises UserError as lognormal does."""
+    if responses.rows:
+        return of_rows([max(1, min(length, limit) - begun) for length in responses.rows])
+    return lognormal(responses.mean - begun, responses.sigma, limit - begun)
+
+
+@lru_cache(maxsize=4096)
+def decode(lengths: LengthDistribution, num_rows: int, places: int) -> Decoding:
     """The expected decode steps of some rows in so many places at most."""
     places = min(places, num_rows)
     if not places:
@@ -126,6 +143,21 @@ def decode(lengths: Lengths, num_rows: int, places: int) -> Decoding:
         if steps := step * float(chance.sum()):
             phases.append((steps, step * float(some.sum()) / steps))
     return Decoding(sum(steps for steps, _ in phases), tuple(phases))
+
+
+def meetings(lengths: LengthDistribution, num_rows: int, places: int) -> tuple[float, float]:
+    """How often rows end, and how often others then begin. Rows that began together and are cut at the limit end
+    together; all others end and begin alone."""
+    together, left = float(min(num_rows, places)), float(num_rows)
+    ends, begins, cut = left, left - together, float(lengths.survival[-1])
+    first = True
+    while together > 1 and left > 0:
+        now = min(together, left)
+        left, together = left - now, now * cut
+        ends -= max(0.0, together - 1)
+        begins -= 0.0 if first else now - 1
+        first = False
+    return ends, begins
 
 
 def mean_of_cut_lognormal(mu: float, sigma: float, limit: float) -> float:

@@ -1,4 +1,4 @@
-"""Lengths of responses against closed forms, and decode steps against rows that are drawn."""
+"""LengthDistribution of responses against closed forms, and decode steps against rows that are drawn."""
 
 import heapq
 import math
@@ -8,18 +8,26 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.cost.lengths import CELLS, Lengths, constant, decode, lognormal, mean_of_cut_lognormal, of_rows
+from rlhf_spmd.plan.cost.lengths import (
+    CELLS,
+    LengthDistribution,
+    constant,
+    decode,
+    lognormal,
+    mean_of_cut_lognormal,
+    of_rows,
+)
 
 
-def exponential(mean: float) -> Lengths:
+def exponential(mean: float) -> LengthDistribution:
     """Cut where e^-16 are left."""
     step = 16 * mean / CELLS
     survival = np.exp(-(np.arange(CELLS) + 0.5) * step / mean)
     survival[0] = 1.0
-    return Lengths(step, survival)
+    return LengthDistribution(step, survival)
 
 
-def drawn_steps(lengths: Lengths, num_rows: int, places: int, times: int) -> float:
+def drawn_steps(lengths: LengthDistribution, num_rows: int, places: int, times: int) -> float:
     """The mean number of decode steps when rows are drawn and start in order, each in the place that is free first."""
     draw, total = np.random.default_rng(1), 0.0
     for _ in range(times):
