@@ -52,7 +52,7 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-peers: .venv-peers/.installed  ## TRL, for `python -m bench against-trl`, in an environment of its own
+peers: .venv-peers/.installed  ## TRL and peft, for `python -m bench against-trl` and `make test-slow`, in an environment of its own
 
 peers-vllm: .venv-peers-vllm/.installed  ## vLLM's CPU backend, for `python -m bench against-vllm`, in another one (3 GB)
 
@@ -66,7 +66,7 @@ clean:
 
 .venv-peers/.installed: constraints.txt constraints-shared.txt constraints-peers.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-peers.txt trl
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-peers.txt trl peft
 	touch $@
 
 .venv-peers-vllm/.installed: constraints-peers-vllm.txt

@@ -1,5 +1,5 @@
 """The one program: train, evaluate, generate, precompute, profile (on MPI ranks), check, plan, forecast, rehearse,
-draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files).
+draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files and adapters).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN

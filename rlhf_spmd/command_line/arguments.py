@@ -298,10 +298,12 @@ VERBS = {
         "other",
     ),
     "convert": Verb(
-        "turn a GGUF file into a Hugging Face folder",
+        "turn a GGUF file, or an adapter (LoRA), into a Hugging Face folder of a whole model",
         (
-            _argument("gguf", "the file", "FILE.gguf", type=Path),
-            _argument("folder", "the folder", "FOLDER", type=Path),
+            _argument("source", "the file; with --merge the folder of an adapter", "FILE.gguf|ADAPTER", type=Path),
+            _argument("folder", "the folder that is written", "FOLDER", type=Path),
+            _flag("--merge", "merge an adapter, as peft stores it, into its base"),
+            _argument("--base", "folder of its base (default: the one that the adapter names)", "FOLDER", type=Path),
         ),
     ),
 }

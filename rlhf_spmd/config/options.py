@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
+from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
@@ -153,6 +154,7 @@ class Config(OptionTree):
     shape: str = ""  # of a preset without weights, for check and plan: a model shape for all roles, or ROLE=SHAPE,...
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
+    forecast_lengths: str = ""  # of responses in forecasts: MEAN,SIGMA (lognormal), or rollouts; empty: all the limit
     reserve: BelowOne | None = None  # share of a GPU's memory that is kept free; none: the calibration's, at least 0.06
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
     iterations: PositiveInt = 10  # number of iterations: generate, score, train
@@ -356,6 +358,7 @@ def make_workload(config: Config) -> Workload:
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
+        forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.generation.max_new_tokens),
     )
 
 

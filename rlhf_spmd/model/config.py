@@ -100,9 +100,8 @@ def refuse_adapter(folder: Path) -> None:
     kind, base = values.get("peft_type") or "PEFT", values.get("base_model_name_or_path") or "its base model"
     merged = f"; if {whole[0]} has it merged already, remove the adapter's files" if whole else ""
     raise UserError(
-        f"{folder} holds an adapter ({kind}) for {base}, not a whole model, and adapters are not read; merge it with "
-        f"peft: AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED'), "
-        f"copy the tokenizer there, and give that folder{merged}"
+        f"{folder} holds an adapter ({kind}) for {base}, not a whole model; merge it: python -m rlhf_spmd convert "
+        f"{folder} MERGED --merge --base BASE, and give MERGED{merged}"
     )
 
 

@@ -6,7 +6,6 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 """
 
 import dataclasses
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder, read_bytes, why_no_file
 from rlhf_spmd.model import config as model_config
-from rlhf_spmd.model import weights
+from rlhf_spmd.model import stored_names, weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
@@ -29,7 +28,6 @@ from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
-_TABLES = re.compile(r"rotary_emb\.inv_freq$")  # stored in old checkpoints, computed from the config here
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -74,8 +72,8 @@ def load_model(
     found = weights.locate(folder)
     stored = hugging_face_names(found)
     places = {name: found[there] for name, there in stored.items()}
-    shapes = {_to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
-    parts = {_to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
+    shapes = {to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
+    parts = {to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
     missing_head = _check_names(folder, config, head, stored, shapes)
     if missing_head and not fresh_head:
         raise UserError(
@@ -124,7 +122,7 @@ def save_state(
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    weights.write_weights(folder, {_to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
+    weights.write_weights(folder, {to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
     if source is not None and (Path(source) / "generation_config.json").exists():
         _copy(Path(source), folder, ("generation_config.json",))
@@ -299,7 +297,8 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
     save_state(state, config, "lm", folder)
 
 
-def _to_hf_name(name: str) -> str:
+def to_hf_name(name: str) -> str:
+    """Our name of a tensor -> Hugging Face's."""
     return name if name in HEADS else "model." + name
 
 
@@ -311,7 +310,7 @@ def _check_names(
     file = _file(folder)
     if adapter := tensors_of(stored.values(), OF_ADAPTERS):
         raise UserError(
-            f"{file} holds an adapter (tensor {adapter[0]}), and adapters are not read; merge it with peft: "
+            f"{file} holds an adapter within its base (tensor {adapter[0]}), which is not read; merge it with peft: "
             "model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
         )
     if head == "lm" and "score.weight" in stored:
@@ -351,7 +350,9 @@ def _check_names(
         )
     ignored = {"lm_head.weight"} if head == "scalar" or config.tie_embeddings else set()
     ignored.update(value_head)
-    extra = [stored[name] for name in stored if name not in {*shapes, *ignored} and not _TABLES.search(name)]
+    extra = [
+        stored[name] for name in stored if name not in {*shapes, *ignored} and not name.endswith(stored_names.TABLES)
+    ]
     if extra:
         raise UserError(
             f"{file} holds tensor {extra[0]}{_more(extra)}, which the model in config.json does not have; the two "

@@ -11,6 +11,7 @@ EMBEDDINGS, BODY = "embed_tokens.weight", "model."
 HEADS = ("lm_head.weight", "score.weight")
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")  # of the body
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # that may stand anywhere
+TABLES = "rotary_emb.inv_freq"  # stored in old checkpoints, computed from the config here
 VALUE_HEAD = "v_head"  # of TRL: a layer with a bias, beside a language model
 OF_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "base_layer", "modules_to_save")
 

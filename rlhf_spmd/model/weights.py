@@ -4,6 +4,7 @@ Every tensor is checked by name and shape before memory is allocated; errors nam
 Hugging Face's; hf.py maps them to ours.
 """
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
+from rlhf_spmd.model.stored_names import TABLES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -104,14 +106,8 @@ def read_weights(
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
-    """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`.
-
-    Every file is written under a temporary name and renamed when complete. Files of an earlier save that are no longer
-    part of the model are deleted.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`. Files of an earlier
+    save that are no longer part of the model are deleted."""
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -125,16 +121,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_byte
     if len(shards) == 1:
         names = [SINGLE]
     for name, shard in zip(names, shards, strict=True):
-        owned = {key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}
-        temporary = folder / (name + ".tmp")
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask allows; save_file makes files that only their owner can read
-        try:
-            save_file(owned, temporary, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise UserError(f"{folder / name} can't be written ({error}); make room there") from None
-        temporary.chmod(mode)
-        os.replace(temporary, folder / name)
+        write_file(folder / name, shard)
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
@@ -144,6 +131,41 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_byte
     for old in [folder / SINGLE, *folder.glob("model-?????-of-?????.safetensors")]:
         if old.name not in names:
             old.unlink(missing_ok=True)
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes one file, under a temporary name until it is complete."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    owned = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.touch()
+    mode = temporary.stat().st_mode  # as the umask allows; save_file makes files that only their owner can read
+    try:
+        save_file(owned, temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{path} can't be written ({error}); make room there") from None
+    temporary.chmod(mode)
+    os.replace(temporary, path)
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file, by their stored names. Raises UserError also for numbers that are no floats."""
+    file = _open(path)
+    for name in file.keys():  # noqa: SIM118 (no mapping)
+        if (dtype := file.get_slice(name).get_dtype()) not in _FLOATS:
+            raise UserError(f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(_FLOATS))} are read")
+    return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def widest_dtype(folder: Path) -> torch.dtype:
+    """The dtype that holds every tensor of a folder without rounding: that which all have, as a rule."""
+    places = {name: path for name, path in locate(folder).items() if not name.endswith(TABLES)}
+    opened = {path: _open(path) for path in dict.fromkeys(places.values())}
+    stored = {opened[path].get_slice(name).get_dtype() for name, path in places.items()}
+    floats = [_FLOATS[name] for name in sorted(stored & _FLOATS.keys())]
+    return functools.reduce(torch.promote_types, floats or [torch.float32])
 
 
 def _leaves(shard: str) -> bool:

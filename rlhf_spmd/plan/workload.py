@@ -70,6 +70,16 @@ SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288)
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseLengths:
+    """How long responses are forecast to be: lognormal with a mean and the standard deviation of the logarithm, cut at
+    the limit; or, with `rows`, as long as some responses were."""
+
+    mean: float
+    sigma: float = 0.0
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The sizes of one iteration, the same under every placement.
 
@@ -94,6 +104,7 @@ class Workload:
     max_sequences: int = 256  # decoded at the same time by one copy of a model
     prompt_lengths: tuple[int, ...] = ()  # for forecasts, equally frequent; empty: all prompts have max_prompt tokens
     response_lengths: tuple[int, ...] = ()  # the same for responses
+    forecast_lengths: ResponseLengths | None = field(default=None, repr=False)  # None: all have max_response tokens
 
     @property
     def num_sequences(self) -> int:
@@ -115,9 +126,11 @@ class Workload:
         return bool(self.prompt_lengths or self.response_lengths)
 
     def lengths(self, row: int) -> tuple[int, int]:
-        """The forecast tokens of a row's prompt and response: drawn from the given lengths, seeded by the row."""
+        """The forecast tokens of a row's prompt and response: drawn from the given lengths, seeded by the row. Of a
+        distribution it is the mean."""
         if not self.lengths_differ:
-            return self.max_prompt, self.max_response
+            mean = self.forecast_lengths.mean if self.forecast_lengths else self.max_response
+            return self.max_prompt, max(1, round(mean))
         draw = Random(row)
         prompt = draw.choice(self.prompt_lengths) if self.prompt_lengths else self.max_prompt
         response = draw.choice(self.response_lengths) if self.response_lengths else self.max_response

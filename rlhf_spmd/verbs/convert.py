@@ -1,13 +1,31 @@
-"""The convert verb: turns a GGUF file into a Hugging Face folder."""
+"""The convert verb: turns a GGUF file, or an adapter with its base, into a Hugging Face folder of a whole model."""
 
 import argparse
 import json
+import sys
 
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.merge import merge
 from rlhf_spmd.model.hf import convert_gguf
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the folder -> the exit status. Raises UserError."""
-    convert_gguf(parsed.gguf, parsed.folder)
-    print(json.dumps({"folder": str(parsed.folder), "ok": True}))
+    told = {"folder": str(parsed.folder), "ok": True}
+    if parsed.merge:
+        merged = merge(parsed.source, parsed.folder, base=parsed.base)
+        told |= {"updated": merged.num_updated, "lost": merged.num_lost}
+        if merged.num_lost and merged.dtype.itemsize < 4:
+            dtype = str(merged.dtype).removeprefix("torch.")
+            lost = f"{merged.num_lost:,} of {merged.num_updated:,} weights"
+            print(
+                f"rlhf_spmd: note: rounding to {dtype}, the type of the base, loses the update of {lost}; merge into a "
+                "base in float32 to keep it",
+                file=sys.stderr,
+            )
+    elif parsed.base:
+        raise UserError("--base is the base of an adapter; add --merge, or drop it")
+    else:
+        convert_gguf(parsed.source, parsed.folder)
+    print(json.dumps(told))
     return 0

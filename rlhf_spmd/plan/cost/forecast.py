@@ -133,7 +133,8 @@ class _Costs:
             places = min(places, self.program.placement.decode_mini_batches * len(columns))
         key = (run.call, rank, columns)
         if key not in self.done_s:
-            self.done_s[key] = self.cost.generate_s(call, layout, rank, rows, places)
+            parts = 1 if run.mini_batch is None else workload.num_mini_batches
+            self.done_s[key] = self.cost.generate_s(call, layout, rank, rows, places, parts)
         done_s = self.done_s[key]
         if run.mini_batch is None:
             return max(done_s)

@@ -157,11 +157,16 @@ class Cost:
             return moments_s + reduce_s + table.update.at(mine)
         return reduce_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
 
-    def generate_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int) -> list[float]:
+    def generate_s(
+        self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
+    ) -> list[float]:
         """When each row ends: first the prompts, then decode steps of at most `places` rows through all stages. When a
-        row ends, the next one takes its place, beginning with its prompt."""
+        row ends, the next one takes its place, beginning with its prompt. If lengths are forecast by a distribution:
+        when this row and those before it are expected to have ended, exactly so at the ends of as many equal parts."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
         drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
+        if self.workload.forecast_lengths and not self.workload.lengths_differ:
+            return self._expected_s(call, layout, rank, rows, places, parts, drawn)
         begun = min(places, len(rows))
         clock_s, done_s = self.prompts_s(call, layout, rank, rows[:begun]), [0.0] * len(rows)
         for num_steps, active, ended in decode_steps([response - drawn for _, response in rows], places):
@@ -172,6 +177,41 @@ class Cost:
                 done_s[row] = clock_s
             clock_s += self.prompts_s(call, layout, rank, rows[begun : begun + len(ended)])
             begun += len(ended)
+        return done_s
+
+    def _expected_s(
+        self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int, drawn: int
+    ) -> list[float]:
+        """generate_s by the expected decode steps of a distribution of lengths (lengths.py)."""
+        from rlhf_spmd.plan.cost.lengths import decode, meetings, of_forecast  # late: numpy, which `check` does without
+
+        assert self.workload.forecast_lengths is not None
+        responses = of_forecast(self.workload.forecast_lengths, self.workload.max_response, drawn)
+        table, begun = self.table(call.model, layout, rank), min(places, len(rows))
+        decoding, (ends, begins) = decode(responses, len(rows), places), meetings(responses, len(rows), places)
+        first_s, later, later_s = self.prompts_s(call, layout, rank, rows[:begun]), rows[begun:], 0.0
+        if later:
+            few = int(len(later) / begins)  # prompts come in groups of so many, or of one more
+            more = len(later) - few * begins
+            for number, size in ((begins - more, few), (more, few + 1)):
+                later_s += number * self.prompts_s(call, layout, rank, later[:size])
+        ends_s = ends * table.ends.at(begun) if table is not None and table.ends is not None else 0.0
+        stages, phases = layout.stage_ranks(rank), []
+        for steps, active in decoding.phases:
+            phases.append((steps, sum(self.decode_s(call, layout, other, active) for other in stages)))
+        done_s, before, before_s = [0.0] * len(rows), 0, 0.0
+        for part in range(1, parts + 1):
+            stop, end_s = len(rows) * part // parts, first_s
+            taken = left = decode(responses, stop, places).steps
+            for steps, step_s in phases:
+                end_s += min(steps, left) * step_s
+                left = max(0.0, left - steps)
+            end_s += ends_s * taken / decoding.steps
+            if later:
+                end_s += later_s * min(1.0, max(0.0, begun * (taken / responses.mean - 1) / len(later)))
+            for row in range(before, stop):
+                done_s[row] = before_s + (end_s - before_s) * (row + 1 - before) / (stop - before)
+            before, before_s = stop, end_s
         return done_s
 
     def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
@@ -195,7 +235,15 @@ class Cost:
         num_layers = len(split(self.workload.shape(call.model).num_layers, shard.pp, shard.stage))
         return table.prefill.at(num_layers, tokens, length, rest=shard.stage == shard.pp - 1)
 
-    def decode_s(self, call: ModelCall, layout: Layout, rank: int, places: int) -> float:
+    def _middle(self) -> float:
+        """The expected tokens of a response before the one that is decoded."""
+        if not self.workload.forecast_lengths or self.workload.lengths_differ:
+            return self.workload.max_response / 2
+        from rlhf_spmd.plan.cost.lengths import of_forecast  # late: as above
+
+        return of_forecast(self.workload.forecast_lengths, self.workload.max_response).middle
+
+    def decode_s(self, call: ModelCall, layout: Layout, rank: int, places: float) -> float:
         """Seconds of a token for each of so many rows through one stage, halfway through their responses."""
         workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
         shape = workload.shape(call.model)
@@ -204,7 +252,7 @@ class Cost:
         if table is not None and table.decode is not None:
             return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1)
         prompt, response = workload.max_prompt, workload.max_response
-        context = prompt + response / 2
+        context = prompt + self._middle()
         cached = places * context / (prompt + response) * sequence_bytes(workload, call, layout, rank)
         read_s = (workload.param_bytes * num_params(shape, shard) + cached) / device.memory_bytes_per_s
         head = head_flops(shape, places, layout.tp) if shard.stage == shard.pp - 1 else 0.0

@@ -120,7 +120,7 @@ WRONG = {
     ),
     "an adapter that is not merged": (
         lambda name: "base_model.model." + name.replace("q_proj.weight", "q_proj.base_layer.weight"),
-        r"holds an adapter \(tensor .*q_proj.base_layer.weight\), and adapters are not read; merge it with peft",
+        r"holds an adapter within its base \(tensor .*q_proj.base_layer.weight\), which is not read; merge it with",
     ),
 }
 
@@ -144,7 +144,7 @@ def test_an_adapter_is_called_one(beside, tmp_path):
     (folder / "adapter_model.safetensors").touch()
     for file in ("config.json", "model.safetensors")[2 * (beside.count(" ") > 0) or beside.count("config") :]:
         (folder / file).unlink()
-    expected = r"holds an adapter \(LORA\) for x/y, not a whole model, .*merge_and_unload\(\).save_pretrained"
+    expected = r"holds an adapter \(LORA\) for x/y, not a whole model; merge it: python -m rlhf_spmd convert .* --merge"
     with pytest.raises(UserError, match=expected) as error:
         read_config_json(folder / "config.json")
     assert ("remove the adapter's files" in str(error.value)) == (" " in beside)

@@ -1,6 +1,9 @@
 """Seconds against closed forms, with constants that are easy to divide by."""
 
+import math
+import statistics
 from dataclasses import replace
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +20,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Load, Message, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.plan.workload import ModelShape, ResponseLengths
 from tests.programs import make_workload, place_models
 
 SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
@@ -270,6 +273,51 @@ def test_stragglers_come_from_a_distribution_of_lengths():
         longest * SHAPE.num_layers * 0.25
     )
     assert {workload.lengths(row)[1] for row in range(16)} == {1, 2, 7}
+
+
+def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_batches=2, **sizes):
+    """When the rows of one rank end, of which there are 8 in a mini-batch. drawn: the tokens of each response."""
+    workload = make_workload(mini_batch=8, num_mini_batches=num_mini_batches, shape=SHAPE)
+    workload = replace(workload, forecast_lengths=lengths, **sizes)
+    call, layout = workload.workflow.call("actor_generate"), Layout.grid_of(range(1))
+    rows = [(5, length) for length in drawn] or [workload.lengths(row) for row in range(workload.num_sequences)]
+    cost = Cost(calibration, workload, Cluster.parse("1x1", "cpu"))
+    return cost.generate_s(call, layout, 0, rows, workload.max_sequences, num_mini_batches)
+
+
+@pytest.mark.parametrize("places", [256, 16, 12, 8, 5, 1])
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_distribution_of_one_length_is_that_length(places, measured):
+    """By closed forms and by tables, at the end of every mini-batch that other rows do not hold up."""
+    calibration = machine(decode_layer_s=0.25, memory_bytes_per_s=1e7)
+    if measured:
+        amounts = (1.0, 2.0)
+        prefill = ByLength((1.0,), (Layered(Curve(amounts, (2.0, 3.0)), Curve(amounts, (3.0, 3.0))),))
+        decode = Layered(Curve(amounts, (0.125, 0.25)), Curve(amounts, (1.0, 1.0)))
+        calibration = machine(measured=(table_of(prefill=prefill, decode=decode, ends=Curve(amounts, (0.5, 0.5))),))
+    expected = generating(calibration, max_sequences=places)
+    found = generating(calibration, max_sequences=places, lengths=ResponseLengths(7))
+    assert len(found) == len(expected) == 16 and found == sorted(found)
+    assert max(found) == pytest.approx(max(expected))
+    if places in (256, 16, 8):
+        assert found[7] == pytest.approx(max(expected[:8]), rel=0.05)
+
+
+@pytest.mark.parametrize("places", [64, 24, 8])
+def test_expected_seconds_are_those_of_rows_that_are_drawn(places):
+    """One number for a distribution is the mean over iterations whose rows are drawn from it."""
+    calibration = machine(decode_layer_s=0.25, memory_bytes_per_s=1e7)
+    sizes = {"max_response": 400, "max_sequences": places, "num_mini_batches": 8}
+    draw = Random(0)
+    made = tuple(min(400, max(1, round(100 * math.exp(0.6 * draw.gauss(0, 1))))) for _ in range(100 * 64))
+    drawn = [generating(calibration, drawn=made[start::100], **sizes) for start in range(100)]
+    of_rows = generating(calibration, lengths=ResponseLengths(statistics.fmean(made), rows=made), **sizes)
+    fitted = generating(calibration, lengths=ResponseLengths(statistics.fmean(made), 0.6), **sizes)
+    for found in (of_rows, fitted):
+        for stop in (16, 32, 64):
+            expected = statistics.fmean(max(one[:stop]) for one in drawn)
+            assert found[stop - 1] == pytest.approx(expected, rel=0.05), stop
+    assert generating(calibration, lengths=ResponseLengths(statistics.fmean(made), 0.6), **sizes) == fitted
 
 
 def test_an_unknown_type_of_device_is_refused():

@@ -1,0 +1,236 @@
+"""The description of an adapter: peft's adapter_config.json. Plain Python without torch.
+
+An adapted layer computes y = W x + s B A x with s = alpha / r, or alpha / sqrt(r) with rslora (LoRA, arXiv 2106.09685;
+rank-stabilised, arXiv 2312.03732). Layers are named by Hugging Face's paths, such as model.layers.0.self_attn.q_proj.
+How targets and patterns match them is what peft 0.17 to 0.21 do. A key of peft's that changes the mathematics in
+another way is refused by name, and so is every unknown one that says something.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import is_folder
+
+CONFIG = "adapter_config.json"
+TASKS = ("CAUSAL_LM", "SEQ_CLS")
+SCORES = ("score", "classifier")  # what peft trains beside the factors of a SEQ_CLS adapter, without being told
+READ = (
+    *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern"),
+    *("alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+)
+INERT = (  # they say what made the adapter, how it was trained, or what other keys would need
+    *("auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core"),
+    *("qalora_group_size", "runtime_config"),
+)
+INITIAL = (None, True, False, "gaussian", "orthogonal")  # ways to begin that leave the base as it is
+EXPRESSION_OF_ALL = "all-linear"
+
+
+def merge_with_peft(folder: Path | str) -> str:
+    """Advice: what makes a whole model of an adapter that is not supported here."""
+    load = f"AutoPeftModelForCausalLM.from_pretrained('{folder}')"
+    return f"merge it with peft: {load}.merge_and_unload().save_pretrained('MERGED'), and give that folder"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter without its numbers. Raises UserError for a rank, an alpha, a pattern or a task that cannot be.
+
+    targets: paths of layers, or their last parts. rank_pattern, alpha_pattern: regular expressions for the end of a
+    path -> the rank or alpha of these layers; the first that matches counts. modules_to_save: modules, named as
+    targets are, of which a trained copy is stored as a whole. base: the folder of its base, as peft wrote it.
+    """
+
+    rank: int = 8
+    alpha: float = 8
+    rslora: bool = False
+    targets: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
+    modules_to_save: tuple[str, ...] = ()
+    task_type: str = "CAUSAL_LM"
+    base: str = ""
+
+    def __post_init__(self) -> None:
+        for name, rank in {"r": self.rank, **self.rank_pattern}.items():
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+                raise UserError(f"the rank of an adapter is {rank!r} ({name}), but must be a whole number from 1 on")
+        for name, alpha in {"lora_alpha": self.alpha, **self.alpha_pattern}.items():
+            if not _is_number(alpha):
+                raise UserError(f"the alpha of an adapter is {alpha!r} ({name}), but must be a number")
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(f"the pattern {pattern!r} is no regular expression ({error}); correct it") from None
+        if self.task_type not in TASKS:
+            raise UserError(f"task_type is {self.task_type!r}, but must be {' or '.join(TASKS)}")
+
+    @property
+    def head(self) -> Literal["lm", "scalar"]:
+        """The head of the model that it adapts."""
+        return "lm" if self.task_type == "CAUSAL_LM" else "scalar"
+
+    def adapts(self, path: str) -> bool:
+        """Whether a layer is a target."""
+        return named(path, self.targets)
+
+    def rank_of(self, path: str) -> int:
+        """The rank r of a layer's factors."""
+        return _by_pattern(self.rank_pattern, path, self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """What a layer's product B A is multiplied with."""
+        alpha, rank = _by_pattern(self.alpha_pattern, path, self.alpha), self.rank_of(path)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def saves(self, tensor: str) -> bool:
+        """Whether a tensor belongs to a module that is stored as a whole."""
+        parts = tensor.split(".")
+        known = (*self.modules_to_save, *(SCORES if self.task_type == "SEQ_CLS" else ()))
+        return any(named(".".join(parts[:length]), known) for length in range(1, len(parts)))
+
+
+def named(path: str, names: Collection[str]) -> bool:
+    """Whether one of these names means a module: its whole path, or the last parts of it."""
+    return path in names or any(path.endswith(f".{name}") for name in names)
+
+
+def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | str = "FOLDER") -> AdapterConfig:
+    """The contents of an adapter_config.json -> AdapterConfig.
+
+    paths: the layers whose factors are stored beside it; they become the targets where the file gives these by an
+    expression, or takes layers out of them. folder: for messages. Raises UserError naming the key.
+    """
+    _refuse(values, folder)
+    targets = values.get("target_modules") or ()
+    try:
+        outside = [path for path in paths if not _is_target(values, path)]
+    except re.error as error:
+        raise UserError(f"target_modules or another key is no regular expression ({error}); correct it") from None
+    if outside:
+        raise UserError(f"target_modules does not name {outside[0]}, whose factors are stored beside it; {_AGAIN}")
+    listed = not isinstance(targets, str) and not any(values.get(key) for key in ("exclude_modules", "layers_pattern"))
+    if not listed or values.get("layers_to_transform") is not None:
+        targets = paths
+    saved = values.get("modules_to_save") or ()
+    task = values.get("task_type")
+    if task is None:
+        task = "SEQ_CLS" if set(SCORES) & set(saved) else "CAUSAL_LM"
+    return AdapterConfig(
+        rank=values.get("r", 8),
+        alpha=values.get("lora_alpha", 8),
+        rslora=bool(values.get("use_rslora", False)),
+        targets=tuple(sorted(targets)),
+        rank_pattern=values.get("rank_pattern") or {},
+        alpha_pattern=values.get("alpha_pattern") or {},
+        modules_to_save=tuple(sorted(saved)),
+        task_type=task,
+        base=values.get("base_model_name_or_path") or "",
+    )
+
+
+def to_peft(config: AdapterConfig) -> dict[str, Any]:
+    """AdapterConfig -> the contents of an adapter_config.json, which peft 0.17 and later read."""
+    return {
+        "peft_type": "LORA",
+        "task_type": config.task_type,
+        "base_model_name_or_path": config.base or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "use_rslora": config.rslora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "target_modules": list(config.targets),
+        "modules_to_save": list(config.modules_to_save) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def base_of(folder: Path, config: AdapterConfig, given: Path | str | None, *, option: str) -> Path:
+    """The folder of an adapter's base: the given one, or that which its description names, seen from here, from the
+    adapter's folder or from beside it. option: what gives it, for the message. Raises UserError."""
+    places = (Path(config.base), folder / config.base, folder.parent / config.base) if config.base else ()
+    found = Path(given) if given else next((path for path in places if is_folder(path)), None)
+    if found is None:
+        which = f"{config.base}, which is no folder here" if config.base else "a base that it does not name"
+        raise UserError(f"{folder} holds an adapter for {which}; give the folder of the base: {option}")
+    return found
+
+
+_AGAIN = "the two files do not belong together: copy both again"
+
+
+def _refuse(values: Mapping[str, Any], folder: Path | str) -> None:
+    """Raises UserError for what changes the mathematics and is not supported, and for values of a wrong type."""
+    kind, start = values.get("peft_type"), values.get("init_lora_weights")
+    if kind != "LORA":
+        raise UserError(f"peft_type is {kind!r}, and only LORA is supported; {merge_with_peft(folder)}")
+    if start not in INITIAL:
+        raise UserError(
+            f"init_lora_weights is {start!r}, which may have changed the base; let peft turn it into plain LoRA: "
+            "save_pretrained(FOLDER, path_initial_model_for_weight_conversion=START)"
+        )
+    known = (*READ, *INERT, "init_lora_weights")
+    wrong = [key for key, value in values.items() if key not in known and value and (key, value) != ("bias", "none")]
+    if wrong:
+        raise UserError(f"{wrong[0]} is {values[wrong[0]]!r}, which is not supported; {merge_with_peft(folder)}")
+    for key, types in _TYPES.items():
+        if values.get(key) is not None and not isinstance(values[key], types):
+            raise UserError(f"{key} is {values[key]!r}, but must be {_WORDS[types[0]]}")
+    names = [name for key in _LISTS if isinstance(given := values.get(key), list) for name in given]
+    if other := [name for name in names if not isinstance(name, str)]:
+        raise UserError(f"names of modules are texts, and {other[0]!r} is none; correct {' or '.join(_LISTS)}")
+
+
+_LISTS = ("target_modules", "exclude_modules", "modules_to_save")
+_TYPES: dict[str, tuple[type, ...]] = {
+    "target_modules": (list, str),
+    "exclude_modules": (list, str),
+    "layers_pattern": (list, str),
+    "layers_to_transform": (list, int),
+    "modules_to_save": (list,),
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+    "base_model_name_or_path": (str,),
+}
+_WORDS: dict[type, str] = {list: "a list", dict: "an object", str: "a text"}
+
+
+def _is_target(values: Mapping[str, Any], path: str) -> bool:
+    """Whether peft adapts a layer (check_target_module_exists of its tuners_utils.py)."""
+    targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
+    if isinstance(excluded, str) and re.fullmatch(excluded, path):
+        return False
+    if not isinstance(excluded, str) and named(path, excluded):
+        return False
+    if isinstance(targets, str):
+        return targets == EXPRESSION_OF_ALL or bool(re.fullmatch(targets, path))
+    if path in targets:
+        return True
+    if not named(path, targets):
+        return False
+    layers = values.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    patterns = values.get("layers_pattern") or ()
+    before = [rf"(?:^|.*?\.){pattern}" for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
+    found = next((match for text in before or [r".*?\.[^.]*"] if (match := re.match(rf"{text}\.(\d+)\.", path))), None)
+    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _by_pattern(pattern: Mapping[str, Any], path: str, otherwise: Any) -> Any:
+    """The value of the first expression that matches the end of a path (get_pattern_key of peft's other.py)."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), otherwise)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

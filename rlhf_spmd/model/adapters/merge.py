@@ -1,0 +1,98 @@
+"""Merges an adapter into its base: W + s B A, computed in float32 from the untouched base.
+
+The result has the dtype of the base. Where that is bfloat16, whose steps around a weight w are about w / 256, rounding
+can give back the weight of the base; such weights are counted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import hf, weights
+from rlhf_spmd.model.adapters.config import AdapterConfig, base_of
+from rlhf_spmd.model.adapters.files import check_base, read_adapter
+from rlhf_spmd.model.config import naming
+from rlhf_spmd.model.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What rounding did. num_updated: weights that the adapter changes; num_lost: those of them that rounding to
+    `dtype` left as they were in the base."""
+
+    num_updated: int
+    num_lost: int
+    dtype: torch.dtype
+
+
+def merge(folder: str | Path, out: str | Path, *, base: str | Path | None = None) -> Merged:
+    """Writes a whole model, as a Hugging Face folder with the tokenizer of the base. base: its folder; None: that which
+    the adapter names. Raises UserError."""
+    folder, out = Path(folder), Path(out)
+    config, factors, saved = read_adapter(folder)
+    base = base_of(folder, config, base, option="--base FOLDER")
+    if out.resolve() in (folder.resolve(), base.resolve()):
+        raise UserError(f"{out} is a folder that is read; give another one for the merged model")
+    dtype = weights.widest_dtype(base)
+    model = hf.load_model(base, head=config.head, fresh_head="score.weight" in saved, dtype=dtype)
+    with naming(f"{folder} does not fit {base}"):
+        merged = merge_into(model, config, factors, saved)
+    hf.save_state(model.state_dict(), model.config, model.head, out, source=base)
+    return merged
+
+
+@torch.no_grad()
+def merge_into(
+    model: Transformer,
+    config: AdapterConfig,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    saved: Mapping[str, Tensor],
+) -> Merged:
+    """Merges an adapter into a whole model in memory. Raises UserError if it does not fit."""
+    state = {hf.to_hf_name(name): weight for name, weight in model.state_dict().items()}
+    check_base(config, factors, saved, {name: weight.shape for name, weight in state.items()})
+    if model.config.tie_embeddings and "model.embed_tokens.weight" in saved:
+        raise UserError("it stores embeddings of its own, and the base ties them to its output; untie them in the base")
+    num_updated = num_lost = 0
+    dtype = next(iter(state.values())).dtype
+    for path, (a, b) in factors.items():
+        weight = state[f"{path}.weight"]
+        updated, lost = _add(weight, a, b, config.scale_of(path))
+        num_updated, num_lost = num_updated + updated, num_lost + lost
+    for name, tensor in saved.items():
+        state[name].copy_(tensor)
+    return Merged(num_updated, num_lost, dtype)
+
+
+def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[int, int]:
+    """Adds s B A to a weight -> how many numbers it changes, and how many of these rounding leaves as they were."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    update = scale * (b.to(wide) @ a.to(wide))
+    rounded = (weight.to(wide) + update).to(weight.dtype)
+    lost = (update != 0) & (rounded == weight)
+    weight.copy_(rounded)
+    return int((update != 0).sum()), int(lost.sum())
+
+
+def bit_sum(*tensors: Tensor) -> int:
+    """The sum of the bit patterns of all numbers, modulo 2^64.
+
+    It does not depend on the order of numbers and tensors, nor on how they are cut: the sums of parts add up to that of
+    the whole (modulo 2^64), if every number is in one part. So a frozen base has one sum under every layout, and
+    another one once a bit has flipped.
+    """
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().view(_PATTERNS[tensor.element_size()])
+        for part in bits.reshape(-1).split(_AT_ONCE):  # sums are of 8 bytes for each number
+            wide = part.long() & ((1 << 8 * tensor.element_size()) - 1) if tensor.element_size() < 8 else part
+            total += int(wide.sum())
+    return total % 2**64
+
+
+_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 2**24

@@ -1,0 +1,148 @@
+"""peft's adapter_config.json: which layers it means, their ranks and scales, and what is refused by name."""
+
+import json
+import math
+import re
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.config import AdapterConfig, base_of, from_peft, to_peft
+
+Q, K = ("model.layers.{}.self_attn." + name for name in ("q_proj", "k_proj"))
+LEAST = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+
+
+def test_ranks_and_scales_follow_the_first_pattern_that_matches_the_end():
+    config = AdapterConfig(
+        rank=2,
+        alpha=8,
+        rank_pattern={"q_proj": 4, r"1\..*": 3, "proj": 9},
+        alpha_pattern={"self_attn.q_proj": 6, "^layers.0.self_attn.k_proj": 1, r"^model\.layers\.1\..*": 5},
+    )
+    paths = [Q.format(0), Q.format(1), K.format(0), K.format(1)]
+    assert [config.rank_of(path) for path in paths] == [4, 4, 2, 3]  # proj is no whole part
+    assert [config.scale_of(path) for path in paths] == [6 / 4, 6 / 4, 8 / 2, 5 / 3]
+    stable = from_peft(to_peft(config) | {"use_rslora": True}, [])
+    assert [stable.scale_of(path) for path in paths] == [6 / 2, 6 / 2, 8 / math.sqrt(2), 5 / math.sqrt(3)]
+
+
+@pytest.mark.parametrize(
+    ("more", "paths", "targets"),
+    [
+        ({}, [Q.format(0)], ("q_proj",)),
+        ({"target_modules": [Q.format(0)]}, [Q.format(0)], (Q.format(0),)),
+        ({"target_modules": ["self_attn.q_proj", "k_proj"]}, [Q.format(0)], ("k_proj", "self_attn.q_proj")),
+        ({"target_modules": r".*0\..*q_proj"}, [Q.format(0)], (Q.format(0),)),
+        ({"target_modules": "all-linear"}, [K.format(1), Q.format(0)], (Q.format(0), K.format(1))),
+        ({"layers_to_transform": 1}, [Q.format(1)], (Q.format(1),)),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "layers"}, [Q.format(1)], (Q.format(1),)),
+        ({"exclude_modules": ["layers.1.self_attn.q_proj"]}, [Q.format(0)], (Q.format(0),)),
+        ({"exclude_modules": r".*1.*"}, [Q.format(0)], (Q.format(0),)),
+    ],
+)
+def test_targets(more, paths, targets):
+    config = from_peft(LEAST | more, paths)
+    assert config.targets == tuple(sorted(targets)) and all(config.adapts(path) for path in paths)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target_modules": ["proj"]},
+        {"target_modules": "q_proj"},
+        {"target_modules": None},
+        {"layers_to_transform": [0]},
+        {"layers_to_transform": 1, "layers_pattern": ["blocks"]},
+        {"exclude_modules": ["q_proj"]},
+        {"exclude_modules": ".*q_proj"},
+    ],
+)
+def test_factors_of_a_layer_that_is_no_target(more):
+    with pytest.raises(UserError, match=r"does not name model.layers.1.self_attn.q_proj.*copy both again"):
+        from_peft(LEAST | more, [Q.format(1)])
+
+
+REFUSED = {
+    "target_parameters": ["gate_up_proj"],
+    "bias": "lora_only",
+    "lora_bias": True,
+    "trainable_token_indices": [1],
+    "fan_in_fan_out": True,
+    "use_dora": True,
+    "layer_replication": [[0, 2]],
+    "alora_invocation_tokens": [1],
+    "use_qalora": True,
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"x": 1},
+    "lora_ga_config": {"x": 1},
+    "kasa_config": {"beta": 1e-4},
+    "velora_config": {"x": 1},
+    "monteclora_config": {"x": 1},
+    "arrow_config": {"top_k": 3},
+    "megatron_config": {"x": 1},
+    "use_bdlora": {"nblocks": 2},
+    "ensure_weight_tying": True,
+    "loftq_config": {"loftq_bits": 4},
+    "a_key_of_the_future": 0.5,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_changes_the_mathematics_is_refused_by_name(key):
+    with pytest.raises(UserError, match=f"{key} is .* not supported; merge it with peft: AutoPeft.*'some/folder'"):
+        from_peft(LEAST | {key: REFUSED[key]}, [], "some/folder")
+    from_peft(LEAST | {key: "none" if key == "bias" else None}, [])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', and only LORA is supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which may have changed the base"),
+        ({"task_type": "SEQ_2_SEQ_LM"}, "task_type is 'SEQ_2_SEQ_LM', but must be CAUSAL_LM or SEQ_CLS"),
+        ({"r": 0}, r"the rank of an adapter is 0 \(r\)"),
+        ({"rank_pattern": {"q_proj": 1.5}}, r"the rank of an adapter is 1.5 \(q_proj\)"),
+        ({"lora_alpha": None}, "the alpha of an adapter is None"),
+        ({"alpha_pattern": {"(": 1}}, r"'\(' is no regular expression"),
+        ({"target_modules": "("}, "no regular expression"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\], but must be an object"),
+        ({"target_modules": [1]}, "1 is none; correct target_modules"),
+        ({"modules_to_save": "score"}, "modules_to_save is 'score', but must be a list"),
+    ],
+)
+def test_wrong_values(more, words):
+    with pytest.raises(UserError, match=words):
+        from_peft(LEAST | more, [Q.format(0)])
+
+
+def test_there_and_back():
+    """Nothing of it is lost, not even the order of patterns; what was trained with dropout is read."""
+    config = AdapterConfig(
+        *(4, 8, True, ("k_proj", "q_proj"), {"q_proj": 2, "k": 1}, {"b": 1, "a": 2}, ("score",), "SEQ_CLS", "the/base")
+    )
+    again = from_peft(json.loads(json.dumps(to_peft(config) | {"lora_dropout": 0.1})), [Q.format(0)])
+    assert again == config and list(again.alpha_pattern) == ["b", "a"]
+    assert config.head == "scalar" and config.saves("score.weight") and not config.saves("model.norm.weight")
+
+
+def test_a_score_makes_a_reward_model_where_no_task_is_named():
+    config = from_peft(LEAST | {"task_type": None, "modules_to_save": ["score"]}, [])
+    assert config.task_type == "SEQ_CLS"
+    assert from_peft(LEAST | {"task_type": None}, []).task_type == "CAUSAL_LM"
+
+
+def test_where_the_base_is(tmp_path, monkeypatch):
+    folder = tmp_path / "adapters" / "one"
+    config = AdapterConfig(base="base")
+    with pytest.raises(
+        UserError, match=re.escape(f"{folder} holds an adapter for base, which is no folder here; give")
+    ):
+        base_of(folder, config, None, option="--base FOLDER")
+    with pytest.raises(UserError, match="a base that it does not name; give the folder of the base: lora.base=FOLDER"):
+        base_of(folder, AdapterConfig(), None, option="lora.base=FOLDER")
+    for place in (folder.parent / "base", folder / "base", tmp_path / "base"):
+        place.mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        assert base_of(folder, config, None, option="").resolve() == place.resolve()
+    assert base_of(folder, config, "other", option="").name == "other"

@@ -1,0 +1,135 @@
+"""Merging adapters: peft's logits, every family, what bfloat16 loses, and the sum of a base's bits."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import hf
+from rlhf_spmd.model.adapters.config import AdapterConfig
+from rlhf_spmd.model.adapters.files import read_adapter, write_adapter
+from rlhf_spmd.model.adapters.merge import bit_sum, merge, merge_into
+from tests.folders import write_model
+from tests.unit.model.adapters.test_files import ADAPTERS, FOLDERS, logits_of
+
+BIAS = {"model_type": "qwen2", "attention_bias": True, "tie_embeddings": True}
+FAMILIES = {"llama": {"mlp_bias": True}, "mistral": {"model_type": "mistral"}, "qwen2 tied": BIAS}
+FAMILIES |= {"qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 12}}
+LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+def make_adapter(folder, base, *, task="CAUSAL_LM", size=0.1):
+    """A random adapter of some layers of a base."""
+    head = "lm" if task == "CAUSAL_LM" else "scalar"
+    shapes = {name: weight.shape for name, weight in hf.load_model(base, head=head).state_dict().items()}
+    draw = torch.Generator().manual_seed(1)
+    factors = {}
+    for name, shape in shapes.items():
+        path = "model." + name.removesuffix(".weight")
+        if path.endswith(LAYERS) and len(shape) == 2:
+            a, b = torch.randn(3, shape[1], generator=draw), torch.randn(shape[0], 3, generator=draw)
+            factors[path] = size * a, size * b
+    saved = {} if head == "lm" else {"score.weight": torch.randn(1, shapes["norm.weight"][0], generator=draw)}
+    config = AdapterConfig(3, 6, targets=tuple(sorted(factors)), task_type=task, base=str(base))
+    write_adapter(folder, config, factors, saved)
+    return config, factors, saved
+
+
+def in_bfloat16(folder):
+    path = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    return folder
+
+
+@pytest.mark.parametrize("theirs", FOLDERS, ids=lambda path: path.name)
+def test_the_logits_of_peft(theirs):
+    config, factors, saved = read_adapter(theirs)
+    tokens_BT, expected = logits_of(theirs)
+    model = hf.load_model(ADAPTERS / "base", head=config.head)
+    merge_into(model, config, factors, saved)
+    with torch.no_grad():
+        hidden = model(tokens_BT)
+        got = model.logits(hidden) if config.head == "lm" else model.scalar(hidden)[:, -1:]
+    torch.testing.assert_close(got.reshape(expected.shape), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_a_whole_model_of_every_family(family, task, tmp_path):
+    base = write_model(tmp_path / "base", **FAMILIES[family])
+    config, factors, saved = make_adapter(tmp_path / "adapter", base, task=task)
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    assert merge(tmp_path / "adapter", tmp_path / "out").num_lost == 0
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+    head = "lm" if task == "CAUSAL_LM" else "scalar"
+    old, new = (hf.load_model(folder, head=head) for folder in (base, tmp_path / "out"))
+    for name, weight in new.state_dict().items():
+        path = "model." + name.removesuffix(".weight")
+        expected = old.state_dict()[name]
+        if path in factors:
+            a, b = factors[path]
+            expected = expected + 2.0 * (b @ a)
+        torch.testing.assert_close(weight, saved.get(name, expected), atol=1e-6, rtol=0)
+    assert hf.load_tokenizer(tmp_path / "out").vocab_size == hf.load_tokenizer(base).vocab_size
+
+
+def test_what_rounding_to_bfloat16_loses_is_told(tmp_path, capsys):
+    base = in_bfloat16(write_model(tmp_path / "base"))
+    make_adapter(tmp_path / "adapter", base, size=0.02)
+    words = ["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    old, new = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    assert {tensor.dtype for tensor in new.values()} == {torch.bfloat16}
+    changed = sum(int((old[name] != new[name]).sum()) for name in old)
+    assert told["updated"] == 2 * (2 * 32 * 32 + 2 * 48 * 32) and told["updated"] - told["lost"] == changed
+    assert 0.1 < told["lost"] / told["updated"] < 0.9
+    assert f"loses the update of {told['lost']:,} of {told['updated']:,} weights; merge into a base in float32" in err
+    assert main([*words[:2], str(tmp_path / "wide"), "--merge", "--base", str(write_model(tmp_path / "other"))]) == 0
+    assert json.loads(capsys.readouterr().out)["lost"] == 0
+
+
+def test_mistakes(tmp_path, capsys):
+    base = write_model(tmp_path / "base")
+    config, factors, saved = make_adapter(tmp_path / "adapter", base)
+    shutil.copytree(tmp_path / "adapter", tmp_path / "reward")
+    write_adapter(tmp_path / "reward", AdapterConfig(3, targets=config.targets, task_type="SEQ_CLS"), factors, saved)
+    small = write_model(tmp_path / "small", hidden_size=16, head_dim=4)
+    tied = write_model(tmp_path / "tied", tie_embeddings=True)
+    for words, told in (
+        (["adapter", "base", "--merge"], "base is a folder that is read; give another one"),
+        (["adapter", "out", "--merge", "--base", "small"], "small: it adapts model.layers.0.mlp.down_proj as a layer"),
+        (["reward", "out", "--merge"], "reward holds an adapter for a base that it does not name; give the folder of"),
+        (["reward", "out", "--merge", "--base", "base"], "has no tensor score.weight, so it is not a reward model"),
+        (["base", "out", "--merge"], "adapter_config.json does not exist"),
+        (["adapter", "out", "--base", "base"], "--base is the base of an adapter; add --merge"),
+        (["adapter", "out"], "MERGED --merge --base BASE"),
+    ):
+        words = [str(tmp_path / word) if word.isalpha() else word for word in words]
+        assert main(["convert", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and told in error, error
+    assert not (tmp_path / "out").exists() and small
+    saves = AdapterConfig(3, targets=config.targets, modules_to_save=("embed_tokens",), base=str(tied))
+    write_adapter(tmp_path / "adapter", saves, factors, {"model.embed_tokens.weight": torch.zeros(63, 32)})
+    with pytest.raises(UserError, match="the base ties them to its output"):
+        merge(tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_sum_of_bits_does_not_depend_on_cuts(dtype):
+    one, other = torch.randn(12, 10).to(dtype), torch.randn(7).to(dtype)
+    whole = bit_sum(one, other)
+    assert whole == bit_sum(other, one.T) == bit_sum(*one.split(5, dim=1), *other.split(2))
+    parts = [bit_sum(one[:3]), bit_sum(one[3:, ::2]), bit_sum(one[3:, 1::2], other)]
+    assert whole == sum(parts) % 2**64 and bit_sum() == 0
+    flipped = one.clone()
+    flipped.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()])[4, 4] ^= 1
+    assert abs(bit_sum(flipped, other) - whole) in (1, 2**64 - 1)
+    width = 8 * one.element_size()
+    assert bit_sum(torch.tensor([-0.0], dtype=dtype)) == 2 ** (width - 1)
