@@ -86,7 +86,8 @@ class _Known:
         return max(*lines_s, *whole_s.values()) if number > 1 else sum(phases_s)
 
     def _call_s(self, placement: Placement, call) -> float:
-        """Seconds of a call in one iteration, on the first rank of its layout."""
+        """Seconds of a call in one iteration, on the first or the last rank of its layout: the last stage of a pipeline
+        also has the output layer, and the others wait for it."""
         layout, workflow = placement.layouts[call.name], self.workload.workflow
         train = workflow.train_call(call.model)
         home = placement.layouts[train.name] if train else None
@@ -97,7 +98,9 @@ class _Known:
             program = self.without_instructions(placement)
             trains = isinstance(call, Train)
             step = Run(call.name, mini_batch=0 if trains else None)
-            seconds = times_of(program, self.calibration).run_s(layout.ranks[0], step)
+            times = times_of(program, self.calibration)
+            ends = (layout.ranks[0], layout.ranks[-1])[: layout.pp]
+            seconds = max(times.run_s(rank, step) for rank in ends)
             if layout.pp > 1 and not isinstance(call, Generate):  # which has all stages already
                 number = usual_number(program, step)
                 seconds *= (number + layout.pp - 1) / number
