@@ -4,12 +4,13 @@ For each place every shipped strategy has the best of its options (bench/forecas
 of STRATEGIES within NEAR of the fastest: forecasts err by more, and the first ones are the simplest. docs/recipes.md is
 made from the rows. **Nothing is measured on a GPU**: seconds come from the derived calibrations of A100s.
 
-Cost: about eight minutes of one core. Command: python -m bench recipes
+Cost: about eight minutes of a core, on all cores. Command: python -m bench recipes
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -145,7 +146,9 @@ def arguments(strategy: str, options: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0]).parse_args(arguments)
-    rows = [row_of(place) for place in tqdm(list(places()), unit="place", leave=False)]
+    with ProcessPoolExecutor() as pool:
+        every = list(places())
+        rows = list(tqdm(pool.map(row_of, every), total=len(every), unit="place", leave=False))
     print(text_table("recipes", rows))
     write("recipes", rows)
     print(json.dumps({"bench": "recipes", "rows": len(rows), "fit": sum(bool(row["strategy"]) for row in rows)}))
