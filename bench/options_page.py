@@ -48,7 +48,7 @@ preset.
 algorithm: grpo
 model: path/to/model
 strategy:
-  name: separation          # or, without options, `strategy: separation`
+  name: flattening          # or, without options, `strategy: flattening`
   zero: 1
 layout: 1x8                 # for check, plan, forecast and draw; train takes the ranks that it is started on
 iterations: 200
