@@ -34,6 +34,7 @@ DEVICES = ("a100-40g", "a100-80g")
 FAST, SLOW = "200g-per-gpu", "200g-per-node"  # between nodes
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "reallocation", "separation")  # the simplest first
 NEAR = 1.02  # of the fewest seconds
+MOST = 12  # forecasts of a grid
 SPLIT: dict[str, tuple] = {  # fewer than the scan searches: there are more places
     "training_tp": (1, 2, 4, 8),
     "training_pp": (1, 4),
@@ -81,9 +82,8 @@ def row_of(place: Place) -> dict:
     found = {}
     for name in STRATEGIES:
         later = DECODED if name == "separation" else None
-        tuned = best_options(
-            load_strategy(name), workload, cluster, calibration, grid(name, cluster.num_devices), later
-        )
+        searched = grid(name, cluster.num_devices)
+        tuned = best_options(load_strategy(name), workload, cluster, calibration, searched, later, most=MOST)
         found[name] = _about(name, tuned)
     seconds = {name: about["iteration_s"] for name, about in found.items() if "iteration_s" in about}
     chosen = recipe(seconds)
@@ -110,7 +110,10 @@ def grid(strategy: str, num_devices: int) -> dict[str, tuple]:
     searched = grid_of(strategy, num_devices)
     if "training_tp" not in searched:
         return searched
-    return searched | SPLIT | ({"micro_batch": (1, 4)} if strategy == "separation" else {})
+    searched |= SPLIT
+    if strategy == "separation":  # a quarter or half of the ranks generate
+        searched |= {"generation_ranks": searched["generation_ranks"][:2], "micro_batch": (1, 4)}
+    return searched
 
 
 def recipe(seconds: Mapping[str, float]) -> str | None:

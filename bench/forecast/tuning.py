@@ -2,7 +2,7 @@
 
 Memory and a bound of the seconds need the layouts alone, so each point of the grid gets both before anything is
 compiled. The bound is what the calls take where nothing waits for a message. Points are then compiled and simulated in
-the order of their bounds, until no bound is below the best forecast (or MOST_FORECASTS are made).
+the order of their bounds, until no bound is below the best forecast (or `most` are made).
 """
 
 from collections.abc import Mapping, Sequence
@@ -126,9 +126,11 @@ def best_options(
     calibration: Calibration,
     grid: Mapping[str, Sequence[Any]],
     later: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    most: int = MOST_FORECASTS,
 ) -> Tuned:
     """The point of a grid (option -> values) with the shortest forecast among those that fit the devices. later:
-    options that are then chosen one after another.
+    options that are then chosen one after another. most: forecasts of the grid.
 
     Points that place() or `validate` refuses are left out.
     """
@@ -152,7 +154,7 @@ def best_options(
     best: tuple[dict[str, Any], Program, Forecast] | None = None
     num_forecasts = 0
     for least_s, _, options in sorted(fitting, key=lambda entry: entry[:2]):
-        if num_forecasts == MOST_FORECASTS or (best is not None and least_s >= best[2].makespan_s):
+        if num_forecasts == most or (best is not None and least_s >= best[2].makespan_s):
             break
         program = strategy.compile(workload, cluster, options)
         num_forecasts += 1

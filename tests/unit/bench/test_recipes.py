@@ -74,13 +74,12 @@ def test_arguments_are_options_that_differ_from_their_defaults():
     assert arguments("separation", {"ratios": ("actor=1/2", "critic=1/2")}) == "strategy.ratios=actor=1/2,critic=1/2"
 
 
-def test_the_first_forecast_is_not_of_a_pipeline_whose_last_stage_is_slow(monkeypatch):
+def test_the_first_forecast_is_not_of_a_pipeline_whose_last_stage_is_slow():
     """The output layer of 152,064 tokens is half of the last of eight stages."""
-    monkeypatch.setattr(tuning, "MOST_FORECASTS", 1)
     workload = make_workload(load("qwen2.5-7b", recipes.ALGORITHMS["grpo"], algorithm="grpo"))
     cluster, calibration = Cluster.parse("1x8", "a100-80g"), load_calibration("a100-80g-derived")
     few = {"training_tp": (1,), "training_pp": (1, 8), "generation_tp": (4,), "zero": (0, 2), "micro_batch": (1, 4)}
-    best = tuning.best_options(load_strategy("reallocation"), workload, cluster, calibration, few)
+    best = tuning.best_options(load_strategy("reallocation"), workload, cluster, calibration, few, most=1)
     assert best.options["training_pp"] == 1 and best.forecast.makespan_s < 30
 
 
