@@ -27,6 +27,7 @@ ROOMS = {
         "ablation": "a heuristic plan, then own layouts, own ranks, offloading and CUDA graphs: what each step gains",
         "derived": "what one H100 should take for a 7B, from data sheets and counted kernels; writes two calibrations",
         "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
+        "recipes": "a strategy to begin with for 0.5B to 70B on 1 to 64 A100s of 40 and 80 GB: options, bytes, seconds",
     },
     "numbers": {
         "demo-grpo-seeds": "make demo-grpo on five seeds: accuracy on held-out problems before and after, seconds",

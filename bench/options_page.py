@@ -48,7 +48,7 @@ preset.
 algorithm: grpo
 model: path/to/model
 strategy:
-  name: separation          # or, without options, `strategy: separation`
+  name: flattening          # or, without options, `strategy: flattening`
   zero: 1
 layout: 1x8                 # for check, plan, forecast and draw; train takes the ranks that it is started on
 iterations: 200
@@ -86,8 +86,9 @@ PRESETS = """
 
 `--preset NAME` chooses a preset. Without it, `train` uses `tiny`, or `model` if `--model FOLDER` is given. The
 table has the options of a run of `ppo` whose value differs from the default. The lengths of `model` are half of the
-model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` differ
-from `llama-7b` in `shape` only; they have no weights and serve `check` and `plan`.
+model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` and
+`qwen2.5-0.5b` to `qwen2.5-32b` differ from `llama-7b` in `shape` only; they have no weights and serve `check` and
+`plan`.
 
 With `--preset tiny --model FOLDER` everything else still comes from the preset, whose values suit a toy; also set
 prompts, reward, lengths and learning rates.

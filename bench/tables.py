@@ -12,7 +12,8 @@ from bench.columns import COLUMNS, JOINED, Columns
 from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
 
 PAGES = tuple(
-    REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md", "docs/architecture.md")
+    REPOSITORY / name
+    for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md", "docs/recipes.md", "docs/architecture.md")
 )
 WRITTEN = {
     "evidence": evidence.table,

@@ -2,7 +2,9 @@
 # All site-specific settings. Fill them in once, then submit from the repository's root:
 #
 #     . slurm/env.sh
-#     sbatch -N 2 --ntasks-per-node=8 slurm/train.sbatch --preset smollm2 --model FOLDER --strategy separation
+#     sbatch -N 2 --ntasks-per-node=8 slurm/train.sbatch --preset smollm2 --model FOLDER --strategy flattening
+#
+# docs/recipes.md has strategies and options for larger models.
 #
 # Variables that are already set keep their value, which overrides a setting for one job: RLHF_SPMD_LAUNCHER=mpirun
 # sbatch ... The jobs read this file again on their nodes.

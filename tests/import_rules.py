@@ -97,6 +97,7 @@ SHARED = tuple(
         "baseline_tables",
         "stage_tables",
         "planner_tables",
+        "recipe_tables",
         "columns",
         "rooms_page",
         "tables",

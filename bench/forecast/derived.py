@@ -2,8 +2,8 @@
 
 No number here is measured. A constant comes from a data sheet, from a count of what the code launches or moves, or it
 is an assumed efficiency, which says what step of `bench first-light` measures it. The table of bench/RESULTS.md, the
-calibrations `a100-80g-derived` and `h100-80g-derived`, and what first-light prints beside its measurements are computed
-from the same terms.
+calibrations `a100-40g-derived`, `a100-80g-derived` and `h100-80g-derived`, and what first-light prints beside its
+measurements are computed from the same terms.
 
 Cost: none. Command: python -m bench derived
 """
@@ -20,7 +20,7 @@ from rlhf_spmd.machines.calibration_file import SHIPPED, write_calibration
 from rlhf_spmd.plan.cost.calibration import OF_DEVICE, OF_LINKS, Calibration, Device, Link
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, all_gather_s, head_flops, layer_flops
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
-from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.plan.workload import SHAPES, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class GPU:
 
 
 GPUS = {
+    "a100-40g": GPU(312e12, 1.555e12, 300e9, 32e9, 25e9, matrix_share=0.80, attention_share=0.60),
     "a100-80g": GPU(312e12, 2.039e12, 300e9, 32e9, 25e9, matrix_share=0.80, attention_share=0.60),
     "h100-80g": GPU(989e12, 3.35e12, 450e9, 64e9, 50e9, matrix_share=0.65, attention_share=0.40),
 }
@@ -67,8 +68,7 @@ NUMBER_BYTES = 2  # of a weight and of an activation
 GRADIENT_BYTES = 10  # read and written for each weight to add a bfloat16 gradient to its float32 sum
 CLIP_BYTES = 16  # for each weight: zero 4, norm 4, clip 8
 
-LLAMA_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 32000)
-QWEN2_7B = ModelShape(28, 3584, 18944, 28, 4, 128, 152064, qkv_bias=True)
+LLAMA_7B, QWEN2_7B = SHAPES["llama-7b"], SHAPES["qwen2.5-7b"]
 
 
 @dataclass(frozen=True, slots=True)

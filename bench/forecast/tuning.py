@@ -2,7 +2,7 @@
 
 Memory and a bound of the seconds need the layouts alone, so each point of the grid gets both before anything is
 compiled. The bound is what the calls take where nothing waits for a message. Points are then compiled and simulated in
-the order of their bounds, until no bound is below the best forecast (or MOST_FORECASTS are made).
+the order of their bounds, until no bound is below the best forecast (or `most` are made).
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,8 @@ class _Known:
         return max(*lines_s, *whole_s.values()) if number > 1 else sum(phases_s)
 
     def _call_s(self, placement: Placement, call) -> float:
-        """Seconds of a call in one iteration, on the first rank of its layout."""
+        """Seconds of a call in one iteration, on the first or the last rank of its layout: the last stage of a pipeline
+        also has the output layer, and the others wait for it."""
         layout, workflow = placement.layouts[call.name], self.workload.workflow
         train = workflow.train_call(call.model)
         home = placement.layouts[train.name] if train else None
@@ -97,7 +98,9 @@ class _Known:
             program = self.without_instructions(placement)
             trains = isinstance(call, Train)
             step = Run(call.name, mini_batch=0 if trains else None)
-            seconds = times_of(program, self.calibration).run_s(layout.ranks[0], step)
+            times = times_of(program, self.calibration)
+            ends = (layout.ranks[0], layout.ranks[-1])[: layout.pp]
+            seconds = max(times.run_s(rank, step) for rank in ends)
             if layout.pp > 1 and not isinstance(call, Generate):  # which has all stages already
                 number = usual_number(program, step)
                 seconds *= (number + layout.pp - 1) / number
@@ -123,9 +126,11 @@ def best_options(
     calibration: Calibration,
     grid: Mapping[str, Sequence[Any]],
     later: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    most: int = MOST_FORECASTS,
 ) -> Tuned:
     """The point of a grid (option -> values) with the shortest forecast among those that fit the devices. later:
-    options that are then chosen one after another.
+    options that are then chosen one after another. most: forecasts of the grid.
 
     Points that place() or `validate` refuses are left out.
     """
@@ -149,7 +154,7 @@ def best_options(
     best: tuple[dict[str, Any], Program, Forecast] | None = None
     num_forecasts = 0
     for least_s, _, options in sorted(fitting, key=lambda entry: entry[:2]):
-        if num_forecasts == MOST_FORECASTS or (best is not None and least_s >= best[2].makespan_s):
+        if num_forecasts == most or (best is not None and least_s >= best[2].makespan_s):
             break
         program = strategy.compile(workload, cluster, options)
         num_forecasts += 1

@@ -336,11 +336,11 @@ def make_workload(config: Config) -> Workload:
     shapes: dict[str, ModelShape | None] = {}
     known = shapes_by_role(config.shape, roles)
     for role in (name for name in roles if name in workflow.models):
-        if known[role] and not config.models[role]:
-            shape = SHAPES[known[role]]
-        elif roles[role].judge and config.only_function:
+        if roles[role].judge and config.only_function:
             shapes[role] = None
             continue
+        if known[role] and not config.models[role]:
+            shape = SHAPES[known[role]]
         else:
             shape = shape_of_folder(_known_folder(config, role))
         shapes[role] = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")

@@ -183,11 +183,16 @@ def _complete(source: Source, options: dict[str, Value], later: dict[str, tuple[
 
 
 def shape_near(name: str) -> str:
-    """The preset whose size is nearest to the one in a model's name, for forecasts until the model is there."""
+    """The preset whose size is nearest to the one in a model's name, of its family if two are; for forecasts until the
+    model is there."""
     billions = [float(one) for one in BILLIONS.findall(name)]
     size = billions[-1] if billions else 7.0
-    sizes = {preset: float(re.sub(r"\D", "", preset)) for preset in SHAPES}
-    return min(sizes, key=lambda preset: abs(sizes[preset] - size))
+
+    def distance(preset: str) -> tuple[float, bool]:
+        family = re.split(r"[\d-]", preset)[0]
+        return abs(float(BILLIONS.findall(preset)[-1]) - size), family not in name.lower()
+
+    return min(SHAPES, key=distance)
 
 
 def counts(lines: Iterable[Line]) -> dict[str, int]:

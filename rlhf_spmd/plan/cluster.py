@@ -14,6 +14,7 @@ from rlhf_spmd.errors import UserError
 # Device memory in bytes by device type; None where no limit is known (host memory is shared by the ranks of a node).
 DEVICE_BYTES: dict[str, int | None] = {
     "cpu": None,
+    "a100-40g": 40 * 2**30,
     "a100-80g": 80 * 2**30,
     "h100-80g": 80 * 2**30,
     "h200-141g": 141 * 2**30,

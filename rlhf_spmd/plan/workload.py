@@ -60,12 +60,24 @@ def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
     return ModelShape(layers, hidden, intermediate, heads, kv_heads, hidden // heads, 32000)
 
 
-SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288)
+def _qwen(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int = 152064, *, tied: bool = False
+) -> ModelShape:
+    sizes = (layers, hidden, intermediate, heads, kv_heads, hidden // heads, vocab)
+    return ModelShape(*sizes, tied=tied, qkv_bias=True)
+
+
+SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288); Qwen2.5 (arXiv 2412.15115, and config.json of each model)
     "llama-7b": _llama(32, 4096, 11008, 32, 32),
     "llama-13b": _llama(40, 5120, 13824, 40, 40),
     "llama-33b": _llama(60, 6656, 17920, 52, 52),
     "llama-65b": _llama(80, 8192, 22016, 64, 64),
     "llama-70b": _llama(80, 8192, 28672, 64, 8),
+    "qwen2.5-0.5b": _qwen(24, 896, 4864, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen(28, 1536, 8960, 12, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen(28, 3584, 18944, 28, 4),
+    "qwen2.5-14b": _qwen(48, 5120, 13824, 40, 8),
+    "qwen2.5-32b": _qwen(64, 5120, 27648, 40, 8),
 }
 
 

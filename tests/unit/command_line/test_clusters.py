@@ -27,7 +27,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each():
         ("NVIDIA H100 80GB HBM3", 79.2, "h100-80g"),
         ("NVIDIA H200", 139.8, "h200-141g"),
         ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80g"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "nvidia-a100-sxm4-40gb"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
         ("AMD Instinct MI300X", 191.9, "amd-instinct-mi300x"),
     ],
 )

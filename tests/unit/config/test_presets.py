@@ -15,6 +15,13 @@ from rlhf_spmd.pages.option_tree import options_of
 from rlhf_spmd.plan.workload import ModelShape
 
 LLAMA_BILLIONS = {"llama-7b": 6.738, "llama-13b": 13.016, "llama-33b": 32.529, "llama-65b": 65.286, "llama-70b": 68.977}
+QWEN_BILLIONS = {  # arXiv 2412.15115, table 1, and the index files of the models
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-1.5b": 1.544,
+    "qwen2.5-7b": 7.616,
+    "qwen2.5-14b": 14.770,
+    "qwen2.5-32b": 32.764,
+}
 
 
 def refused(*overrides: str, preset: str = "tiny") -> str:
@@ -87,6 +94,13 @@ def test_llama_presets_have_the_published_sizes(preset):
     for name in ("critic", "reward"):
         assert workload.models[name].num_params == scalar + workload.models["actor"].hidden_size
     assert workload.param_bytes == 2 and workload.num_mini_batches == 4
+
+
+@pytest.mark.parametrize("preset", QWEN_BILLIONS)
+def test_qwen_presets_have_the_published_sizes(preset):
+    models = make_workload(load(preset)).models
+    assert models["actor"].num_params / 1e9 == pytest.approx(QWEN_BILLIONS[preset], abs=1e-3)
+    assert models["actor"].tied == (models["actor"].vocab_size == 151936) and models["critic"].scalar_head
 
 
 def test_llama_7b_to_the_last_parameter():

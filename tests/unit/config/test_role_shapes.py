@@ -73,6 +73,14 @@ def test_where_there_are_weights_their_shapes_count():
         make_workload(load("smollm2", ["shape=actor=llama-7b,critic=llama-7b", "reward_function="]))
 
 
+def test_a_reward_function_takes_the_place_of_a_reward_model_without_weights():
+    """Its bytes and seconds counted in check, plan and forecast."""
+    words = ["reward_function=mine.py:score"]
+    assert make_workload(load("llama-7b", words, algorithm="grpo")).models["reward"] is None
+    added = make_workload(load("llama-7b", [*words, "reward_function_mode=add"], algorithm="grpo"))
+    assert added.models["reward"] is not None
+
+
 def test_plan_and_check_place_them(capsys, tmp_path):
     words = ["--preset", "llama-7b", "--layout", "1x8", "shape=actor=llama-13b,critic=llama-7b"]
     out = str(tmp_path / "mixed.py")

@@ -7,7 +7,7 @@ import pytest
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.migration.sources import read_source
-from rlhf_spmd.migration.translate import counts, translate
+from rlhf_spmd.migration.translate import counts, shape_near, translate
 
 EXAMPLES = sorted(Path(__file__).with_name("examples").iterdir())
 PROMISED = 0.9  # share of the options that are known
@@ -38,6 +38,21 @@ def test_check_takes_the_file_and_nearly_every_option_is_known(path, tmp_path, c
     assert sum(kinds.values()) - kinds["unknown"] >= PROMISED * sum(kinds.values())
     named = [line.removeprefix("# ").partition(":")[0] for line in text.splitlines()]
     assert read_source(str(path)).values.keys() <= {*named}, "every option is answered"
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Qwen/Qwen2.5-1.5B-Instruct", "qwen2.5-1.5b"),
+        ("meta-llama/Llama-2-7b-hf", "llama-7b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-v0.3", "llama-7b"),
+        ("Qwen/Qwen3-32B", "qwen2.5-32b"),
+        ("some/model", "llama-7b"),
+    ],
+)
+def test_a_model_that_is_not_here_has_a_shape_of_its_size(name, preset):
+    assert shape_near(name) == preset
 
 
 def test_values_of_verl():

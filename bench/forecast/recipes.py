@@ -1,0 +1,158 @@
+"""Recipes: which strategy to begin with, for a size of model, a number of GPUs and their memory, as forecasts.
+
+For each place every shipped strategy has the best of its options (bench/forecast/tuning.py). The recipe is the first
+of STRATEGIES within NEAR of the fastest: forecasts err by more, and the first ones are the simplest. docs/recipes.md is
+made from the rows. **Nothing is measured on a GPU**: seconds come from the derived calibrations of A100s.
+
+Cost: about four minutes of a core, on all cores. Command: python -m bench recipes
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.forecast.scan import machine
+from bench.forecast.suites import Case, grid_of
+from bench.forecast.tuning import Tuned, best_options
+from bench.rows import write
+from bench.tables import text_table
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cost.memory import most_bytes
+
+MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "llama-70b")
+LAYOUTS = ("1x1", "1x8", "2x8", "8x8")
+DEVICES = ("a100-40g", "a100-80g")
+FAST, SLOW = "200g-per-gpu", "200g-per-node"  # between nodes
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "reallocation", "separation")  # the simplest first
+NEAR = 1.02  # of the fewest seconds
+MOST = 12  # forecasts of a grid
+SPLIT: dict[str, tuple] = {  # fewer than the scan searches: there are more places
+    "training_tp": (1, 2, 4, 8),
+    "training_pp": (1, 4),
+    "generation_tp": (1, 2, 4, 8),
+    "zero": (1, 2, 3),
+    "recompute": (False, True),
+    "micro_batch": (1, 2, 4, 8),
+}
+DECODED = {"decode_mini_batches": (4,)}  # of separation, tried last
+LENGTHS = ("data.max_prompt=512", "generation.max_new_tokens=1024")
+# algorithm -> options of its run. PPO: four models of one size; GRPO: the actor alone.
+ALGORITHMS = {"ppo": LENGTHS, "grpo": (*LENGTHS, "reward_function=rlhf_spmd.rewards:numeric_answer")}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a recipe is for. network: between nodes; one node has none."""
+
+    algorithm: str
+    preset: str
+    layout: str
+    device: str
+    network: str = FAST
+
+    @property
+    def case(self) -> Case:
+        """The forecast of the first strategy here."""
+        calibration = f"{self.device}-derived" + (f"+{self.network}" if self.network == SLOW else "")
+        return Case(self.preset, self.layout, STRATEGIES[0], {}, algorithm=self.algorithm, calibration=calibration)
+
+
+def places() -> Iterator[Place]:
+    """All places; last those with the slow network: two nodes with 80 GB."""
+    for algorithm, *where in product(ALGORITHMS, MODELS, LAYOUTS, DEVICES):
+        yield Place(algorithm, *where)
+    for algorithm, preset in product(ALGORITHMS, MODELS):
+        yield Place(algorithm, preset, LAYOUTS[2], DEVICES[1], SLOW)
+
+
+def row_of(place: Place) -> dict:
+    """The row of a place: its recipe, and what each strategy would take."""
+    config = load(place.preset, ALGORITHMS[place.algorithm], algorithm=place.algorithm)
+    workload, (cluster, calibration) = make_workload(config), machine(place.case)
+    cluster = with_reserve(cluster, config.reserve, calibration)
+    found = {}
+    for name in STRATEGIES:
+        later = DECODED if name == "separation" else None
+        searched = grid(name, cluster.num_devices)
+        tuned = best_options(load_strategy(name), workload, cluster, calibration, searched, later, most=MOST)
+        found[name] = _about(name, tuned)
+    seconds = {name: about["iteration_s"] for name, about in found.items() if "iteration_s" in about}
+    chosen = recipe(seconds)
+    return {
+        "bench": "recipes",
+        "kind": "forecast",
+        "algorithm": place.algorithm,
+        "preset": place.preset,
+        "devices": cluster.num_devices,
+        "layout": place.layout,
+        "device_type": place.device,
+        "device_gib": (cluster.device_bytes(0) or 0) // 2**30,
+        "network": place.network,
+        "calibration": calibration.name,
+        "overrides": " ".join(ALGORITHMS[place.algorithm]),
+        "strategy": chosen,
+        **(found[chosen] if chosen else {}),
+        "strategies": found,
+    }
+
+
+def grid(strategy: str, num_devices: int) -> dict[str, tuple]:
+    """What is searched over: option -> values."""
+    searched = grid_of(strategy, num_devices)
+    if "training_tp" not in searched:
+        return searched
+    searched |= SPLIT
+    if strategy == "separation":  # a quarter or half of the ranks generate
+        searched |= {"generation_ranks": searched["generation_ranks"][:2], "micro_batch": (1, 4)}
+    return searched
+
+
+def recipe(seconds: Mapping[str, float]) -> str | None:
+    """The first strategy that is within NEAR of the fastest; None if there is none."""
+    most_s = NEAR * min(seconds.values(), default=0.0)
+    return next((name for name in STRATEGIES if seconds.get(name, float("inf")) <= most_s), None)
+
+
+def _about(strategy: str, tuned: Tuned) -> dict:
+    """Seconds, bytes of the fullest device and options of a strategy, or why it cannot run. options: as arguments;
+    zero, tp, micro_batch: as numbers, tp of training and of generation."""
+    if tuned.program is None or tuned.forecast is None:
+        return {"why_not": tuned.why}
+    layouts = tuned.program.placement.layouts
+    trained, generated = layouts["actor_train"], layouts["actor_generate"]
+    return {
+        "iteration_s": tuned.forecast.makespan_s,
+        "peak_bytes": most_bytes(tuned.program),
+        "zero": trained.zero,
+        "tp": [trained.tp, generated.tp],
+        "micro_batch": trained.micro_batch,
+        "options": arguments(strategy, tuned.options),
+    }
+
+
+def arguments(strategy: str, options: Mapping[str, Any]) -> str:
+    """Options of a strategy that differ from their defaults, as arguments of the program."""
+    known = load_strategy(strategy).parameters
+    given = {name: value for name, value in options.items() if value != known[name].default}
+    texts = {name: ",".join(value) if isinstance(value, tuple) else str(value).lower() for name, value in given.items()}
+    return " ".join(f"strategy.{name}={text}" for name, text in texts.items())
+
+
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    with ProcessPoolExecutor() as pool:
+        every = list(places())
+        rows = list(tqdm(pool.map(row_of, every), total=len(every), unit="place", leave=False))
+    print(text_table("recipes", rows))
+    write("recipes", rows)
+    print(json.dumps({"bench": "recipes", "rows": len(rows), "fit": sum(bool(row["strategy"]) for row in rows)}))
+    return 0
