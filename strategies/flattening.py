@@ -24,9 +24,10 @@ def place(
     recompute: bool = False,
     micro_batch: int | None = None,
 ) -> Placement:
-    """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. tp: tensor-parallel slices of
+    """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. tp: tensor-parallel size of
     models that generate, and of those that do not train; training stays data-parallel. recompute: compute activations
-    again in the backward pass. micro_batch: sequences per forward; None: the option micro_batch."""
+    again in the backward pass instead of keeping them. micro_batch: number of sequences per forward pass; None: the
+    option micro_batch."""
     trained = Layout.data_parallel(cluster.ranks, zero=zero, micro_batch=micro_batch)
     home = trained if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, micro_batch=micro_batch)
     frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, micro_batch=micro_batch)
