@@ -12,8 +12,8 @@ from rlhf_spmd.plan.workload import Workload
 class Options:
     """The options of both strategies."""
 
-    # share of the ranks that generate and infer for each model, e.g. actor=3/4,critic=1/4; other models use all of them;
-    # empty: each model has some of them for itself, if there are enough
+    # share of the ranks that generate and infer for each model, e.g. actor=3/4,critic=1/4; other models use all of
+    # them; empty: each model has some of them for itself, if there are enough
     ratios: tuple[str, ...] = ()
     generation_tp: int = 1  # tensor-parallel size of each model on the ranks that generate and infer
     generation_pp: int = 1  # number of pipeline stages of each model on the ranks that generate and infer

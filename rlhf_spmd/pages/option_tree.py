@@ -174,7 +174,7 @@ def settings_of(words: Iterable[str]) -> list[Setting]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
+            raise UserError(f"argument {word!r} is not of the form KEY=VALUE, e.g. generation.temperature=0.7")
         found.append(Setting(key, text))
     return found
 

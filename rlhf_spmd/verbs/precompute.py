@@ -22,7 +22,7 @@ def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
     """Raises UserError for an output that is no file of its own."""
     out, rows = Path(parsed.out), configs.prompt_files(config)
     if not parsed.out.strip() or is_folder(out):
-        raise UserError(f"--out {parsed.out!r} is no name of a file; name one, e.g. --out logprobs.safetensors")
+        raise UserError(f"--out {parsed.out!r} is not the name of a file; name one, e.g. --out logprobs.safetensors")
     if out.resolve() in [Path(file).resolve() for file in rows]:
         raise UserError(f"--out {out} is the file of the rows, which would be lost; name another file")
     refuse_existing(parsed, out)

@@ -54,7 +54,7 @@ CASES = {
     "missing strategy file": Case(("--strategy", "{folder}/no.py"), ("no.py", "does not exist")),
     "unknown preset": Case(("--preset", "tinny"), ("tinny", "did you mean 'tiny'")),
     "unknown key": Case(("ppo.klcoef=1",), ("ppo.klcoef", "did you mean 'ppo.kl_coef'"), kind="the options"),
-    "wrong value": Case(("iterations=many",), ("iterations=many", "integer")),
+    "wrong value": Case(("iterations=many",), ("iterations=many", "whole number")),
     "a device that is not there": Case(("device=shared",), ("device=shared", "sees no device", "device=cpu")),
     "not an override": Case(("iterations",), ("iterations", "key=value")),
     "unknown option": Case(("--stategy", "flattening"), ("--stategy",), kind="the command line"),
@@ -163,7 +163,7 @@ CASES = {
         kind="the file of options",
     ),
     "a wrong value in a file": Case(
-        ("--config", "{folder}/c.yaml"), ("c.yaml, line 1: seed=many", "integer"), {"c.yaml": "seed: many\n"}
+        ("--config", "{folder}/c.yaml"), ("c.yaml, line 1: seed=many", "whole number"), {"c.yaml": "seed: many\n"}
     ),
     "an option twice in a file": Case(
         ("--config", "{folder}/c.yaml"),

@@ -1,5 +1,6 @@
 """Findings of `check` about memory: whether a program fits the devices; and about ranks and options without use."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
@@ -35,8 +36,8 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
             continue
         stays = sum(static.values()) - static["offloaded"]
         text = (
-            f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}; "
-            f"the device has {_gib(whole)}, of which {_gib(whole - limit)} are reserved"
+            f"{_gib(need)}, and may use {_gib(limit)} ({_gib(whole)} less {_gib(whole - limit)} that are reserved): "
+            f"resident {_gib(stays)} ({_parts(static)}), at the peak also {_parts(working)}"
         )
         severity = "error" if least_bytes(program, rank, resident) > limit else "warning"
         ranks_of.setdefault((severity, text), []).append(rank)
@@ -45,9 +46,13 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
     }
     return [
-        Finding(severity, f"ranks {format_ranks(tuple(ranks))} need {text}: {fixes[severity]}")
-        for (severity, text), ranks in ranks_of.items()
+        Finding(severity, f"{_need(ranks)} {text}; {fixes[severity]}") for (severity, text), ranks in ranks_of.items()
     ]
+
+
+def _need(ranks: Sequence[int]) -> str:
+    """Subject and verb of what some ranks need."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(ranks))} need{'s' * (len(ranks) == 1)}"
 
 
 def _gib(num_bytes: int) -> str:
