@@ -13,8 +13,8 @@ PROGRAM = "python -m rlhf_spmd"
 CHECKED = ("check", "draw", "forecast")  # verbs of strategies, which may stand between options
 WORDS = {  # what KEY=VALUE arguments set -> what help says of them
     "run": "KEY=VALUE arguments set options, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1, and take precedence "
-    "over the preset. These are the options of a run of PPO, with their defaults; docs/options.md lists the presets whose "
-    "defaults differ, and the options of other algorithms and of the strategies:",
+    "over the preset. These are the options of a run of PPO, with their defaults; docs/options.md lists the presets "
+    "whose defaults differ, and the options of other algorithms and of the strategies:",
     "responses": "A line of a .jsonl file may have fields of its own: max_new_tokens, min_new_tokens, temperature, "
     "top_k, top_p, min_p, stop. KEY=VALUE arguments set these options, here with their defaults:",
 }
