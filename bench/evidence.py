@@ -37,8 +37,8 @@ def _same_tokens() -> dict[str, str]:
     ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
     algorithms = {row["algorithm"] for row in found}
     return _row(
-        f"Placements in which a run sampled the same tokens as on one rank, of those tested in float32 with three "
-        f"seeds ({len(algorithms)} algorithms; {_listed(tuple(strategies))}; {_listed(ranks)} ranks); largest relative error "
+        "Placements in which a run sampled the same tokens as on one rank, of those tested in float32 with three seeds "
+        f"({len(algorithms)} algorithms; {_listed(tuple(strategies))}; {_listed(ranks)} ranks); largest relative error "
         "of their losses, norms, KL and reward",
         f"{len(same)} of {len(found)}; {worst:.1e}",
         "measured, CPU",
