@@ -44,7 +44,8 @@ class Options(policy_gradient.Options):
     overlong_buffer: NonNegativeInt = 0
     overlong_penalty: NonNegative = 1.0  # reward that overlong=shape takes off at the limit
     drop_equal_groups: bool = False  # leave groups whose rewards are all equal out of the loss
-    # smallest number of groups left in an iteration, below which the run ends; above 0 there is no streaming
+    # smallest number of groups left in an iteration, below which the run ends; 0: no limit; above 0 there is no
+    # streaming
     min_groups: NonNegativeInt = 0
     # number of groups that a mini-batch generates for each group that it trains on; the first ones left are used; 1:
     # trains on all

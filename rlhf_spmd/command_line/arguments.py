@@ -257,7 +257,7 @@ VERBS = {
                 default=[],
             ),
             _argument("--sort", "sort by this number, ascending", "NAME"),
-            _flag("--descending", "with --sort: show the largest first"),
+            _flag("--descending", "show the largest first (with --sort)"),
             _argument("--limit", "print at most N rows (default: all)", "N", type=_positive),
             _flag("--json", "print whole rows, with tokens, as lines of JSON"),
         ),

@@ -42,7 +42,9 @@ LR = "_lr"  # optimizer.ROLE_lr
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    prompts: str = ""  # file of training rows, such as prompts (.jsonl, .parquet or .txt); separate several by commas
+    # file of training rows, such as prompts (.jsonl, .parquet or .txt); separate several by commas; empty: none, which is
+    # enough for check and plan
+    prompts: str = ""
     # share of each file of data.prompts in an iteration, one number per file; empty: the files form one set
     weights: tuple[Weight, ...] = ()
     # number of passes over data.prompts, which sets `iterations`; 0: `iterations` sets the length of the run

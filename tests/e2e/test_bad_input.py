@@ -56,7 +56,7 @@ CASES = {
     "unknown key": Case(("ppo.klcoef=1",), ("ppo.klcoef", "did you mean 'ppo.kl_coef'"), kind="the options"),
     "wrong value": Case(("iterations=many",), ("iterations=many", "whole number")),
     "a device that is not there": Case(("device=shared",), ("device=shared", "sees no device", "device=cpu")),
-    "not an override": Case(("iterations",), ("iterations", "key=value")),
+    "not an option with its value": Case(("iterations",), ("iterations", "KEY=VALUE")),
     "unknown option": Case(("--stategy", "flattening"), ("--stategy",), kind="the command line"),
     "unknown strategy option": Case(("strategy.zerro=1",), ("flattening", "zerro", "did you mean 'strategy.zero'")),
     "call without ranks": Case(

@@ -67,7 +67,14 @@ REFUSED: dict[Any, dict[Any, str]] = {  # type -> text: what the message says
     float: {"much": "a number", "0.1,0.2": "a number", "nan": "finite", "inf": "finite", "-Infinity": "finite"}
     | {"": "a number", "none": "a number", "true": "a number", "1e400": "finite", None: "a number"},
     Share: {"1": "less than 1", "nan": "less than 1", "-0.1": "greater than or equal to 0"},
-    bool: {"maybe": "boolean", "2": "boolean", "": "boolean", "none": "boolean", "[true]": "boolean", None: "boolean"},
+    bool: {
+        "maybe": "true or false",
+        "2": "boolean",
+        "": "boolean",
+        "none": "boolean",
+        "[true]": "boolean",
+        None: "boolean",
+    },
     Choice: {"float16": "'all', 'matrices' or 'none'", "ALL": "'all'", "": "'all'", None: "'all'"},
     str: {("a,b", "c"): "the list has 'a,b', and a comma would divide it"},
     Share | None: {"": "a number", "1": "less than 1", "off": "a number"},

@@ -39,15 +39,15 @@ def stateful(*change: str) -> tuple[str, str]:
 WRONG = {
     "a function lacks an argument": (
         (LOSS, "def surrogate(logprobs_BG, mask_BG, weights_BG=None, *, rate):\n"),
-        ["surrogate() asks for rate", "no rate here", "make it an option"],
+        ["surrogate(): no value for parameter 'rate'", "pass rate=", "Options"],
     ),
     "a readout of another head": (
         (LOSS, "def surrogate(values_BG1, weights_BG, mask_BG):\n"),
-        ["surrogate() asks for values_BG1", "no values here", "logprobs"],
+        ["surrogate(): no value for parameter 'values_BG1'", "pass values=", "available: ", "logprobs"],
     ),
     "a compute lacks an argument": (
         ("def token_weights(scores_B, mask_BG,", "def token_weights(scores_B, mask_BG, values_BG1,"),
-        ["token_weights() asks for values_BG1", "no values here", "give it where the workflow names the function"],
+        ["token_weights(): no value for parameter 'values_BG1'", "pass values=", "the workflow names the function"],
     ),
     "a function does not take what it is given": (
         (LOSS, "def surrogate(logprobs_BG, mask_BG):\n"),

@@ -148,7 +148,7 @@ def test_a_group_of_another_name_or_of_other_ranks_than_its_layout():
         (Run("reward_infer"), ["its place is ranks 2-3"]),
         (Wait(9), ["Wait transfer 9", "does not exist"]),
         (Post(-1), ["Post transfer -1", "does not exist"]),
-        ("Run", ["no instruction"]),
+        ("Run", ["not an instruction"]),
     ],
 )
 def test_an_instruction_that_makes_no_sense_on_the_rank(step, words):
