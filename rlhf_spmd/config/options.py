@@ -42,8 +42,8 @@ LR = "_lr"  # optimizer.ROLE_lr
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    # file of training rows, such as prompts (.jsonl, .parquet or .txt); separate several by commas; empty: none, which is
-    # enough for check and plan
+    # file of training rows, such as prompts (.jsonl, .parquet or .txt); separate several by commas; empty: none, which
+    # is enough for check and plan
     prompts: str = ""
     # share of each file of data.prompts in an iteration, one number per file; empty: the files form one set
     weights: tuple[Weight, ...] = ()

@@ -220,7 +220,7 @@ CASES = {
         ("data.weights=1,2",), ("data.weights has 2 numbers for 1 files of prompts", "give one for each")
     ),
     "a weight of zero": Case(("data.prompts=a.txt,b.txt", "data.weights=1,0"), ("data.weights=1,0", "greater than 0")),
-    "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "boolean")),
+    "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "true or false")),
     "aliases of nobody": Case(("logging.aliases=ray",), ("logging.aliases=ray", "'none', 'trl' or 'verl'")),
     "missing prompts": Case(("data.prompts={folder}/no.jsonl",), ("no.jsonl",)),
     "reward raises": Case(
