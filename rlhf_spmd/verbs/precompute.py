@@ -35,7 +35,9 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = load_config(parsed)
         if config.data.precomputed_logprobs:
-            raise UserError("data.precomputed_logprobs names a file that exists, and this verb writes one; drop it")
+            raise UserError(
+                "data.precomputed_logprobs names a file to read, and precompute writes one; drop the option"
+            )
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
         check_out(parsed, config)
     with world.together("looking at the output file"):

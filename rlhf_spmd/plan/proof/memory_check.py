@@ -46,13 +46,14 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
     }
     return [
-        Finding(severity, f"{_need(ranks)} {text}; {fixes[severity]}") for (severity, text), ranks in ranks_of.items()
+        Finding(severity, f"{_ranks(ranks, 'need')} {text}; {fixes[severity]}")
+        for (severity, text), ranks in ranks_of.items()
     ]
 
 
-def _need(ranks: Sequence[int]) -> str:
-    """Subject and verb of what some ranks need."""
-    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(ranks))} need{'s' * (len(ranks) == 1)}"
+def _ranks(ranks: Sequence[int], do: str) -> str:
+    """The beginning of a sentence: `rank 7 needs`, `ranks 6-7 need`."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(ranks))} {do}{'s' * (len(ranks) == 1)}"
 
 
 def _gib(num_bytes: int) -> str:
@@ -89,7 +90,7 @@ def waste(program: Program) -> list[Finding]:
         empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]
         if empty:
             texts.append(
-                f"{call.name}: ranks {format_ranks(tuple(empty))} get no sequence, because mini_batch "
+                f"{call.name}: {_ranks(empty, 'get')} no sequence, because mini_batch "
                 f"{program.workload.mini_batch} is smaller than dp {layout.dp}; raise mini_batch"
             )
         types = {program.cluster.nodes[program.cluster.node_of(rank)].device for rank in layout.ranks}
@@ -104,5 +105,5 @@ def waste(program: Program) -> list[Finding]:
         if not any(isinstance(s, Run) for s in instructions)
     ]
     if idle:
-        texts.append(f"ranks {format_ranks(tuple(idle))} run no call in this placement")
+        texts.append(f"{_ranks(idle, 'run')} no call in this placement")
     return [Finding("warning", text) for text in texts]

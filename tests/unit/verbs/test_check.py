@@ -270,7 +270,7 @@ def test_the_asked_rank_is_shown(capsys, tmp_path):
     shown = text[text.index("What rank 1 executes") :]
     assert "Run reference_infer" in shown and "Run actor_generate" not in shown
     assert "Post transfer 0: responses to ranks 1 among ranks 0-1, 524,288 bytes" in shown
-    assert "warning: ranks 2 run no call in this placement" in shown
+    assert "warning: rank 2 runs no call in this placement" in shown
     assert json.loads(text.splitlines()[-1])["bytes_per_iteration"] == 2 * 512 * 4 * 256
     assert main([*command, "--rank", "2"]) == 0
     text = capsys.readouterr().out

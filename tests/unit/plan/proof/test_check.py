@@ -372,7 +372,7 @@ def test_more_ranks_than_columns_is_a_warning():
     program = place_models(make_workload(mini_batch=3), 4)
     assert errors(program) == []
     texts = warnings(program)
-    assert len(texts) == 6 and "actor_generate: ranks 0 get no sequence" in texts[0]
+    assert len(texts) == 6 and "actor_generate: rank 0 gets no sequence" in texts[0]
     assert "mini_batch 3 is smaller than dp 4; raise mini_batch" in texts[0]
 
 
