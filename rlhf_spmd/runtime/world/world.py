@@ -183,7 +183,7 @@ class World:
     def _exchange(
         self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None
     ) -> list[bytes]:
-        self._note(f"waiting: {what}")
+        self._note(f"waiting for: {what}")  # postmortem knows waits by this beginning
         self.is_meeting = True
         try:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
