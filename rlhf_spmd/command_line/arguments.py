@@ -341,7 +341,7 @@ def parser(text: str) -> argparse.ArgumentParser:
         does = textwrap.fill(f"{verb.help[0].upper()}{verb.help[1:]}.", shutil.get_terminal_size().columns - 2)
         examples = "".join(f"\n  {line}" for line in text.splitlines() if f"{PROGRAM} {name} " in f"{line} ")
         of_verb = verbs.add_parser(
-            name, help=verb.help, description=does, epilog=examples and f"example:{examples}", **settings
+            name, help=verb.help, description=does, epilog=examples and f"examples:{examples}", **settings
         )
         of_verb.words = verb.words
         of_verb.set_defaults(file=None)
