@@ -145,8 +145,7 @@ class RolloutFiles:
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    # also log metrics under the names that this program gives them; none: only under ours
-    aliases: Literal["none", "trl", "verl"] = "none"
+    aliases: Literal["none", "trl", "verl"] = "none"  # log metrics under names of TRL or verl, too; none: only ours
 
 
 DEFAULTS = Options()  # stands for those of the algorithm

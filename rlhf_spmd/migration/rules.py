@@ -185,7 +185,7 @@ def folder(here: Here, value: Value) -> Options | Later:
         raise Differs("no_effect", f"{here.algorithm.name} has no such model")
     if Path(text).is_dir():
         return {key: text}
-    return Later({key: text}, "a folder is wanted: `hf download NAME --local-dir FOLDER`")
+    return Later({key: text}, "give a folder: `hf download NAME --local-dir FOLDER`")
 
 
 def files(here: Here, value: Value) -> Options | Later:
@@ -197,7 +197,7 @@ def files(here: Here, value: Value) -> Options | Later:
     found = {here.ours[0]: ",".join(texts)}
     if all(Path(one).is_file() for one in texts):
         return found
-    return Later(found, "a file is wanted: .jsonl, .parquet or .txt")
+    return Later(found, "give a file: .jsonl, .parquet or .txt")
 
 
 def mixture(here: Here, value: Value) -> Options | Later:
@@ -206,7 +206,7 @@ def mixture(here: Here, value: Value) -> Options | Later:
     ids = [text_of(one.get("id")) for one in sets]
     weights = [text_of(one.get("weight", 1)) for one in sets]
     return Later(
-        {"data.prompts": ",".join(ids), "data.weights": ",".join(weights)}, "files are wanted, one for each data set"
+        {"data.prompts": ",".join(ids), "data.weights": ",".join(weights)}, "give files, one for each data set"
     )
 
 
@@ -393,7 +393,7 @@ def betas(here: Here, value: Value) -> Options:
     """Two numbers."""
     texts = re.findall(r"[\d.e-]+", text_of(value))
     if len(texts) != len(here.ours):
-        raise Differs("unavailable", "two numbers are wanted")
+        raise Differs("unavailable", "it is not two numbers")
     return dict(zip(here.ours, texts, strict=True))
 
 
