@@ -334,7 +334,7 @@ def _words_help(words: str) -> str:
 
 def parser(text: str) -> argparse.ArgumentParser:
     """The parser of all verbs; text: what help says below them, with a line for each example of a command."""
-    settings = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     found = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=text, **settings)
     verbs = found.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND", title="subcommands")
     for name, verb in VERBS.items():

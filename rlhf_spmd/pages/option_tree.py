@@ -128,12 +128,11 @@ def comments_of(cls: type) -> dict[str, str]:
 
 def _comment_on(node: ast.AnnAssign, by_line: Mapping[int, tokenize.TokenInfo]) -> str:
     """The text of the comment on a field."""
-    lines = [by_line[node.end_lineno]] if node.end_lineno in by_line else []
-    if not lines:
-        number = node.lineno - 1
-        while number in by_line and by_line[number].line.lstrip().startswith("#"):
-            lines.insert(0, by_line[number])
-            number -= 1
+    last, number = node.end_lineno or node.lineno, node.lineno - 1
+    lines = [by_line[last]] if last in by_line else []
+    while last not in by_line and number in by_line and by_line[number].line.lstrip().startswith("#"):
+        lines.insert(0, by_line[number])
+        number -= 1
     return " ".join(one.string.lstrip("# ") for one in lines)
 
 
