@@ -23,9 +23,8 @@ NOT_PLAIN = re.compile(  # "there is no ..." and "is no longer" are English
     r"(?<!\b[Tt]here )\b(?:is|are) no\b(?! longer)|\bbehind\b|words of the command line|KEY=VALUE words|by place only"
 )
 LEAST_WORDS = 4
-DANGLING = re.compile(
-    r"(of|as|for|in|to|that|those|them|it|its|most|with)\b", re.IGNORECASE
-)  # a phrase without its noun
+# the beginning of a phrase that lacks its noun
+DANGLING = re.compile(r"(of|as|for|in|to|that|those|them|it|its|most|with)\b", re.IGNORECASE)
 DOES = ("Train", "Generate", "Print", "Search", "Forecast", "Draw", "Compute", "Evaluate", "Measure", "Show", "Write")
 DOES += ("List", "Turn")
 
