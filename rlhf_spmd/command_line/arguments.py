@@ -364,11 +364,11 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
                 f"the following arguments are required: STRATEGY ({PROGRAM} {parsed.verb} --help lists the options)"
             )
         if parsed.verb != "draw":
-            if len(names) > 1:
-                raise UserError(f"{parsed.verb} takes one strategy, not {', '.join(names)}; `draw` compares several")
             parsed.strategy = names[0] if names else None
         parsed.strategies, rest = names, [word for word in words if word not in names]
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong and parsed.verb in CHECKED and not any(word.startswith("-") for word in wrong):
+        raise UserError(f"{parsed.verb} takes one strategy: drop {', '.join(wrong)}, or compare them with `draw`")
     if wrong:
         raise UserError(f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; write --NAME VALUE, or KEY=VALUE")
     if rest and not VERBS[parsed.verb].words:

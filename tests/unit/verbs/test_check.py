@@ -171,7 +171,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         (["check", "flattening", "--rank", "x"], ["--rank", "'x'"]),
         (["check", "flattening", "--lay", "1x4"], ["unknown argument '--lay'"]),
         (["check", "flattening", "--layout"], ["--layout", "expected one argument"]),
-        (["check", "flattening", "extra"], ["check takes one strategy", "flattening, extra"]),
+        (["check", "flattening", "extra"], ["check takes one strategy", "drop extra"]),
         (["check", "flattening", "iterations=none"], ["iterations=none", "whole number"]),
         (["check", "flattening", "itertions=3"], ["'itertions'", "did you mean 'iterations'"]),
         (["check", "flattening", "mini_batch=100"], ["mini_batch 100", "512"]),
