@@ -364,6 +364,7 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
                 f"the following arguments are required: STRATEGY ({PROGRAM} {parsed.verb} --help lists the options)"
             )
         if parsed.verb != "draw":
+            names = names[:1]
             parsed.strategy = names[0] if names else None
         parsed.strategies, rest = names, [word for word in words if word not in names]
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
