@@ -178,7 +178,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
         "fits 1x4",
         "75.2 GiB of 80.0 GiB that it may use",
         "would fit with --layout 16x4",
-        "reallocation lacks",
+        "is reallocation: a device lacks",
     ):
         assert words in message
 

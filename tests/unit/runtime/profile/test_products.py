@@ -246,5 +246,5 @@ def test_packing_needs_memory(monkeypatch):
     "values", [3, {}, asdict(HERE) | {"library": "blas"}, asdict(HERE) | {"threads": "1"}, asdict(HERE) | {"more": 1}]
 )
 def test_a_file_without_a_table(values):
-    with pytest.raises(UserError, match=r"program.json names no library .*; restore the file"):
+    with pytest.raises(UserError, match=r"program.json names no matmul library .*; restore the file"):
         table_of(values, "program.json")
