@@ -31,27 +31,21 @@ class Options(off_policy.Options):
 
     epochs: PositiveInt = 4  # number of training passes over the rows of an iteration
     kl_coef: NonNegative = 0.05  # weight of the KL penalty that is subtracted from each token's reward
-    # whether kl_coef stays as it is (fixed), or changes between iterations towards kl_target (adaptive)
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"  # keep kl_coef (fixed), or adapt it to reach kl_target
     kl_target: PositiveFloat = 6.0  # KL divergence that the adaptive controller aims at, in nats per response
-    # horizon of the adaptive controller, in sequences; more than 0.2 times those of an iteration
-    kl_horizon: PositiveInt = 10_000
+    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, in sequences; above 0.2 x an iteration's
     gamma: Fraction01 = 1.0  # discount factor of generalised advantage estimation (GAE)
     lam: Fraction01 = 0.95  # lambda of generalised advantage estimation (GAE)
     clip_ratio: PositiveFloat = 0.2  # distance from 1 at which the policy loss clips probability ratios
     clip_value: PositiveFloat = 0.2  # distance from its old value at which the value loss clips a value
-    # weight of the bonus for entropy, in nats, of the distribution that a token was sampled from; 0: none
-    entropy_coef: NonNegative = 0.0
-    # rows over which advantages are whitened: each mini-batch, or the batch (then there is no streaming)
-    whiten: Literal["mini_batch", "batch"] = "mini_batch"
+    entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution of each sampled token; 0: none
+    whiten: Literal["mini_batch", "batch"] = "mini_batch"  # rows to whiten advantages over; batch: no streaming
     # reward of a response without an end of sequence: truncation_penalty, the critic's value (bootstrap), or its score
     truncation: Literal["penalty", "bootstrap", "score"] = "penalty"
     truncation_penalty: float = -1.0  # reward of a truncated response under truncation=penalty
-    # largest absolute value of a score, to which larger ones are clipped; none: no limit
-    clip_score: PositiveFloat | None = None
+    clip_score: PositiveFloat | None = None  # largest absolute score; larger ones are clipped to it; none: no limit
     normalize_scores: bool = False  # subtract the running mean of the scores, and divide by their standard deviation
-    # approximate KL divergence, in nats per token, that ends the actor's steps of an iteration; none: no limit
-    kl_early_stop: PositiveFloat | None = None
+    kl_early_stop: PositiveFloat | None = None  # nats per token of KL that end an iteration's actor steps; none: never
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

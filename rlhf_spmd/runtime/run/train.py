@@ -86,9 +86,7 @@ def train(
     inputs, surroundings = recorded.inputs(job), recorded.surroundings(job)
     if resumed and (names := not_compared(inputs, resumed)):
         what = ", of the ".join(names)
-        console.note(
-            f"note: the checkpoint is of an earlier version, without a fingerprint of the {what}: not compared"
-        )
+        console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": inputs}
     about |= {"surroundings": surroundings, "support": job.known.count}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
