@@ -339,7 +339,7 @@ def parser(text: str) -> argparse.ArgumentParser:
     verbs = found.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND", title="subcommands")
     for name, verb in VERBS.items():
         does = textwrap.fill(f"{verb.help[0].upper()}{verb.help[1:]}.", shutil.get_terminal_size().columns - 2)
-        examples = "".join(f"\n  {line}" for line in text.splitlines() if f"{PROGRAM} {name} " in f"{line} ")
+        examples = "".join(f"\n  {line}" for line in text.split("\n") if f"{PROGRAM} {name} " in f"{line} ")
         of_verb = verbs.add_parser(
             name, help=verb.help, description=does, epilog=examples and f"examples:{examples}", **settings
         )
