@@ -37,9 +37,9 @@ def _same_tokens() -> dict[str, str]:
     ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
     algorithms = {row["algorithm"] for row in found}
     return _row(
-        f"Placements that draw the tokens of one rank, in float32 with three seeds ({len(algorithms)} algorithms; "
-        f"{_listed(tuple(strategies))}; {_listed(ranks)} ranks); largest relative error of losses, norms, "
-        "KL and reward",
+        "Placements in which a run sampled the same tokens as on one rank, of those tested in float32 with three seeds "
+        f"({len(algorithms)} algorithms; {_listed(tuple(strategies))}; {_listed(ranks)} ranks); largest relative error "
+        "of their losses, norms, KL and reward",
         f"{len(same)} of {len(found)}; {worst:.1e}",
         "measured, CPU",
         "the-same-numbers-everywhere",
@@ -92,8 +92,8 @@ def _published() -> dict[str, str]:
             errors[row["seconds_are"]].append(abs(row["error"]))
     counts, means = ([f(found) for found in errors.values()] for f in (len, lambda found: sum(found) / len(found)))
     return _row(
-        f"Mean error of simulated against published seconds per iteration of ReaL's heuristic and searched plans: "
-        f"{counts[0]} runs to which five constants are fitted; {counts[1]} kept out of the fit",
+        f"Mean error of forecast iteration times against those that ReaL published: on the {counts[0]} runs to which "
+        f"five constants are fitted; on {counts[1]} held-out runs",
         "; ".join(f"{100 * mean:.1f}%" for mean in means),
         "fitted; forecast",
         "published-runs",

@@ -32,17 +32,16 @@ HEAD = """# Options
 
 *`python -m bench tables` writes this page from the code; do not edit it.*
 
-Options are `KEY=VALUE` words on the command line, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none`
-stands for no value, and lists are separated by commas. The program rejects an unknown option and suggests known ones,
-also for names of [TRL, verl and OpenRLHF](coming_from.md). All wrong ones, of the command line and of a file, are named
-at once. `python -m rlhf_spmd train --help` lists the options with two dashes, such as `--model`, and those of this page
-for a run of PPO.
+Options are `KEY=VALUE` arguments, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none` stands for no
+value, and lists are separated by commas. The program rejects an unknown option and suggests known ones, also for names
+of [TRL, verl and OpenRLHF](coming_from.md). All wrong ones, of the command line and of a file, are named at once.
+`python -m rlhf_spmd train --help` lists the options with two dashes, such as `--model`, and those of this page for a
+run of PPO.
 
 ## A file of options
 
 `train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from
-`--config FILE.yaml`, too. Words of the command line replace those of the file, and the file replaces those of the
-preset.
+`--config FILE.yaml`, too. Arguments on the command line take precedence over the file, and the file over the preset.
 
 ```yaml
 algorithm: grpo
@@ -60,7 +59,7 @@ data:
 
 - Nested keys are the dotted names of options; `optimizer.actor_lr: 1e-6` in one line is the same. `preset`,
   `algorithm`, `model`, `strategy`, `layout`, `cluster`, `calibration`, `runs` and `name` stand for the options with two
-  dashes. A verb ignores those that it does not have.
+  dashes. A subcommand ignores those that it does not have.
 - A value means what its text means on the command line: `1e-3` is a number, and `on` is a text where a text is wanted.
   `null` is `none`, or empty. A list may stand for commas; `generation.stop: ["a, b"]` is then one text.
 - `data.chat_template_kwargs` holds a mapping, in which values mean what they mean in YAML: `off` is false.
@@ -85,10 +84,11 @@ PRESETS = """
 ## Presets
 
 `--preset NAME` chooses a preset. Without it, `train` uses `tiny`, or `model` if `--model FOLDER` is given. The
-table has the options of a run of `ppo` whose value differs from the default. The lengths of `model` are half of the
-model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` and
-`qwen2.5-0.5b` to `qwen2.5-32b` differ from `llama-7b` in `shape` only; they have no weights and serve `check` and
-`plan`.
+table has the options of a run of `ppo` whose value differs from the default. `arithmetic` trains by `grpo` unless
+`--algorithm` names another one; it then has `samples_per_prompt=8` and `rollout_batch=64`. The lengths of `model` are
+half of the model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to
+`llama-70b` and `qwen2.5-0.5b` to `qwen2.5-32b` differ from `llama-7b` in `shape` only; they have no weights and
+serve `check` and `plan`.
 
 With `--preset tiny --model FOLDER` everything else still comes from the preset, whose values suit a toy; also set
 prompts, reward, lengths and learning rates.
@@ -116,7 +116,7 @@ STRATEGIES = """
 Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strategy does.
 """
 HEADING = ("option", "type", "default", "meaning")
-SHOWN_PRESETS = ("tiny", "model", "smollm2", "llama-7b")
+SHOWN_PRESETS = ("tiny", "arithmetic", "model", "smollm2", "llama-7b")
 
 
 def page() -> str:
@@ -200,7 +200,7 @@ def _meanings(name: str) -> dict[str, str]:
 
 def _table_of_presets() -> str:
     """The options that presets set."""
-    values = {name: _values(presets.load(name)) for name in SHOWN_PRESETS}
+    values = {name: _values(presets.load(name, algorithm="ppo")) for name in SHOWN_PRESETS}
     defaults = _values(configs.Config(preset=""))
     keys = [key for key in defaults if any(values[name][key] != defaults[key] for name in values) and key != "preset"]
     rows = []

@@ -1,5 +1,5 @@
-"""The one program: train, evaluate, generate, precompute, profile (on MPI ranks), check, plan, forecast, rehearse,
-draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert (GGUF files and adapters).
+"""One program with a subcommand for each task: train, evaluate, generate, precompute, profile (on MPI ranks), rehearse,
+check, plan, forecast, draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert.
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
@@ -13,7 +13,10 @@ python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd rehearse mine.py --preset llama-13b --layout 8x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
 python -m rlhf_spmd coming-from verl.yaml > options.yaml
+python -m rlhf_spmd algorithms
+python -m rlhf_spmd convert model.gguf FOLDER
 python -m rlhf_spmd status runs/NAME
+python -m rlhf_spmd rollouts runs/NAME --where "score<0" --limit 5
 python -m rlhf_spmd report runs/NAME --out report.html
 python -m rlhf_spmd postmortem runs/NAME
 mpirun -n 2 python -m rlhf_spmd profile --out mine.json

@@ -16,7 +16,7 @@ set -euo pipefail
 . slurm/env.sh
 
 usage() {
-    echo "usage: slurm/stages.sh NAME [OPTIONS OF SBATCH] : [WORDS OF SFT] : [OF THE REWARD MODEL] : [OF PPO]" >&2
+    echo "usage: slurm/stages.sh NAME [OPTIONS OF SBATCH] : [ARGUMENTS OF SFT] : [OF THE REWARD MODEL] : [OF PPO]" >&2
     exit 2
 }
 

@@ -10,20 +10,22 @@ from rlhf_spmd.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options. "These ranks" are those that generate and infer."""
+    """The options of both strategies."""
 
-    ratios: tuple[str, ...] = ()  # share of these ranks for each model, e.g. actor=3/4,critic=1/4; others get all
-    generation_tp: int = 1  # tensor-parallel slices of each model on these ranks
-    generation_pp: int = 1  # pipeline stages of each model on these ranks
-    training_tp: int = 1  # tensor-parallel slices of the models in training
-    training_pp: int = 1  # pipeline stages of the models in training
+    # share of the ranks that generate and infer for each model, e.g. actor=3/4,critic=1/4; other models use all of
+    # them; empty: each model has some of them for itself, if there are enough
+    ratios: tuple[str, ...] = ()
+    generation_tp: int = 1  # tensor-parallel size of each model on the ranks that generate and infer
+    generation_pp: int = 1  # number of pipeline stages of each model on the ranks that generate and infer
+    training_tp: int = 1  # tensor-parallel size of the models in training
+    training_pp: int = 1  # number of pipeline stages of the models in training
     stream: bool = True  # start training on the first mini-batches while others are generated
-    in_flight: int = 2  # mini-batches that may be in transit at once while streaming
-    decode_mini_batches: int = 2  # mini-batches whose rows a replica decodes at once while streaming
+    in_flight: int = 2  # number of mini-batches that may be in transit at once while streaming
+    decode_mini_batches: int = 2  # number of mini-batches whose rows a replica decodes at once while streaming
     zero: int = 0  # ZeRO stage of the models in training
-    recompute: bool = False  # compute activations again in the backward pass
-    micro_batch: int | None = None  # sequences per forward; None: the option micro_batch
-    tokens: int | None = None  # most tokens per forward; replaces micro_batch
+    recompute: bool = False  # compute activations again in the backward pass instead of keeping them
+    micro_batch: int | None = None  # number of sequences per forward pass; None: the option micro_batch
+    tokens: int | None = None  # limit on the tokens of a forward pass, instead of micro_batch; None: no limit
 
 
 def separated(

@@ -16,7 +16,8 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def place(workload: Workload, cluster: Cluster, *, ratio: str = "1/2", zero: int = 0) -> Placement:
-    """ratio: share of the ranks for the first model that only infers. zero: ZeRO stage of the models that train."""
+    """ratio: share of the ranks for the first of the two models that only infer. zero: ZeRO stage of the models
+    that train."""
     workflow = workload.workflow
     if len(workflow.frozen_models) != 2:
         models = ", ".join(workflow.frozen_models) or "none"

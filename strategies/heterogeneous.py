@@ -18,7 +18,7 @@ OPTIONS = Options  # the further options of place(), those of separation
 
 
 def place(workload: Workload, cluster: Cluster, *, generation_device: str | None = None, **options: Any) -> Placement:
-    """generation_device: device type that generates and infers; None: that of the last node."""
+    """generation_device: device type of the ranks that generate and infer; None: that of the last node."""
     types = cluster.device_types
     if len(types) != 2:
         raise UserError(

@@ -29,11 +29,12 @@ class Options(off_policy.Options):
     """Options of distillation and of the policy loss."""
 
     kl_coef: NonNegative = 1.0  # weight of the reverse KL divergence from the teacher
-    task_coef: NonNegative = 0.0  # weight of the advantage from rewards; 0: there is no reward
-    scale_eps: NonNegative = 1e-4  # added to the standard deviation of a group's rewards
-    clip_low: NonNegative = 0.2  # ratios are clipped at 1 - clip_low
-    clip_high: NonNegative = 0.2  # ratios are clipped at 1 + clip_high
-    aggregation: Aggregation = "token-mean"  # how tokens' losses become one; norm: by generation.max_new_tokens
+    task_coef: NonNegative = 0.0  # weight of the advantage from rewards; 0: no rewards are computed
+    scale_eps: NonNegative = 1e-4  # constant added to the standard deviation of a group's rewards, which divides them
+    clip_low: NonNegative = 0.2  # probability ratios are clipped at 1 - clip_low
+    clip_high: NonNegative = 0.2  # probability ratios are clipped at 1 + clip_high
+    # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by generation.max_new_tokens
+    aggregation: Aggregation = "token-mean"
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

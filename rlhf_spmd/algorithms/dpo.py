@@ -28,10 +28,12 @@ BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
 class Options(page.Options):
     """Options of the loss. Log-ratios are those of the actor to the reference."""
 
-    beta: PositiveFloat = 0.1  # strength of the pull to the reference
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: the squared distance of log-ratios from 1 / (2 beta)
-    label_smoothing: BelowHalf = 0.0  # how often a pair is thought to be the wrong way round; with loss=sigmoid
-    per_token: bool = False  # log-ratios are means over a response's tokens, not sums
+    beta: PositiveFloat = 0.1  # strength of the pull towards the reference model
+    # loss of a pair: DPO's sigmoid, or ipo, the squared distance of its log-ratios from 1 / (2 beta)
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    # assumed fraction of pairs that are the wrong way round, for loss=sigmoid; 0: none
+    label_smoothing: BelowHalf = 0.0
+    per_token: bool = False  # average log-ratios over the tokens of a response; false: sum them
 
 
 def workflow(

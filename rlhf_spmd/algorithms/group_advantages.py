@@ -133,7 +133,7 @@ def group_advantages_finish(
         raise UserError(
             f"{num_groups:.0f} groups of this iteration are left to train on, and grpo.min_groups is {min_groups}: the "
             "others have equal rewards or only truncated responses; raise rollout_batch, lower grpo.min_groups, or use "
-            "prompts that are neither always nor never answered rightly"
+            "prompts that are answered correctly sometimes, but not always"
         )
     if scale == "batch":
         variance = (squares - total * total / max(count, 1.0)) / max(count - 1.0, 1.0)

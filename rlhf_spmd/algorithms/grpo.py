@@ -30,16 +30,26 @@ Factor = Annotated[float, Field(ge=1)]
 class Options(policy_gradient.Options):
     """Options of GRPO. The KL divergence is a term of the loss."""
 
-    kl_estimator: KLEstimator = "k3"  # of d = logprob - reference logprob: d (with kl_unbiased), d^2/2, exp(-d) + d - 1
-    kl_unbiased: bool = False  # the KL term is multiplied by the ratio, which makes its gradient that of the KL
-    scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the standard deviation of rewards
-    scale_eps: PositiveFloat = 1e-4  # added to that standard deviation
-    overlong: Literal["keep", "shape", "mask"] = "keep"  # shape: long responses lose reward; mask: truncated ones out
-    overlong_buffer: NonNegativeInt = 0  # tokens before the limit over which the loss of reward grows
-    overlong_penalty: NonNegative = 1.0  # reward lost at the limit
-    drop_equal_groups: bool = False  # groups whose rewards are all equal are left out of the loss
-    min_groups: NonNegativeInt = 0  # groups that must be left in an iteration; fewer end the run; > 0: no streaming
-    oversampling: Factor = 1.0  # groups of a mini-batch for each one that is trained on; the first ones left are
+    # estimator of the KL divergence from d = logprob - reference logprob: k1 is d (with kl_unbiased), k2 is d^2/2, k3
+    # is exp(-d) + d - 1
+    kl_estimator: KLEstimator = "k3"
+    # multiply the KL term by the probability ratio, so that its gradient is that of the KL divergence
+    kl_unbiased: bool = False
+    # divide advantages by the standard deviation of rewards, in the group or in the batch; none: do not
+    scale: Literal["group", "batch", "none"] = "group"
+    scale_eps: PositiveFloat = 1e-4  # constant added to the standard deviation that divides advantages
+    # what to do with long responses: keep them, shape (lower their reward), or mask (leave truncated ones out)
+    overlong: Literal["keep", "shape", "mask"] = "keep"
+    # length in tokens, before the limit, over which overlong=shape lowers the reward; 0: none
+    overlong_buffer: NonNegativeInt = 0
+    overlong_penalty: NonNegative = 1.0  # reward that overlong=shape takes off at the limit
+    drop_equal_groups: bool = False  # leave groups whose rewards are all equal out of the loss
+    # smallest number of groups left in an iteration, below which the run ends; 0: no limit; above 0 there is no
+    # streaming
+    min_groups: NonNegativeInt = 0
+    # number of groups that a mini-batch generates for each group that it trains on; the first ones left are used; 1:
+    # trains on all
+    oversampling: Factor = 1.0
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

@@ -20,11 +20,16 @@ from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
 class Options(page.Options):
     """Where old logprobs come from, and corrections."""
 
-    old_logprobs: Literal["generator", "recompute"] = "generator"  # recompute: another forward pass of the actor
-    importance_weights: ImportanceWeights = "none"  # of old logprobs over the generator's
-    importance_cap: PositiveFloat = 2.0  # largest importance weight
-    rejection: Rejection = "none"  # what importance weights leave out
-    rejection_range: tuple[PositiveFloat, PositiveFloat] | None = None  # weights that stay; none: usual for rejection
+    # source of the old logprobs: the generator, or one more forward pass of the actor
+    old_logprobs: Literal["generator", "recompute"] = "generator"
+    # weight the loss by the ratio of recomputed to generator probabilities, per token or per sequence; none: do not
+    importance_weights: ImportanceWeights = "none"
+    importance_cap: PositiveFloat = 2.0  # largest importance weight; larger ones are set to it
+    # leave tokens out of the loss whose importance weight is outside rejection_range: by the token's weight, or by its
+    # sequence's (the product, or geometric: the geometric mean); none: leave out none
+    rejection: Rejection = "none"
+    # smallest and largest importance weight that `rejection` keeps; none: the usual range for it
+    rejection_range: tuple[PositiveFloat, PositiveFloat] | None = None
 
 
 def corrects(options: Options) -> bool:

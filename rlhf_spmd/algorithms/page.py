@@ -62,7 +62,7 @@ class AssistantTokens:
 class Options:
     """The options of every algorithm."""
 
-    epochs: PositiveInt = 1  # passes over the rows of an iteration
+    epochs: PositiveInt = 1  # number of training passes over the rows of an iteration
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,19 @@ ROLES = {
 class Options(off_policy.Options):
     """Options of the policy loss."""
 
-    kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: there is no reference
-    ratio_level: RatioLevel = "token"  # probability ratios; sequence: geometric mean over a response; product: of all
-    surrogate: Surrogate = "clip"  # cispo: clipped ratios are weights, and every token has a gradient
-    clip_low: NonNegative = 0.2  # ratios are clipped at 1 - clip_low
-    clip_high: NonNegative = 0.2  # ratios are clipped at 1 + clip_high
-    dual_clip: PositiveFloat | None = None  # where an advantage A is negative, the loss is at most -dual_clip * A
-    aggregation: Aggregation = "token-mean"  # how tokens' losses become one; norm: by generation.max_new_tokens
-    entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
+    kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: no reference is loaded
+    # probability ratio of a token: its own, the geometric mean over its response (sequence), or their product
+    ratio_level: RatioLevel = "token"
+    # policy loss: clip (PPO), or cispo, where clipped ratios are weights and every token has a gradient
+    surrogate: Surrogate = "clip"
+    clip_low: NonNegative = 0.2  # probability ratios are clipped at 1 - clip_low
+    clip_high: NonNegative = 0.2  # probability ratios are clipped at 1 + clip_high
+    # limit on the loss where an advantage A is negative: at most -dual_clip * A; none: no limit
+    dual_clip: PositiveFloat | None = None
+    # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by generation.max_new_tokens
+    aggregation: Aggregation = "token-mean"
+    # weight of the bonus for entropy, in nats, of the distribution that a token was sampled from; 0: none
+    entropy_coef: NonNegative = 0.0
 
 
 def rollout(options: Options, model: Models, prompts: Data) -> tuple[Data, Data, dict[str, Any], dict[str, Any]]:

@@ -29,22 +29,23 @@ ROLES = {
 class Options(off_policy.Options):
     """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
 
-    epochs: PositiveInt = 4  # passes over the rows of an iteration
+    epochs: PositiveInt = 4  # number of training passes over the rows of an iteration
     kl_coef: NonNegative = 0.05  # weight of the KL penalty that is subtracted from each token's reward
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive changes kl_coef between iterations
-    kl_target: PositiveFloat = 6.0  # target of the adaptive controller, nats per response
-    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, sequences; above 0.2 x those of an iteration
-    gamma: Fraction01 = 1.0  # discount of GAE
-    lam: Fraction01 = 0.95  # lambda of GAE
-    clip_ratio: PositiveFloat = 0.2  # range of the probability ratio around 1 in the policy loss
-    clip_value: PositiveFloat = 0.2  # range of a value around its old value in the value loss
-    entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
-    whiten: Literal["mini_batch", "batch"] = "mini_batch"  # where advantages are whitened; batch: no streaming
-    truncation: Literal["penalty", "bootstrap", "score"] = "penalty"  # reward of a response without an end of sequence
-    truncation_penalty: float = -1.0  # the reward under truncation=penalty
-    clip_score: PositiveFloat | None = None  # scores are clipped to this range around 0
-    normalize_scores: bool = False  # subtract the running mean of the scores, divide by their standard deviation
-    kl_early_stop: PositiveFloat | None = None  # nats per token that end the iteration's actor steps early
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"  # keep kl_coef (fixed), or adapt it to reach kl_target
+    kl_target: PositiveFloat = 6.0  # KL divergence that the adaptive controller aims at, in nats per response
+    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, in sequences; above 0.2 x an iteration's
+    gamma: Fraction01 = 1.0  # discount factor of generalised advantage estimation (GAE)
+    lam: Fraction01 = 0.95  # lambda of generalised advantage estimation (GAE)
+    clip_ratio: PositiveFloat = 0.2  # distance from 1 at which the policy loss clips probability ratios
+    clip_value: PositiveFloat = 0.2  # distance from its old value at which the value loss clips a value
+    entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution of each sampled token; 0: none
+    whiten: Literal["mini_batch", "batch"] = "mini_batch"  # rows to whiten advantages over; batch: no streaming
+    # reward of a response without an end of sequence: truncation_penalty, the critic's value (bootstrap), or its score
+    truncation: Literal["penalty", "bootstrap", "score"] = "penalty"
+    truncation_penalty: float = -1.0  # reward of a truncated response under truncation=penalty
+    clip_score: PositiveFloat | None = None  # largest absolute score; larger ones are clipped to it; none: no limit
+    normalize_scores: bool = False  # subtract the running mean of the scores, and divide by their standard deviation
+    kl_early_stop: PositiveFloat | None = None  # nats per token of KL that end an iteration's actor steps; none: never
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

@@ -21,10 +21,14 @@ METRICS = policy_gradient.METRICS
 class Options(policy_gradient.Options):
     """Options of REINFORCE++."""
 
-    kl_coef: NonNegative = 0.01  # weight of the KL divergence from the reference; 0: there is no reference
-    kl_in: Literal["reward", "loss"] = "reward"  # whether it comes off each token's reward or is a term of the loss
-    kl_estimator: KLEstimator = "k2"  # in the loss; k2, k3 of d = logprob - reference logprob: d^2/2, exp(-d) + d - 1
-    baseline: Literal["none", "group"] = "none"  # group: the mean of a prompt's samples comes off their scores
+    kl_coef: NonNegative = 0.01  # weight of the KL divergence from the reference; 0: no reference is loaded
+    # where the KL divergence counts: subtracted from each token's reward, or as a term of the loss
+    kl_in: Literal["reward", "loss"] = "reward"
+    # estimator of the KL divergence in the loss, from d = logprob - reference logprob: k2 is d^2/2, k3 is exp(-d) + d -
+    # 1
+    kl_estimator: KLEstimator = "k2"
+    # subtract from each score the mean over the samples of its prompt (group); none: do not
+    baseline: Literal["none", "group"] = "none"
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

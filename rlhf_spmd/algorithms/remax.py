@@ -19,7 +19,7 @@ ROLES = policy_gradient.ROLES
 class Options(policy_gradient.Options):
     """Options of ReMax."""
 
-    kl_coef: NonNegative = 0.05  # weight of the KL divergence in the reward of each token; 0: there is no reference
+    kl_coef: NonNegative = 0.05  # weight of the KL divergence in the reward of each token; 0: no reference is loaded
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

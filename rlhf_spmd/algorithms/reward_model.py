@@ -21,8 +21,10 @@ ROLES = {"reward": Role("scalar", lr=1e-5, saved=True)}
 class Options(page.Options):
     """Options of the loss of a reward model."""
 
-    centering_coef: NonNegative = 0.0  # weight of (chosen + rejected score)^2, which keeps scores around 0; e.g. 0.01
-    foresight_coef: NonNegative = 0.0  # weight of (output at an earlier token - score)^2, for critics; e.g. 0.1
+    # weight of (chosen + rejected score)^2, which keeps scores around 0, e.g. 0.01; 0: none
+    centering_coef: NonNegative = 0.0
+    # weight of (output at an earlier token - score)^2, for critics, e.g. 0.1; 0: none
+    foresight_coef: NonNegative = 0.0
 
 
 def workflow(

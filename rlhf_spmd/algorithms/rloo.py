@@ -21,7 +21,7 @@ METRICS = {name: metric for name, metric in policy_gradient.METRICS.items() if n
 class Options(policy_gradient.Options):
     """Options of RLOO."""
 
-    kl_coef: NonNegative = 0.05  # weight of the KL divergence in the reward; 0: there is no reference
+    kl_coef: NonNegative = 0.05  # weight of the KL divergence in the reward of a response; 0: no reference is loaded
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:

@@ -20,7 +20,7 @@ ROLES = {"actor": Role("lm", lr=2e-5, saved=True)}
 class Options(page.Options):
     """Options of supervised fine-tuning."""
 
-    log_entropy: bool = True  # also compute the entropy of the distribution of each learned token, for the log
+    log_entropy: bool = True  # compute the entropy of the distribution of each learned token, too, for the log
 
 
 def workflow(

@@ -1,4 +1,4 @@
-"""The arguments of every verb, and the reading of a command line: options with dashes, and KEY=VALUE words."""
+"""The arguments of every verb, and the reading of a command line: options with dashes, and KEY=VALUE arguments."""
 
 import argparse
 import shutil
@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from rlhf_spmd.errors import UserError
 
+PROGRAM, AS_MODULE = "rlhf-spmd", "python -m rlhf_spmd"
 CHECKED = ("check", "draw", "forecast", "rehearse")  # verbs of strategies, which may stand between options
-WORDS = {  # what KEY=VALUE words set -> what help says of them
-    "run": "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1. Those of a run of "
-    "PPO, with the defaults that hold for all presets but where docs/options.md says otherwise:",
+WORDS = {  # what KEY=VALUE arguments set -> what help says of them
+    "run": "KEY=VALUE arguments set options, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1, and take precedence "
+    "over the preset. These are the options of a run of PPO, with their defaults; docs/options.md lists the presets "
+    "whose defaults differ, and the options of other algorithms and of the strategies:",
     "responses": "A row of JSON may have fields of its own: max_new_tokens, min_new_tokens, temperature, "
-    "top_k, top_p, min_p, stop. KEY=VALUE words, with their defaults:",
+    "top_k, top_p, min_p, stop. KEY=VALUE arguments set these options, here with their defaults:",
 }
 
 
@@ -26,8 +28,8 @@ class Argument(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb. Of arguments in one list only one may be given. words: a key of WORDS, or of other programs (`other`);
-    empty: the verb takes none."""
+    """A verb. help: what it does, without the dot of a sentence. Of arguments in one list only one may be given. words:
+    a key of WORDS, or of other programs (`other`); empty: the verb takes none."""
 
     help: str
     arguments: Sequence[Argument | list[Argument]] = ()
@@ -43,7 +45,7 @@ def _flag(name: str, text: str) -> Argument:
 
 
 def _given(text: str) -> str:
-    """A word of the command line that must not be empty."""
+    """An argument that must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty (a variable that is not set?)")
     return text
@@ -76,33 +78,43 @@ def _replaces(what: str) -> Argument:
     return _flag("--overwrite", f"replace {what}")
 
 
-RUN = _argument("run", "run folder", "RUN")
-CLUSTER_OF_RANKS = _argument("--cluster", "device types of the nodes (default: all alike)", "FILE.toml")
+RUN = _argument("run", "folder of the run, which `train` printed", "RUN")
+CLUSTER_OF_RANKS = _argument(
+    "--cluster", "read the device types of the nodes from a file (default: all nodes are alike)", "FILE.toml"
+)
 CALIBRATION = _argument(
-    "--calibration", "measured constants of the machine (default: those shipped for its devices)", "NAME|FILE.json"
+    "--calibration",
+    "constants of the machine, on which forecasts rest (default: those shipped for its devices)",
+    "NAME|FILE.json",
 )
 CONFIG = (
-    _argument("--config", "options and names of these; words of the command line replace its values", "FILE.yaml"),
-    _argument("--algorithm", "name or file of the algorithm (default: ppo)", "NAME|FILE.py", type=_given),
-    _argument("--preset", "named configuration (default: tiny, or with --model one for real models)"),
-    _argument("--model", "Hugging Face folder of the first role (PPO: the actor)", "FOLDER"),
+    _argument("--config", "read options from FILE.yaml; arguments on the command line take precedence", "FILE.yaml"),
+    _argument("--algorithm", "algorithm, by name or file (default: ppo)", "NAME|FILE.py", type=_given),
+    _argument("--preset", "named configuration to start from (default: tiny, or with --model the preset `model`)"),
+    _argument("--model", "Hugging Face folder of the model in the first role, such as PPO's actor", "FOLDER"),
 )
 SHOW_CONFIG = _flag("--show-config", "with a report: print the resolved configuration, as a file for --config")
 LAYOUT = (
-    _argument("--layout", "N nodes of G devices (default: 1x4)", "NxG", type=_given),
-    _argument("--cluster", "nodes of several device types, instead of --layout", "FILE.toml"),
+    _argument("--layout", "assume N nodes of G devices (default: 1x4)", "NxG", type=_given),
+    _argument("--cluster", "read nodes of several device types from a file, instead of --layout", "FILE.toml"),
 )
-DEVICES = (*LAYOUT, _argument("--device-type", "device type (default: the preset's)"))
+DEVICES = (*LAYOUT, _argument("--device-type", "device type to assume (default: the preset's)"))
 CALIBRATED_DEVICES = (
     *LAYOUT,
-    _argument("--device-type", "device type (default: the calibration's, if it has one, or the preset's)"),
+    _argument(
+        "--device-type", "device type to assume (default: that of --calibration if it has only one, else the preset's)"
+    ),
     CALIBRATION,
 )
 VERBS = {
     "train": Verb(
-        "train on the ranks of this MPI world (mpirun -n N ...)",
+        "train models on the ranks of an MPI world (start it with mpirun or srun)",
         (
-            _argument("--strategy", "placement of the calls (default: flattening); auto: plan one", "NAME|FILE.py"),
+            _argument(
+                "--strategy",
+                "placement of the calls, by strategy name or file (default: flattening); auto: plan one",
+                "NAME|FILE.py",
+            ),
             _argument(
                 "--resume",
                 "continue the run in this folder from its newest checkpoint; auto: start run --name, or continue it",
@@ -111,7 +123,7 @@ VERBS = {
             ),
             CALIBRATION,
             CLUSTER_OF_RANKS,
-            _argument("--runs", "parent of the run folder (default: runs)", "FOLDER"),
+            _argument("--runs", "folder in which to make the run folder (default: runs)", "FOLDER"),
             _argument("--name", "name of the run folder (default: date, time and strategy)"),
             _flag("--dry-run", "print the report of `check` for these ranks, and exit"),
             SHOW_CONFIG,
@@ -120,31 +132,34 @@ VERBS = {
         "run",
     ),
     "generate": Verb(
-        "responses to a file of prompts, on one rank or many",
+        "generate responses to a file of prompts, on one rank or on many (started with mpirun or srun)",
         (
             _argument(
                 "--config",
-                "options of this verb, and `model`; those of training are ignored, words of the command line win",
+                "read generation options and `model` from FILE.yaml, and ignore those of training; arguments on the "
+                "command line take precedence",
                 "FILE.yaml",
             ),
-            _argument("--model", "Hugging Face checkpoint folder (default: that of --config)", "FOLDER"),
+            _argument("--model", "Hugging Face folder of the model (default: `model` of --config)", "FOLDER"),
             _argument(
                 "--prompts", "file, folder or pattern of prompts, as data.prompts", "FILE", required=True, type=Path
             ),
-            _argument("--out", "one line per response", "FILE.jsonl", required=True, type=Path),
+            _argument("--out", "file to write, with one line per response", "FILE.jsonl", required=True, type=Path),
             _replaces("FILE.jsonl if it exists"),
-            _argument("--tp", "tensor-parallel ranks per copy of the model (default: 1)", "N"),
-            _argument("--dtype", "float32 (default) or bfloat16", "TYPE"),
-            _argument("--seed", "random seed (default: 0)", "N"),
+            _argument("--tp", "number of tensor-parallel ranks per copy of the model (default: 1)", "N"),
+            _argument("--dtype", "precision: float32 (default) or bfloat16", "TYPE"),
+            _argument("--seed", "seed of the random numbers (default: 0)", "N"),
         ),
         "responses",
     ),
     "check": Verb(
         "print a placement and prove that its program cannot hang",
         (
-            _argument("strategies", "name or FILE.py (default: that of --config)", "STRATEGY", nargs="*"),
+            _argument(
+                "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
+            ),
             *DEVICES,
-            _argument("--rank", "whose instruction list is printed (default: 0)", type=int, default=0),
+            _argument("--rank", "rank whose instruction list is printed (default: 0)", type=int, default=0),
             SHOW_CONFIG,
             *CONFIG,
         ),
@@ -154,22 +169,26 @@ VERBS = {
         "search the fastest placement, and write it as a strategy",
         (
             *CALIBRATED_DEVICES,
-            _argument("--method", "default: exact", choices=("exact", "two_phase"), default="exact"),
-            _argument("--top", "how many plans to show (default: 5)", "N", type=_positive, default=5),
-            _argument("--out", "file for the best plan (default: runs/plan-PRESET-LAYOUT.py)", "FILE.py"),
-            _argument("--timeline", "draw the forecast timeline of the best plan", "FILE.png"),
+            _argument("--method", "search method (default: exact)", choices=("exact", "two_phase"), default="exact"),
+            _argument("--top", "number of plans to show (default: 5)", "N", type=_positive, default=5),
+            _argument("--out", "file to write the best plan to (default: runs/plan-PRESET-LAYOUT.py)", "FILE.py"),
+            _argument("--timeline", "draw the forecast timeline of the best plan to this file", "FILE.png"),
             _replaces("these files if they exist"),
-            _argument("--measure-top", "under mpirun: run K promising rows as well", "K", type=_positive),
+            _argument(
+                "--measure-top", "also run the K most promising plans (start it with mpirun)", "K", type=_positive
+            ),
             *CONFIG,
         ),
         "run",
     ),
     "forecast": Verb(
-        "seconds, limits and memory of one strategy",
+        "forecast the seconds of one strategy, what limits them, and its memory",
         (
-            _argument("strategies", "name or FILE.py (default: of --config)", "STRATEGY", nargs="*"),
+            _argument(
+                "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
+            ),
             *CALIBRATED_DEVICES,
-            _argument("--out", "draw which ranks run which call, and the timeline", "FILE.png"),
+            _argument("--out", "draw to this file which ranks run which call, and the timeline", "FILE.png"),
             _replaces("FILE.png if it exists"),
             *CONFIG,
         ),
@@ -178,12 +197,14 @@ VERBS = {
     "rehearse": Verb(
         "run the processes and messages of a job on this machine, with sleeps in place of computation",
         (
-            _argument("strategies", "name or FILE.py (default: of --config)", "STRATEGY", nargs="*"),
+            _argument(
+                "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
+            ),
             *CALIBRATED_DEVICES,
-            _argument("--iterations", "how many (default: 2)", "N", type=_positive, default=2),
+            _argument("--iterations", "number of iterations (default: 2)", "N", type=_positive, default=2),
             _argument(
                 "--seconds",
-                "how long an iteration takes here; with more, less depends on this machine (default: 15)",
+                "seconds that an iteration takes here; the more, the less they depend on this machine (default: 15)",
                 "S",
                 type=_seconds,
                 default=15.0,
@@ -204,106 +225,123 @@ VERBS = {
         "run",
     ),
     "draw": Verb(
-        "draw which ranks run which call, and forecast timelines",
+        "draw which ranks run which call under some strategies, and their forecast timelines",
         (
-            _argument("strategies", "names or FILE.py (default: that of --config)", "STRATEGY", nargs="*"),
+            _argument(
+                "strategies", "names or FILE.py of strategies (default: that of --config)", "STRATEGY", nargs="*"
+            ),
             *CALIBRATED_DEVICES,
             _argument("--only", "draw only the map or only the timelines", choices=("map", "timelines")),
-            _argument("--out", "the picture", "FILE.png", required=True),
+            _argument("--out", "file of the picture", "FILE.png", required=True),
             _replaces("FILE.png if it exists"),
             *CONFIG,
         ),
         "run",
     ),
     "precompute": Verb(
-        "compute once the logprobs that frozen models give a data set, e.g. DPO's reference (mpirun -n N ...)",
+        "compute once the logprobs that frozen models, such as DPO's reference, give a data set (start it with mpirun "
+        "or srun)",
         (
-            _argument("--out", "for data.precomputed_logprobs=FILE", "FILE", required=True),
+            _argument("--out", "file to write, for data.precomputed_logprobs=FILE", "FILE", required=True),
             _replaces("FILE if it exists"),
-            _argument("--strategy", "placement of the calls (default: flattening)", "NAME|FILE.py"),
+            _argument(
+                "--strategy", "placement of the calls, by strategy name or file (default: flattening)", "NAME|FILE.py"
+            ),
             CLUSTER_OF_RANKS,
             *CONFIG,
         ),
         "run",
     ),
     "evaluate": Verb(
-        "evaluate a model once, as a run does (mpirun -n N ...)",
+        "evaluate a model once, as a run does (start it with mpirun or srun)",
         (
             _argument(
                 "--after",
-                "random numbers as in a run's evaluation after N iterations (default: 0)",
+                "use the random numbers of a run's evaluation after N iterations (default: 0)",
                 "N",
                 type=_whole,
                 default=0,
             ),
-            _argument("--strategy", "placement of the calls (default: flattening)", "NAME|FILE.py"),
+            _argument(
+                "--strategy", "placement of the calls, by strategy name or file (default: flattening)", "NAME|FILE.py"
+            ),
             CLUSTER_OF_RANKS,
             *CONFIG,
         ),
         "run",
     ),
     "profile": Verb(
-        "measure this machine, for forecasts (mpirun -n N ...)",
+        "measure this machine, for forecasts (start it with mpirun or srun)",
         (
-            _argument("--out", "the calibration", "FILE.json", required=True),
+            _argument("--out", "file of the calibration", "FILE.json", required=True),
             _replaces("FILE.json if it exists"),
             *CONFIG,
         ),
         "run",
     ),
-    "status": Verb("what the ranks do now", (RUN,)),
-    "postmortem": Verb("which rank the others waited for", (RUN,)),
+    "status": Verb("show what the ranks of a run do now", (RUN,)),
+    "postmortem": Verb("show which rank of a run the others waited for", (RUN,)),
     "rollouts": Verb(
-        "show and filter the samples that a run has written (rollouts.every)",
+        "show and filter the samples that a run has written (with rollouts.every)",
         (
             RUN,
             [
-                _argument("--iteration", "as in metrics.jsonl (default: the last one written)", "N", type=int),
-                _argument("--evaluation", "the evaluation after N iterations", "N", type=int),
+                _argument(
+                    "--iteration",
+                    "iteration to show, as numbered in metrics.jsonl (default: the last one written)",
+                    "N",
+                    type=int,
+                ),
+                _argument("--evaluation", "evaluation to show: the one after N iterations", "N", type=int),
             ],
             _argument(
                 "--where",
-                "a condition: NAME>=NUMBER (or > < <= = !=), NAME~REGULAR_EXPRESSION; all of several must hold",
+                "show rows that meet a condition: NAME>=NUMBER (or > < <= = !=), NAME~REGULAR_EXPRESSION; given "
+                "several times, all conditions must hold",
                 "CONDITION",
                 action="append",
                 default=[],
             ),
-            _argument("--sort", "by a number, ascending", "NAME"),
-            _flag("--descending", "with --sort: the largest first"),
-            _argument("--limit", "print at most so many rows (default: all)", "N", type=_positive),
+            _argument("--sort", "sort by this number, ascending", "NAME"),
+            _flag("--descending", "show the largest first (with --sort)"),
+            _argument("--limit", "print at most N rows (default: all)", "N", type=_positive),
             _flag("--json", "print whole rows, with tokens, as lines of JSON"),
         ),
     ),
     "report": Verb(
-        "curves and samples of some runs as one page of HTML",
+        "write curves and samples of some runs as one page of HTML",
         (
             _argument("runs", "run folders, in the order of the page", "RUN", nargs="+"),
-            _argument("--out", "the page", "FILE.html", required=True),
-            _argument("--title", "its heading (default: the names of the runs)"),
+            _argument("--out", "file of the page", "FILE.html", required=True),
+            _argument("--title", "heading of the page (default: the names of the runs)"),
             _replaces("FILE.html if it exists"),
         ),
     ),
-    "algorithms": Verb("the algorithms that come with the package, with their calls"),
+    "algorithms": Verb("list the algorithms that come with the package, with their calls"),
     "coming-from": Verb(
         "print a configuration of TRL, verl or OpenRLHF as a file of options",
         (
             _argument(
                 "file_there",
-                "its YAML file, or a shell script that starts it; KEY=VALUE words replace its values",
+                "YAML file of that program, or a shell script that starts it; KEY=VALUE arguments replace its values",
                 "FILE",
             ),
-            _argument("--program", "default: told from the names of options", choices=("trl", "verl", "openrlhf")),
-            _argument("--algorithm", "the algorithm here (default: told from the options)", "NAME"),
+            _argument(
+                "--program",
+                "program that the file is for (default: told from the names of its options)",
+                choices=("trl", "verl", "openrlhf"),
+            ),
+            _argument("--algorithm", "algorithm to use here (default: told from the options)", "NAME"),
         ),
         "other",
     ),
     "convert": Verb(
         "turn a GGUF file, or an adapter (LoRA), into a Hugging Face folder of a whole model",
         (
-            _argument("source", "the file; with --merge the folder of an adapter", "FILE.gguf|ADAPTER", type=Path),
-            _argument("folder", "the folder that is written", "FOLDER", type=Path),
+            _argument("source", "file to read; with --merge the folder of an adapter", "FILE.gguf|ADAPTER", type=Path),
+            _argument("folder", "folder to write", "FOLDER", type=Path),
             _flag("--merge", "merge an adapter, as peft stores it, into its base"),
-            _argument("--base", "folder of its base (default: the one that the adapter names)", "FOLDER", type=Path),
+            _argument("--base", "folder of the base (default: the one that the adapter names)", "FOLDER", type=Path),
         ),
     ),
 }
@@ -321,7 +359,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
 
     def format_help(self) -> str:
-        """The help of argparse, and the options that KEY=VALUE words set."""
+        """The help of argparse, and the options that KEY=VALUE arguments set."""
         return super().format_help() + (_words_help(self.words) if self.words in WORDS else "")
 
 
@@ -353,13 +391,17 @@ class _Version(argparse.Action):
 
 
 def parser(text: str) -> argparse.ArgumentParser:
-    """The parser of all verbs; text: what help says below them."""
-    found = _Parser(prog="rlhf-spmd", description="RLHF as one SPMD program.", epilog=text)
-    found.formatter_class = argparse.RawDescriptionHelpFormatter
+    """The parser of all verbs; text: what help says below them, with a line for each example of a command."""
+    settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    found = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=text, **settings)
     found.add_argument("--version", action=_Version, nargs=0, help="print the versions of the program and its packages")
-    verbs = found.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = found.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND", title="subcommands")
     for name, verb in VERBS.items():
-        of_verb = verbs.add_parser(name, help=verb.help)
+        does = textwrap.fill(f"{verb.help[0].upper()}{verb.help[1:]}.", shutil.get_terminal_size().columns - 2)
+        examples = "".join(f"\n  {line}" for line in text.split("\n") if f"{AS_MODULE} {name} " in f"{line} ")
+        of_verb = verbs.add_parser(
+            name, help=verb.help, description=does, epilog=examples and f"examples:{examples}", **settings
+        )
         of_verb.words = verb.words
         of_verb.set_defaults(file=None)
         for one in verb.arguments:
@@ -370,26 +412,27 @@ def parser(text: str) -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
-    """The options of a verb; its other words with `=` are overrides. text: see `parser`. Raises UserError."""
+    """The options of a verb; its other arguments with `=` are overrides. text: see `parser`. Raises UserError."""
     parsed, rest = parser(text).parse_known_args(words)
     if parsed.verb in CHECKED:
-        words = parsed.strategies + rest
+        first = parsed.strategies or []
+        words = [*([first] if isinstance(first, str) else first), *rest]
         names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
         if not names and parsed.config is None:
             raise UserError(
-                f"the following arguments are required: STRATEGY (rlhf-spmd {parsed.verb} --help lists the options)"
+                f"the following arguments are required: STRATEGY ({PROGRAM} {parsed.verb} --help lists the options)"
             )
         if parsed.verb != "draw":
             names = names[:1]
             parsed.strategy = names[0] if names else None
         parsed.strategies, rest = names, [word for word in words if word not in names]
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong and parsed.verb in CHECKED and not any(word.startswith("-") for word in wrong):
+        raise UserError(f"{parsed.verb} takes one strategy: drop {', '.join(wrong)}, or compare them with `draw`")
     if wrong:
-        raise UserError(
-            f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; options start with --, overrides are key=value"
-        )
+        raise UserError(f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; write --NAME VALUE, or KEY=VALUE")
     if rest and not VERBS[parsed.verb].words:
-        raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
+        raise UserError(f"{parsed.verb} takes no KEY=VALUE arguments such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
 

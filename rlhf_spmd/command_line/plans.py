@@ -34,7 +34,7 @@ from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 
-TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
+TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
 NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
 
@@ -162,7 +162,7 @@ def _nearest(shipped: Sequence[Row]) -> str:
         return shipped[0].note
     least = min(tight, key=lambda row: row.missing_bytes)
     missing = format_bytes(least.missing_bytes)
-    return f"Of the shipped strategies, {least.name} lacks the least, {missing} even with the smallest KV cache"
+    return f"The nearest shipped strategy is {least.name}: a device lacks {missing} even with the smallest KV cache"
 
 
 def plans_table(rows: Sequence[Row], calibration: Calibration) -> str:
@@ -170,7 +170,7 @@ def plans_table(rows: Sequence[Row], calibration: Calibration) -> str:
     shown = [row for row in rows if isinstance(row, Alternative)]
     limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
     first: list[tuple[str, ...]] = [
-        ("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "about it")
+        ("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "note")
     ]
     for row in rows:
         if isinstance(row, Misfit):

@@ -30,7 +30,7 @@ def read_words(parsed: argparse.Namespace) -> None:
     if parsed.verb in CHECKED and not named:
         if own == "auto":
             raise UserError(
-                f"{file.path}: strategy auto is planned when a run starts: name a strategy behind `{parsed.verb}`, or "
+                f"{file.path}: strategy auto is planned when a run starts: name a strategy after `{parsed.verb}`, or "
                 "let `plan` write one"
             )
         parsed.strategies = [own]
@@ -56,7 +56,7 @@ def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
         file, settings=tuple(one for one in file.settings if one.key not in keys or one.key not in FUNCTIONS)
     )
     words, named = dict(file.words), getattr(parsed, "algorithm", None)
-    how = "is named by a run's file, whose code is run by `train` alone; if you trust it, name it yourself:"
+    how = f"comes from a run's folder, and {parsed.verb} runs no such code; if you trust it, name it yourself:"
     if parsed.verb == "generate":
         file = file.without(lambda key: key in code)
         words = {word: text for word, text in words.items() if word not in ("algorithm", "strategy")}
@@ -81,7 +81,7 @@ def code_note(file: ConfigFile | None) -> str:
     if file is None or not (code := file.code):
         return ""
     named = ", ".join(f"{name} {text}" for name, text in code.items())
-    return f"note: code that {file.path} names is run: {named}"
+    return f"note: this runs code that {file.path} names: {named}"
 
 
 def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:

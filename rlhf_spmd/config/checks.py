@@ -95,8 +95,8 @@ def _of_data(config: Config) -> list[Rule]:
         *rules,
         (
             any(isinstance(call, Generate | Compute) or roles[call.model].judge for call in calls),
-            f"{given}: {name} makes data of rows before it trains on them; a budget is for algorithms that only learn "
-            "from responses of the data set (sft, reward_model, dpo); drop the option",
+            f"{given}: {name} computes data of rows before it trains on them; the limit is for algorithms that only "
+            "learn from responses of the data set (sft, reward_model, dpo); drop the option",
         ),
         (
             config.options.epochs != 1,

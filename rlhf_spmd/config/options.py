@@ -43,52 +43,68 @@ LR = "_lr"  # optimizer.ROLE_lr
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    prompts: str = ""  # file, folder or pattern of prompts: .jsonl, .json, .csv, .parquet, .txt; several with commas
-    weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
-    epochs: Passes = 0.0  # passes through data.prompts, which `iterations` follows from; 0: `iterations` is given
-    shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
-    key: str = ""  # column (in JSON: key) that holds the prompt; empty: `prompt`, or as the page says
-    turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
-    chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
-    chat_template_kwargs: Mapping[str, JsonValue] = field(
-        default_factory=dict
-    )  # variables of the template, for all rows
-    max_prompt: PositiveInt = 128  # most tokens of a prompt
-    long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
-    precomputed_logprobs: str = ""  # file of `precompute`, in the place of frozen models' passes over the set
+    # file, folder or pattern of training rows, such as prompts (.jsonl, .json, .csv, .parquet, .txt); separate several
+    # by commas; empty: none, which is enough for check and plan
+    prompts: str = ""
+    # share of each file of data.prompts in an iteration, one number per file; empty: the files form one set
+    weights: tuple[Weight, ...] = ()
+    # number of passes over data.prompts, which sets `iterations`; 0: `iterations` sets the length of the run
+    epochs: Passes = 0.0
+    shuffle: bool = True  # shuffle the rows anew in every pass; false: keep the order of the files
+    # column (in JSON: key) that holds the prompt; empty: `prompt`, or the one that the algorithm names
+    key: str = ""
+    turns: Literal["last", "all"] = "last"  # assistant turns of a conversation to learn from: the last one, or all
+    chat_template: str = ""  # file of a Jinja chat template for prompts given as messages; empty: the tokenizer's own
+    # variables that the chat template gets for every row; empty: none
+    chat_template_kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
+    max_prompt: PositiveInt = 128  # limit on the length of a prompt, in tokens
+    # what to do with a prompt longer than data.max_prompt: stop with an error, keep its last tokens, or drop the row;
+    # the same for a data set's response longer than generation.max_new_tokens, of which truncate keeps the first tokens
+    long_prompts: Literal["error", "truncate", "drop"] = "error"
+    # file written by `precompute` that replaces the passes of frozen models over data.prompts; empty: the run computes
+    # them
+    precomputed_logprobs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    max_new_tokens: PositiveInt = 128  # most tokens of a response
-    min_new_tokens: NonNegativeInt = 0  # no end of sequence is drawn before this many tokens
-    temperature: PositiveFloat = 1.0  # at least 1e-6; logits are divided by it, in generation and in every later pass
-    top_k: NonNegativeInt = 0  # draw from the k most likely tokens; 0: off
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the fewest tokens with this total probability
-    min_p: Fraction01 = 0.0  # draw from tokens with at least this share of the largest probability
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # texts that end a response and stay in it
-    max_sequences: PositiveInt = 256  # most sequences that one copy of the actor decodes at once
-    block_size: NonNegativeInt = 0  # tokens per block of the KV cache; 0: 16 on a GPU, a whole sequence on a CPU
-    cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the free memory that the KV cache may take
+    max_new_tokens: PositiveInt = 128  # limit on the length of a response, in tokens
+    # number of tokens before which no end of sequence is sampled; 0: it may come at once
+    min_new_tokens: NonNegativeInt = 0
+    # sampling temperature, at least 1e-6; divides the logits in generation and in every later pass
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0  # sample from the k most likely tokens; 0: from all
+    # sample from the smallest set of most likely tokens with this total probability; 1: from all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # sample from the tokens with at least this fraction of the largest probability; 0: from all
+    min_p: Fraction01 = 0.0
+    # texts that end a response and stay in it, separated by commas; empty: only the end of sequence ends it
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    max_sequences: PositiveInt = 256  # limit on the number of sequences that one copy of the model decodes at once
+    # size of a block of the KV cache, in tokens; 0: 16 on a GPU, a whole sequence on a CPU
+    block_size: NonNegativeInt = 0
+    cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # fraction of the free memory that the KV cache may take
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """AdamW, linear warm-up, then a schedule."""
 
-    lr: Annotated[Mapping[str, PositiveFloat], ByName(f"ROLE{LR}")] = field(
-        default_factory=dict
-    )  # learning rate of each trained model; default: that of the algorithm
-    warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
-    warmup_ratio: BelowOne = 0.0  # warm-up as a share of the steps of the run, rounded up; 0: warmup_steps
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
-    min_lr_ratio: BelowOne = 0.0  # last learning rate of the schedule, as a share of the largest
-    beta1: BelowOne = 0.9  # decay of AdamW's first moment
-    beta2: BelowOne = 0.95  # decay of AdamW's second moment
-    eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
-    weight_decay: NonNegative = 0.0  # weight decay of AdamW
-    weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
-    max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
+    # learning rate of each trained model; default: the algorithm's
+    lr: Annotated[Mapping[str, PositiveFloat], ByName(f"ROLE{LR}")] = field(default_factory=dict)
+    # number of optimizer steps in which the learning rate rises from zero; 0: no warm-up
+    warmup_steps: NonNegativeInt = 0
+    warmup_ratio: BelowOne = 0.0  # warm-up as a fraction of the steps of the run, rounded up; 0: warmup_steps counts
+    # learning rate after the warm-up: constant, or falling along a line or a cosine
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: BelowOne = 0.0  # last learning rate of the schedule, as a fraction of the largest; 0: it ends at zero
+    beta1: BelowOne = 0.9  # decay rate of AdamW's first moment
+    beta2: BelowOne = 0.95  # decay rate of AdamW's second moment
+    eps: PositiveFloat = 1e-5  # constant added to the denominator of AdamW's update
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW; 0: none
+    # weights that decay: all, matrices (neither norms nor biases), or linear layers (no embeddings either)
+    weight_decay_on: Decaying = "all"
+    max_grad_norm: PositiveFloat = 1.0  # limit on the global gradient norm; larger gradients are scaled down to it
 
     @property
     def length_matters(self) -> bool:
@@ -100,42 +116,49 @@ class Optimizer:
 class Checkpointing:
     """A checkpoint is also written at the end of the run and on SIGUSR1 and SIGTERM."""
 
-    every: NonNegativeInt = 10  # iterations between two checkpoints; 0: none while the run goes on
+    # write a checkpoint every N iterations; 0: only at the end of the run, and on SIGUSR1 and SIGTERM
+    every: NonNegativeInt = 10
     keep: PositiveInt = 2  # number of newest checkpoints to keep
-    best: str = ""  # metric of the evaluation, e.g. mean@1: the checkpoint with the largest one is kept, too
+    # metric of the evaluation, e.g. mean@1: also keep the checkpoint with its largest value; empty: keep none
+    best: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Responses to prompts of their own are scored before training, every few iterations and at the end."""
 
-    prompts: str = ""  # prompts that are not trained on, as data.prompts; empty: no evaluation
-    precomputed_logprobs: str = ""  # as that of data, for these prompts; needed where data has one
-    every: PositiveInt = 10  # iterations between two evaluations
+    prompts: str = ""  # held-out prompts to evaluate on, named like data.prompts; empty: no evaluation
+    # file of precomputed logprobs for eval.prompts; required if data.precomputed_logprobs is set; empty: none
+    precomputed_logprobs: str = ""
+    every: PositiveInt = 10  # evaluate every N iterations, besides before training and at the end
     at_start: bool = True  # evaluate before training, too
-    num_prompts: NonNegativeInt = 0  # most prompts, from the beginning of the file; 0: all
-    samples_per_prompt: PositiveInt = 1  # responses to each prompt
-    temperature: NonNegative = 0.0  # of these responses; 0: greedy
-    max_new_tokens: NonNegativeInt = 0  # most tokens of these responses; 0: as in training
-    reward_function: str = ""  # scores these responses; empty: as in training
-    right_at: float = 1.0  # a response with this score or more is right; 1: pass@k only where all scores are 0 or 1
-    patience: NonNegativeInt = 0  # evaluations without a better checkpoint.best that end the run; 0: no limit
+    num_prompts: NonNegativeInt = 0  # number of prompts to evaluate, from the beginning of the file; 0: all
+    samples_per_prompt: PositiveInt = 1  # number of responses to each prompt of an evaluation
+    temperature: NonNegative = 0.0  # sampling temperature of an evaluation; 0: greedy decoding
+    # limit on the length of a response in an evaluation, in tokens; 0: generation.max_new_tokens
+    max_new_tokens: NonNegativeInt = 0
+    # reward function of an evaluation, as module:function or file.py:function; empty: scores as in training
+    reward_function: str = ""
+    # smallest score of a response that pass@k counts as right; with 1, pass@k is shown only where all scores are 0 or 1
+    right_at: float = 1.0
+    # number of evaluations without a better checkpoint.best after which the run ends; 0: never
+    patience: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFiles:
     """Every sample of an iteration in files: texts, tokens, scores, and what training read."""
 
-    every: NonNegativeInt = 0  # iterations between two that are written; 0: none
-    format: Literal["jsonl", "parquet"] = "jsonl"  # of the files
+    every: NonNegativeInt = 0  # write all samples of every Nth iteration to the run folder; 0: write none
+    format: Literal["jsonl", "parquet"] = "jsonl"  # file format of the samples that rollouts.every writes
 
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
+    aliases: Literal["none", "trl", "verl"] = "none"  # log metrics under names of TRL or verl, too; none: only ours
     entity: str = ""  # account or team at Weights & Biases; empty: the default one
     group: str = ""  # group of runs at Weights & Biases; empty: none
-    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # tags of the run at Weights & Biases
+    tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # tags of the run at Weights & Biases; empty: none
 
 
 DEFAULTS = Options()  # stands for those of the algorithm
@@ -148,34 +171,47 @@ class Config(OptionTree):
     preset: str  # name of the preset; set by `--preset` only
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
     options: Options = DEFAULTS  # of the algorithm: `NAME.option=VALUE`
-    models: Annotated[Mapping[str, str], ByName("models.ROLE")] = field(
-        default_factory=dict
-    )  # checkpoint folder of each model, by its role
-    shape: str = ""  # of a preset without weights, for check and plan: a model shape for all roles, or ROLE=SHAPE,...
-    device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
-    device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
-    forecast_lengths: str = ""  # of responses in forecasts: MEAN,SIGMA (lognormal), or rollouts; empty: all the limit
-    reserve: BelowOne | None = None  # share of a GPU's memory that is kept free; none: the calibration's, at least 0.06
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
-    iterations: PositiveInt = 10  # number of iterations: generate, score, train
-    dtype: Literal["float32", "bfloat16"] = "float32"  # precision while computing; master weights are float32
-    host_bytes: NonNegativeInt = HOST_BYTES  # between GPUs: most bytes of a message of rows through host memory
-    products: Products = "auto"  # library of matrix products on a CPU; auto: the fastest here, measured once
-    rollout_batch: PositiveInt = 128  # prompts per iteration, over all ranks
-    samples_per_prompt: PositiveInt = 1  # responses to each prompt
-    mini_batch: PositiveInt = 32  # sequences per optimizer step, over all ranks
-    mini_batch_tokens: NonNegativeInt = 0  # most tokens per optimizer step, of responses of the data set; 0: no limit
-    micro_batch: PositiveInt = 32  # sequences per forward on one data-parallel shard
-    reward_function: str = ""  # a Python function: module:function or file.py:function; several with commas
-    reward_weights: tuple[float, ...] = ()  # of several reward functions; empty: 1 for each
-    reward_function_mode: Literal["replace", "add"] = "replace"  # replace the reward model, or add to its score
-    reward_workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes for them on each rank that scores; 0: none
-    reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # seconds of one for a response; 0: no limit
-    reward_on_timeout: float = 0.0  # score of a response that has none because time ran out
-    parity_tolerance: NonNegative | None = None  # most nats for one token; none: 1e-4 in float32, 2 in bfloat16
-    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
-    num_samples: NonNegativeInt = 3  # prompts whose responses are shown before and after training
-    wandb: str = ""  # project at Weights & Biases; empty: off
+    # checkpoint folder of the model in each role; empty: see the table of the algorithm
+    models: Annotated[Mapping[str, str], ByName("models.ROLE")] = field(default_factory=dict)
+    # model size to assume for check and plan when the preset has no weights: one name for all roles, or ROLE=NAME,...;
+    # empty: the size of the model folders
+    shape: str = ""
+    # device to compute on; auto: a GPU if there is one; shared: ranks share GPUs, with messages through host memory
+    device: DeviceChoice = "auto"
+    device_type: str = "cpu"  # device type that forecasts of memory and seconds assume, e.g. a100-80g
+    # lengths of responses that forecasts assume: MEAN,SIGMA (lognormal) or the rollouts of a run; empty: the limit
+    forecast_lengths: str = ""
+    # fraction of a GPU's memory to keep free; none: that of the calibration, at least 0.06
+    reserve: BelowOne | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random order of rows, of sampling and of mini-batches
+    iterations: PositiveInt = 10  # number of iterations, each of which generates, scores and trains
+    dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the computation; master weights are always float32
+    # size in bytes up to which a message of rows between GPUs goes through host memory; 0: none does
+    host_bytes: NonNegativeInt = HOST_BYTES
+    products: Products = "auto"  # library for matmuls on a CPU; auto: the fastest one on this machine, measured once
+    rollout_batch: PositiveInt = 128  # number of prompts per iteration, over all ranks
+    samples_per_prompt: PositiveInt = 1  # number of responses to each prompt
+    mini_batch: PositiveInt = 32  # number of sequences per optimizer step, over all ranks
+    # limit on the tokens of an optimizer step, for algorithms that learn from responses of the data set; 0: no limit
+    mini_batch_tokens: NonNegativeInt = 0
+    micro_batch: PositiveInt = 32  # number of sequences per forward pass on one data-parallel shard
+    # reward function, as module:function or file.py:function; separate several by commas; empty: none
+    reward_function: str = ""
+    reward_weights: tuple[float, ...] = ()  # weight of each of several reward functions in the score; empty: 1 each
+    # whether reward functions replace the reward model, or add to its score
+    reward_function_mode: Literal["replace", "add"] = "replace"
+    # worker processes for reward functions on each scoring rank; 0: they run in the rank
+    reward_workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    # time limit in seconds for a reward function on one response; 0: no limit
+    reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0
+    reward_on_timeout: float = 0.0  # score of a response whose reward function ran out of time
+    # largest difference in nats between a token's logprobs in generation and in training; none: 1e-4 in float32, 2 in
+    # bfloat16
+    parity_tolerance: NonNegative | None = None
+    # number of seconds without activity after which a job counts as hung
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0
+    num_samples: NonNegativeInt = 3  # number of prompts whose responses are shown before and after training; 0: none
+    wandb: str = ""  # project at Weights & Biases to log to; empty: nothing is logged there
     data: DataOptions = DataOptions()
     generation: Generation = Generation()
     optimizer: Optimizer = Optimizer()

@@ -42,7 +42,7 @@ def why_no_file(path: str | Path) -> str:
     except OSError as error:
         return f"can't be read: {error.strerror or error}"
     except ValueError as error:  # a NUL, or half a surrogate pair
-        return f"is no path: {error}"
+        return f"is not a path: {error}"
 
 
 def read_bytes(path: str | Path) -> bytes:

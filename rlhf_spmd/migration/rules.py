@@ -188,7 +188,7 @@ def folder(here: Here, value: Value) -> Options | Later:
         raise Differs("no_effect", f"{here.algorithm.name} has no such model")
     if Path(text).is_dir():
         return {key: text}
-    return Later({key: text}, "a folder is wanted: `hf download NAME --local-dir FOLDER`")
+    return Later({key: text}, "give a folder: `hf download NAME --local-dir FOLDER`")
 
 
 def files(here: Here, value: Value) -> Options | Later:
@@ -200,7 +200,7 @@ def files(here: Here, value: Value) -> Options | Later:
     found = {here.ours[0]: ",".join(texts)}
     if all(map(_has_data, texts)):
         return found
-    return Later(found, f"a file is wanted: {KNOWN}")
+    return Later(found, f"give a file: {KNOWN}")
 
 
 def _has_data(text: str) -> bool:
@@ -217,7 +217,7 @@ def mixture(here: Here, value: Value) -> Options | Later:
     ids = [text_of(one.get("id")) for one in sets]
     weights = [text_of(one.get("weight", 1)) for one in sets]
     return Later(
-        {"data.prompts": ",".join(ids), "data.weights": ",".join(weights)}, "files are wanted, one for each data set"
+        {"data.prompts": ",".join(ids), "data.weights": ",".join(weights)}, "give files, one for each data set"
     )
 
 
@@ -431,7 +431,7 @@ def betas(here: Here, value: Value) -> Options:
     """Two numbers."""
     texts = re.findall(r"[\d.e-]+", text_of(value))
     if len(texts) != len(here.ours):
-        raise Differs("unavailable", "two numbers are wanted")
+        raise Differs("unavailable", "it is not two numbers")
     return dict(zip(here.ours, texts, strict=True))
 
 

@@ -337,7 +337,9 @@ def _check_names(
             f"names, such as {other}: rename them, or save the model with save_pretrained()"
         )
     if missing:
-        names = "" if prefix in ("model.", "") else f" (behind {prefix.removesuffix('model.')}, as its names begin)"
+        names = (
+            "" if prefix in ("model.", "") else f" (after {prefix.removesuffix('model.')}, with which its names begin)"
+        )
         raise UserError(
             f"{file} lacks tensor {missing[0]}{_more(missing)}{names}, which config.json requires; copy all weights, "
             "or the config.json that belongs to them"

@@ -310,7 +310,7 @@ def _problem(module: ModuleType) -> str:
     options = module.Options
     is_own = isinstance(options, type) and "__dataclass_fields__" in vars(options)  # @dataclass is not inherited
     if not is_own or not issubclass(options, page.Options):
-        return "Options is no dataclass that derives from page.Options"
+        return "Options is not a dataclass that derives from page.Options"
     without = [
         part.name
         for part in dataclasses.fields(options)
@@ -321,7 +321,7 @@ def _problem(module: ModuleType) -> str:
     for name in ("ROLES", "DATA", "METRICS"):
         found = getattr(module, name)
         if not isinstance(found, Mapping):
-            return f"{name} is no dict"
+            return f"{name} is not a dict"
         odd = [key for key in found if not isinstance(key, str) or (name != "METRICS" and not key.isidentifier())]
         if odd:
             return f"{name} has the key {odd[0]!r}; a key is a word of letters, digits and underscores"
@@ -355,7 +355,7 @@ def _problem(module: ModuleType) -> str:
         (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
     ]
     if unknown:
-        return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role"
+        return f"{unknown[0][0]} starts from {unknown[0][1]}, which is not a role"
     words = (*OF_WORKFLOW, *module.DATA)
     try:
         inspect.signature(module.workflow).bind(**dict.fromkeys(words))

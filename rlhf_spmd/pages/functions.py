@@ -72,14 +72,14 @@ def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[st
     found = {}
     for one in parameters_of(function):
         if one.by_place:
-            raise UserError(f"{function.__name__}() takes {one.name} by place only; remove the / behind it")
+            raise UserError(f"{function.__name__}() takes {one.name} by position only; remove the / after it")
         if one.word in available:
             found[one.name] = available[one.word]
         elif one.is_needed:
             known = ", ".join(sorted(available))
             raise UserError(
-                f"{function.__name__}() asks for {one.name}, and there is no {one.word} here: {known}; give it where "
-                "the workflow names the function, or make it an option"
+                f"{function.__name__}(): no value for parameter {one.name!r} (available: {known}); pass {one.word}=... "
+                f"where the workflow names the function, or add {one.word} to Options"
             )
     return found
 

@@ -1,7 +1,8 @@
 """Trees of options: frozen dataclasses, whose fields are options, or groups of options that are dataclasses again.
 
 A tree gives the dotted keys of its options, their types, values and meanings, copies with other values, and the errors
-for keys and values that it does not take. The meaning of an option is the comment behind its field.
+for keys and values that it does not take. The meaning of an option is the comment after its field, or
+the lines of comment above it.
 """
 
 import ast
@@ -55,7 +56,7 @@ class Option(NamedTuple):
 
     @property
     def meaning(self) -> str:
-        """What the comment behind its field says."""
+        """What the comment on its field says."""
         return comments_of(self.owner).get(self.path[-2 if self.form else -1], "")
 
 
@@ -112,16 +113,27 @@ def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
 
 @cache
 def comments_of(cls: type) -> dict[str, str]:
-    """The comment behind each field of a class and of those that it derives from."""
+    """The comment on each field of a class and of those that it derives from: the one after it on its last line, or
+    else the lines of comment directly above it."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         source = inspect.getsource(base)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        by_line = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}
+        by_line = {one.start[0]: one for one in tokens if one.type == tokenize.COMMENT}
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[node.target.id] = by_line.get(node.end_lineno or 0, "")
+                found[node.target.id] = _comment_on(node, by_line)
     return found
+
+
+def _comment_on(node: ast.AnnAssign, by_line: Mapping[int, tokenize.TokenInfo]) -> str:
+    """The text of the comment on a field."""
+    last, number = node.end_lineno or node.lineno, node.lineno - 1
+    lines = [by_line[last]] if last in by_line else []
+    while last not in by_line and number in by_line and by_line[number].line.lstrip().startswith("#"):
+        lines.insert(0, by_line[number])
+        number -= 1
+    return " ".join(one.string.lstrip("# ") for one in lines)
 
 
 def with_value(tree: Tree, key: str, value: Any) -> Tree:
@@ -161,7 +173,7 @@ def settings_of(words: Iterable[str]) -> list[Setting]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
+            raise UserError(f"argument {word!r} is not of the form KEY=VALUE, e.g. generation.temperature=0.7")
         found.append(Setting(key, text))
     return found
 

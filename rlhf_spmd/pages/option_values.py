@@ -81,13 +81,24 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
                 problem = error  # what is wrong with a list says more than that a text is none
             continue
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{shown}: Input should be a finite number")
+            raise UserError(f"{shown}: give a finite number")
         return value
     errors = problem.errors() if problem else []
     if all(item["type"] in ("dict_type", "mapping_type") for item in errors):
         raise UserError(f'{shown}: write an object of JSON, such as {{"enable_thinking": false}}')
-    detail = "; ".join(dict.fromkeys(item["msg"] for item in errors))
-    raise UserError(f"{shown}: {detail}")
+    raise UserError(f"{shown}: {'; '.join(dict.fromkeys(map(_wanted, errors)))}")
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    """What to give instead of a value with this error of pydantic."""
+    kinds = {"int": "give a whole number", "float": "give a number", "bool": "give true or false"}
+    if (kind := error["type"].partition("_")[0]) in kinds:
+        return kinds[kind]
+    if error["type"] == "missing":  # of a tuple
+        return "give more values"
+    text: str = error["msg"]
+    is_compared = error["type"].startswith(("greater_", "less_"))
+    return text.replace("Input should be", "give a value" if is_compared else "give")
 
 
 def text_of(value: Any) -> str:

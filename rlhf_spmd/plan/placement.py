@@ -49,7 +49,7 @@ class Placement:
         models, calls = workload.workflow.models, workload.workflow.placed_calls
         unknown = [model for model in layouts if model not in models]
         if unknown:
-            raise UserError(f"{', '.join(unknown)} is no model of this workflow; its models are {', '.join(models)}")
+            raise UserError(f"{', '.join(unknown)} is not a model of this workflow; its models are {', '.join(models)}")
         missing = [model for model in models if model not in layouts]
         if missing:
             homeless = ", ".join(call.name for call in calls if call.model in missing)

@@ -43,7 +43,7 @@ def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]
     """What is wrong with own_first, joint, in_flight and decode_mini_batches."""
     known = {call.name for call in workflow.placed_calls if not isinstance(call, Train)}
     for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
-        yield from (f"{field} names {name}, which is no call before training" for name in names if name not in known)
+        yield from (f"{field} names {name}, which is not a call before training" for name in names if name not in known)
         if len(set(names)) != len(names):
             yield f"{field} names a call twice: {', '.join(names)}"
     order = [call.name for call in workflow.calls]

@@ -275,7 +275,7 @@ class Recorder:
             found = self.shapes.get(value.key) if isinstance(value, Data) else None
             if found != shape:
                 what = value.key if isinstance(value, Data) else f"{value!r:.40}"
-                raise UserError(f"{call}: {what} is no {shape}; the order is prompts, then responses")
+                raise UserError(f"{call}: {what} is not a {shape}; the order is prompts, then responses")
 
     def record(self, call: Call, shapes: Mapping[str, Shape]) -> None:
         """Adds a call, renamed if its name is taken, and the shapes of its outputs. Raises UserError if no name is free
@@ -467,4 +467,4 @@ def _refuse(workflow: Workflow) -> None:
         raise UserError(f"nothing reads the results of {', '.join(unread)}; use them in a later call, or drop the call")
     late = [call.name for call in workflow.calls[workflow.calls.index(trains[0]) :] if not isinstance(call, Train)]
     if late:
-        raise UserError(f"{', '.join(late)} stands behind training; everything else comes before it")
+        raise UserError(f"{', '.join(late)} comes after training; put every other call before the first train call")

@@ -99,7 +99,7 @@ def note(program: Program) -> str:
 
 def forecast_table(programs: Mapping[str, Program], forecasts: Mapping[str, Forecast]) -> str:
     """The forecast of each program, if there is one, in numbers."""
-    rows: list[tuple[str, ...]] = [("strategy", "seconds", "bubble", "about it")]
+    rows: list[tuple[str, ...]] = [("strategy", "seconds", "bubble", "note")]
     for name, program in programs.items():
         found = forecasts.get(name)
         seconds = (f"{found.makespan_s:.4g}", f"{abs(bubble(found)):.0%}") if found else ("-", "-")

@@ -38,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"{name}, {where}, seconds by calibration {calibration.name}")
     print(f"  {found.makespan_s:.4g} s per iteration, {rate:.4g} sequences/s, bubble {idle:.0%}")
     print(f"\nSeconds of each call in an iteration, and what limits it\n{call_table(program, seconds, limit)}")
-    print(f"\nBytes per rank: all the time, and the most that a call needs in addition\n{memory_table(program)}")
+    print(f"\nMemory per rank: resident, and what calls need besides at their peak\n{memory_table(program)}")
     if evaluation:
         print(show_evaluation(evaluation))
         when = f"before training, every {config.eval.every} iterations and at the end"

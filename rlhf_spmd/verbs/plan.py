@@ -49,10 +49,10 @@ def run(parsed: argparse.Namespace) -> int:
     where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     if found.gap:
-        took += f"; the budget ended before the proof, so one may be missing that is up to {found.gap:.1%} faster"
+        took += f"; the search ended at its budget, so a plan that is up to {found.gap:.1%} faster may be missing"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     if calibration.sources:
-        print(f"constants {calibration.sources_text}")
+        print(f"sources of its constants: {calibration.sources_text}")
     print(plans_table(rows, calibration))
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source, encoding="utf-8"))

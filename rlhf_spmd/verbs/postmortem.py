@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
     if message:
         print("The error message:")
         print("".join(f"  {line}\n" for line in message.split("\n")), end="")
-    print("First divergence: " + (divergence.text if divergence else "none, according to the records"))
+    print("First divergence: " + (divergence.text if divergence else "none in the records"))
     for record in records:
         print(f"rank {record.rank} on {record.host}, process {record.process}{how_ended(record)}, last did:")
         for entry in record.entries[-SHOWN:]:

@@ -23,7 +23,7 @@ def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
     """Raises UserError for an output that is no file of its own."""
     out, rows = Path(parsed.out), every_file(configs.prompt_files(config))
     if not parsed.out.strip() or is_folder(out):
-        raise UserError(f"--out {parsed.out!r} is no name of a file; name one, e.g. --out logprobs.safetensors")
+        raise UserError(f"--out {parsed.out!r} is not the name of a file; name one, e.g. --out logprobs.safetensors")
     if out.resolve() in [file.resolve() for file in rows]:
         raise UserError(f"--out {out} is the file of the rows, which would be lost; name another file")
     refuse_existing(parsed, out)
@@ -36,7 +36,9 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = load_config(parsed)
         if config.data.precomputed_logprobs:
-            raise UserError("data.precomputed_logprobs names a file that exists, and this verb writes one; drop it")
+            raise UserError(
+                "data.precomputed_logprobs names a file to read, and precompute writes one; drop the option"
+            )
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
         check_out(parsed, config)
     with world.together("looking at the output file"):

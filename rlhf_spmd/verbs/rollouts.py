@@ -97,11 +97,11 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
         try:
             pattern = re.compile(wanted)
         except re.error as error:
-            raise UserError(f"--where {text!r}: {wanted!r} is no regular expression ({error})") from None
+            raise UserError(f"--where {text!r}: {wanted!r} is not a regular expression ({error})") from None
         return lambda row: row.get(name) is not None and pattern.search(str(row[name])) is not None
     number = _number(wanted)
     if number is None and sign not in ("=", "!="):
-        raise UserError(f"--where {text!r}: {wanted!r} is no number")
+        raise UserError(f"--where {text!r}: {wanted!r} is not a number")
 
     def holds(row: Row) -> bool:
         value = row.get(name)

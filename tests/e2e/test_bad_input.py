@@ -54,9 +54,9 @@ CASES = {
     "missing strategy file": Case(("--strategy", "{folder}/no.py"), ("no.py", "does not exist")),
     "unknown preset": Case(("--preset", "tinny"), ("tinny", "did you mean 'tiny'")),
     "unknown key": Case(("ppo.klcoef=1",), ("ppo.klcoef", "did you mean 'ppo.kl_coef'"), kind="the options"),
-    "wrong value": Case(("iterations=many",), ("iterations=many", "integer")),
+    "wrong value": Case(("iterations=many",), ("iterations=many", "whole number")),
     "a device that is not there": Case(("device=shared",), ("device=shared", "sees no device", "device=cpu")),
-    "not an override": Case(("iterations",), ("iterations", "key=value")),
+    "not an option with its value": Case(("iterations",), ("iterations", "KEY=VALUE")),
     "unknown option": Case(("--stategy", "flattening"), ("--stategy",), kind="the command line"),
     "unknown strategy option": Case(("strategy.zerro=1",), ("flattening", "zerro", "did you mean 'strategy.zero'")),
     "call without ranks": Case(
@@ -163,7 +163,7 @@ CASES = {
         kind="the file of options",
     ),
     "a wrong value in a file": Case(
-        ("--config", "{folder}/c.yaml"), ("c.yaml, line 1: seed=many", "integer"), {"c.yaml": "seed: many\n"}
+        ("--config", "{folder}/c.yaml"), ("c.yaml, line 1: seed=many", "whole number"), {"c.yaml": "seed: many\n"}
     ),
     "an option twice in a file": Case(
         ("--config", "{folder}/c.yaml"),
@@ -220,7 +220,7 @@ CASES = {
         ("data.weights=1,2",), ("data.weights has 2 numbers for 1 files of prompts", "give one for each")
     ),
     "a weight of zero": Case(("data.prompts=a.txt,b.txt", "data.weights=1,0"), ("data.weights=1,0", "greater than 0")),
-    "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "boolean")),
+    "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "true or false")),
     "aliases of nobody": Case(("logging.aliases=ray",), ("logging.aliases=ray", "'none', 'trl' or 'verl'")),
     "missing prompts": Case(("data.prompts={folder}/no.jsonl",), ("no.jsonl",)),
     "reward raises": Case(

@@ -94,7 +94,7 @@ def test_an_empty_word_is_refused(words, warm):
     ("words", "says"),
     [
         (["tain"], "invalid choice: 'tain'"),
-        ([], "required: VERB"),
+        ([], "required: SUBCOMMAND"),
         (["check", "flattening"], "check runs in one process"),
     ],
 )

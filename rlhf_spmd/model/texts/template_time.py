@@ -19,7 +19,9 @@ def checked_time(text: str, source: str) -> str:
     try:
         datetime.fromisoformat(text)
     except (TypeError, ValueError):
-        raise UserError(f"{source}: {text!r} is no time of a start, such as {time_of_start()!r}; restore it") from None
+        raise UserError(
+            f"{source}: {text!r} is not the time of a start, such as {time_of_start()!r}; restore it"
+        ) from None
     return text
 
 

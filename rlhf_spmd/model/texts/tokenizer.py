@@ -67,7 +67,7 @@ class Tokenizer:
         if unknown := set(ids) - set(self.vocabulary().values()):
             raise UserError(
                 f"the end of sequence {min(unknown)} (eos_token_id in {self.folder}/generation_config.json or "
-                "config.json) is no token of its tokenizer, so no response could end with it: write the id of a token, "
+                "config.json) is not a token of its tokenizer, so no response can end with it: write the id of a token "
                 "or copy the tokenizer that belongs to the model"
             )
         return ids

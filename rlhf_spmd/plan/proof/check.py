@@ -42,7 +42,7 @@ def _declarations(program: Program) -> Iterator[Problem]:
         yield None, None, f"there are {len(program.instructions)} instruction lists for {size} ranks"
     for name, ranks in program.groups.items():
         if not ranks or list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
-            text = f"group {name!r} is no ascending list of ranks of this world (0-{size - 1}): {list(ranks)}"
+            text = f"group {name!r} is not an ascending list of ranks of this world (0-{size - 1}): {list(ranks)}"
             yield None, None, text
     made = {key for call in workflow.calls for key in call.outputs}
     for number, transfer in enumerate(program.transfers):
@@ -82,7 +82,9 @@ def _structure(program: Program) -> Iterator[Problem]:
                 texts = _transfer_problems(program, instruction, rank, posted, waited)
             else:
                 texts = (
-                    [] if isinstance(instruction, Agree | Load | Offload) else [f"{instruction!r} is no instruction"]
+                    []
+                    if isinstance(instruction, Agree | Load | Offload)
+                    else [f"{instruction!r} is not an instruction"]
                 )
             yield from ((rank, position, text) for text in texts)
             if isinstance(instruction, Post | Wait):

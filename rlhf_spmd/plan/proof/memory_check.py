@@ -1,5 +1,6 @@
 """Findings of `check` about memory: whether a program fits the devices; and about ranks and options without use."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
@@ -35,8 +36,8 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
             continue
         stays = sum(static.values()) - static["offloaded"]
         text = (
-            f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}; "
-            f"the device has {_gib(whole)}, of which {_gib(whole - limit)} are reserved"
+            f"{_gib(need)}, and may use {_gib(limit)} ({_gib(whole)} less {_gib(whole - limit)} that are reserved): "
+            f"resident {_gib(stays)} ({_parts(static)}), at the peak also {_parts(working)}"
         )
         severity = "error" if least_bytes(program, rank, resident) > limit else "warning"
         ranks_of.setdefault((severity, text), []).append(rank)
@@ -45,9 +46,14 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
     }
     return [
-        Finding(severity, f"ranks {format_ranks(tuple(ranks))} need {text}: {fixes[severity]}")
+        Finding(severity, f"{_ranks(ranks, 'need')} {text}; {fixes[severity]}")
         for (severity, text), ranks in ranks_of.items()
     ]
+
+
+def _ranks(ranks: Sequence[int], do: str) -> str:
+    """The beginning of a sentence: `rank 7 needs`, `ranks 6-7 need`."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(ranks))} {do}{'s' * (len(ranks) == 1)}"
 
 
 def _gib(num_bytes: int) -> str:
@@ -84,7 +90,7 @@ def waste(program: Program) -> list[Finding]:
         empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]
         if empty:
             texts.append(
-                f"{call.name}: ranks {format_ranks(tuple(empty))} get no sequence, because mini_batch "
+                f"{call.name}: {_ranks(empty, 'get')} no sequence, because mini_batch "
                 f"{program.workload.mini_batch} is smaller than dp {layout.dp}; raise mini_batch"
             )
         types = {program.cluster.nodes[program.cluster.node_of(rank)].device for rank in layout.ranks}
@@ -99,5 +105,5 @@ def waste(program: Program) -> list[Finding]:
         if not any(isinstance(s, Run) for s in instructions)
     ]
     if idle:
-        texts.append(f"ranks {format_ranks(tuple(idle))} run no call in this placement")
+        texts.append(f"{_ranks(idle, 'run')} no call in this placement")
     return [Finding("warning", text) for text in texts]

@@ -19,7 +19,7 @@ from rlhf_spmd.plan.search.meshes import meshes
 from rlhf_spmd.plan.search.priors import around, grid_on, least_full, least_memory, least_static, priors
 from rlhf_spmd.plan.workload import Workload
 
-PARTS = ("all the time", "gathered", "reduced", "activations", "KV cache")  # of CallModel.parts_at
+PARTS = ("resident", "gathered", "reduced", "activations", "KV cache")  # of CallModel.parts_at
 MOST_DEVICES = 1024  # of a larger cluster that is tried
 LEAST_SEQUENCES, LEAST_TOKENS = 8, 32  # of smaller options that are tried
 

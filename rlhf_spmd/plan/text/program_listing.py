@@ -46,7 +46,7 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     parts = [title, table(_calls(program)), "", "Transfers per iteration"]
     parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
-    parts += ["", "Bytes per rank: all the time, and the most that a call needs in addition", memory_table(program)]
+    parts += ["", "Memory per rank: resident, and what calls need besides at their peak", memory_table(program)]
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         if isinstance(call, Train) and is_pipelined(call, layout):
@@ -63,7 +63,8 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
 def show_evaluation(program: Program) -> str:
     """Where the calls of an evaluation run, and what moves between them."""
     workload = program.workload
-    title = f"An evaluation of {workload.rollout_batch} prompts, samples of each: {workload.samples_per_prompt}"
+    samples = workload.samples_per_prompt
+    title = f"An evaluation of {workload.rollout_batch} prompts, with {samples} sample{'s' * (samples > 1)} of each"
     parts = ["", title, table(_calls(program))]
     return "\n".join([*parts, *(["", _transfers(program)] if program.transfers else [])])
 

@@ -94,8 +94,8 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
     if checkpoint is not None and checkpoint.random_layout != RANDOM_LAYOUT:  # would differ from an uninterrupted run
         raise UserError(
             f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
-            f"{RANDOM_LAYOUT} and would draw other tokens; resume with the version of rlhf_spmd that started the run, "
-            "or start a new run"
+            f"{RANDOM_LAYOUT} and would sample other tokens; resume with the version of rlhf_spmd that started the "
+            "run, or start a new run"
         )
     page = str(path / ALGORITHM) if is_file(path / ALGORITHM) else None
     stored = made_with = config_of(read_json(path / CONFIG), str(path / CONFIG), page)
@@ -117,7 +117,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
     functions = foreign_functions(config.reward_function, config.eval.reward_function)
     code = [*([] if other_strategy else [STRATEGY]), *([ALGORITHM] if page else []), *functions]
     if code:
-        notes.append(f"code that {folder} holds or names is run: {', '.join(code)}")
+        notes.append(f"this runs code that {folder} holds or names: {', '.join(code)}")
     name = str(about.get("strategy", path.name))
     found = _recorded(path, about, checkpoint, STARTED)
     started = "" if found is None else checked_time(*found)
@@ -154,7 +154,7 @@ def _object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise unusable(checkpoint.folder, f"{checkpoint.folder / name} can't be read ({error})") from None
     if not isinstance(values, dict):
-        raise unusable(checkpoint.folder, f"{checkpoint.folder / name} is no object")
+        raise unusable(checkpoint.folder, f"{checkpoint.folder / name} is not an object")
     return values
 
 

@@ -326,7 +326,7 @@ KINDS_OF_VALUES = {
     int: "a number",
     float: "a number",
     str: "a string",
-    bytes: "bytes that are no UTF-8",
+    bytes: "bytes that are not UTF-8",
     decimal.Decimal: "a decimal number",
     type(None): "null",
     datetime.date: "a date",

@@ -33,7 +33,7 @@ def has_manifest(folder: Path) -> bool:
 def number_of(folder: Path) -> int:
     """The number of iterations after which a checkpoint was made."""
     found = NAME.fullmatch(folder.name)
-    assert found is not None, f"{folder} is no checkpoint"
+    assert found is not None, f"{folder} is not a checkpoint"
     return int(found[1])
 
 

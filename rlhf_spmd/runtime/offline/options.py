@@ -19,32 +19,37 @@ class OfflineGeneration(configs.Generation):
     """As in training, except that greedy decoding is allowed, and top_p and min_p need no top_k, because nothing is
     stored for replay."""
 
-    temperature: NonNegative = 1.0  # logits are divided by it; 0: the most likely token
+    temperature: NonNegative = 1.0  # sampling temperature, which divides the logits; 0: the most likely token is taken
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineData:
     key: str = ""  # column (in JSON: key) that holds the prompt; empty: `prompt`
-    chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
-    chat_template_kwargs: Mapping[str, JsonValue] = field(
-        default_factory=dict
-    )  # variables of the template, for all rows
-    max_prompt: NonNegativeInt = 0  # limit of tokens in a prompt; 0: the model's context less max_new_tokens
-    long_prompts: Literal["error", "truncate", "drop"] = "error"  # for longer prompts; truncate keeps the last tokens
+    chat_template: str = ""  # file of a Jinja chat template for prompts given as messages; empty: the tokenizer's own
+    # variables that the chat template gets for every row; empty: none
+    chat_template_kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
+    # limit on the length of a prompt, in tokens; 0: the model's context less max_new_tokens
+    max_prompt: NonNegativeInt = 0
+    # what to do with a prompt longer than data.max_prompt: stop with an error, keep its last tokens, or drop it
+    long_prompts: Literal["error", "truncate", "drop"] = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions(OptionTree):
     """One run of `generate`."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers
-    dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the weights
-    products: configs.Products = "auto"  # library of matrix products on a CPU; auto: the fastest here, measured once
-    device: configs.DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
-    tp: PositiveInt = 1  # tensor-parallel ranks of one copy of the model
-    samples_per_prompt: PositiveInt = 1  # responses to each prompt
-    best_of: str = ""  # a reward function, or a reward model's folder: only the best sample of a prompt is written
-    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers that sample tokens
+    dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the weights and of the computation
+    # library for matmuls on a CPU; auto: the fastest one on this machine, measured once
+    products: configs.Products = "auto"
+    # device to compute on; auto: a GPU if there is one; shared: ranks share GPUs, with messages through host memory
+    device: configs.DeviceChoice = "auto"
+    tp: PositiveInt = 1  # number of tensor-parallel ranks of one copy of the model
+    samples_per_prompt: PositiveInt = 1  # number of responses to each prompt
+    # reward function, or folder of a reward model: only the best sample of a prompt is written; empty: all are
+    best_of: str = ""
+    # number of seconds without activity after which a job counts as hung
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0
     data: OfflineData = OfflineData()
     generation: OfflineGeneration = OfflineGeneration()
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 LEFT, GAP, ROW = 1.25, 0.17, 0.235  # inches
 ACROSS = ((8, 5), (16, 3), (64, 2))  # (largest number of ranks, maps side by side)
-KEY = "a box: one copy of the model; tp: its tensor slices; pp: its pipeline stages, later ones lighter; grey: idle"
+KEY = (
+    "box: one copy of the model; tp: its tensor-parallel ranks; pp: its pipeline stages, later ones lighter; grey: idle"
+)
 
 
 class Map(NamedTuple):

@@ -73,7 +73,7 @@ def table_of(values: Any, source: str = "the user's cache folder") -> Table:
     is_table = is_table and all(isinstance(values[name], kinds[kind]) for name, kind in names.items())
     is_known = is_table and values["library"] in LIBRARIES and values["backward"] in BACKWARD
     if not is_known or values["dtype"] not in DTYPES:
-        raise UserError(f"{source} names no library of products that this version knows; restore the file")
+        raise UserError(f"{source} names no matmul library that this version knows; restore the file")
     return Table(**values)
 
 
@@ -91,40 +91,40 @@ def choose(
     if not matters or wanted == LINEAR.name or dtype not in DTYPES:
         return None, ""
     values, resumed = None, None
-    with world.together("choosing the library of products"):
+    with world.together("choosing the matmul library"):
         resumed = table_of(*recorded) if recorded else None
         if world.rank == 0:
             values = asdict(resumed or (of_this_machine(dtype) if wanted == "auto" else _fixed(wanted, dtype)))
-    table = Table(**world.bcast(values, what="the library of products"))
+    table = Table(**world.bcast(values, what="the matmul library"))
     mine = [table.exists(), kind_of_machine(), torch.__version__]
-    every = world.allgather(mine, "who has the library of products")
+    every = world.allgather(mine, "who has the matmul library")
     lacking = [rank for rank, (has, *_) in enumerate(every) if not has]
     others = [rank for rank, (_, *where) in enumerate(every) if resumed and tuple(where) != resumed.where]
     note, where = "", name_ranks(lacking or others, world.hosts)
     if wanted == "auto" and not resumed and world.rank == 0 and not _recall(dtype):
         note = (
-            f"products are computed by {table.library}, but the user's cache folder can't be written: the next start "
+            f"matmuls are computed by {table.library}, but the user's cache folder can't be written: the next start "
             f"measures again and may choose another library; give products={table.library}"
         )
     elif wanted == "auto" and not resumed and cpu.is_missing():
         note = (
-            f"products are computed by {table.library}, because the faster kernels of this program were not compiled: "
+            f"matmuls are computed by {table.library}, because the faster kernels of this program were not compiled: "
             "install it again where there is g++"
         )
     if lacking:
         if not resumed and wanted != "auto":
             raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
-        note = f"{where} cannot compute products by {table.library}: F.linear is used"
+        note = f"{where} cannot compute matmuls by {table.library}: F.linear is used"
         note += ", and numbers differ in their last digits" if resumed else ""
         _, machine, version = every[0]
         table = Table(dtype, LINEAR.name, LINEAR.name, 0.0, 0.0, 0.0, machine, version, torch.get_num_threads())
     elif resumed and others:
         note = (
-            f"the run was started on {resumed.machine} with torch {resumed.torch}; it keeps its products by "
+            f"the run was started on {resumed.machine} with torch {resumed.torch}; it keeps its matmul library, "
             f"{table.library}, but on {where} numbers may differ in their last digits"
         )
     use({dtype: table.choice})
-    world.agree("the start", {"the library of products": json.dumps(asdict(table))})
+    world.agree("the start", {"the matmul library": json.dumps(asdict(table))})
     return table, note
 
 

@@ -160,7 +160,7 @@ class RunFolder:
             odd += [name for name, value in row.items() if name not in TEXTS and not isinstance(value, float | int)]
             if odd:
                 raise UserError(
-                    f"{path}, line {number} has no number as {odd[0]}, so it is none of this run; restore the file"
+                    f"{path}, line {number} has no number as {odd[0]}, so it is not of this run; restore the file"
                 )
             rows.append(row)
         return rows
@@ -173,7 +173,9 @@ class RunFolder:
             is_row = isinstance(row, dict) and type(row.get("iteration")) is int
             is_row = is_row and all(isinstance(row.get(name), float | int) for name in metrics)
             if not is_row:
-                raise UserError(f"{path}, line {number} is no evaluation of this run; restore the file, or delete it")
+                raise UserError(
+                    f"{path}, line {number} is not an evaluation of this run; restore the file, or delete it"
+                )
             rows.append(row)
         return [row for row in rows if row["iteration"] <= num_iterations]
 
@@ -198,7 +200,7 @@ class RunFolder:
             is_row = isinstance(row, dict) and isinstance(row.get("before"), str)
             if not (is_row and isinstance(row.get("reward_before", ""), float | int | None)):
                 raise UserError(
-                    f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
+                    f"{path}, line {number} is not a sample of this run; restore the file, or delete it (the run then "
                     "shows no samples)"
                 )
             found.append((row["before"], row["reward_before"], bool(row.get("late_before", False))))

@@ -41,7 +41,7 @@ PAGE = """<!doctype html>
 <body>
 <h1>{{ title }}</h1>
 <table>
-<tr><th>run</th><th>algorithm</th><th>iterations</th><th>first → last, on held-out data if there are any</th>
+<tr><th>run</th><th>algorithm</th><th>iterations</th><th>first → last value, of evaluations if there are any</th>
 <th>seconds of iterations and evaluations</th></tr>
 {% for run in runs %}
 <tr><td><span class="run" style="background: {{ colours[loop.index0] }}"></span>
@@ -109,7 +109,7 @@ if options is mapping and options.prompts %}
 </body>
 </html>
 """
-LEGEND = "Lines: training, by iteration. Dots: held-out data, before training (0) and after so many iterations."
+LEGEND = "Lines: training, by iteration. Dots: evaluations on held-out data, by the number of iterations before them."
 NONE = "–"  # what a run does not have
 FIRST = ("response_length",)  # curves that are always shown, after those that the algorithm reports
 
@@ -148,7 +148,7 @@ def read(path: Path) -> RunFiles:
     if why := why_no_file(path / CONFIG):
         if "does not exist" not in why:
             raise UserError(f"{path / CONFIG} {why}")
-        raise UserError(f"{path} has no {CONFIG}, so it is no run folder; give the folder that train printed")
+        raise UserError(f"{path} has no {CONFIG}, so it is not a run folder; give the folder that train printed")
     config = read_config(path)
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")

@@ -175,7 +175,7 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
         _own_signature(function).bind(**dict.fromkeys([*words, *others]))
     except TypeError as error:
         given = ", ".join([*words, *others])
-        fix = "let its decorator pass on what it gets (**kwargs), or not name the function behind it (functools.wraps)"
+        fix = "let its decorator pass on what it gets (**kwargs), or not name the wrapped function (functools.wraps)"
         raise UserError(f"it can't be called with {given} by name ({error}): {fix}") from None
     hidden = [name for name in words if name in (columns or ()) and name not in COLUMNS_TOO]
     return Bound(function, receiver, tuple(words), tuple(others), tuple(hidden))
@@ -225,8 +225,8 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
         raise UserError(f"the names of its parameters cannot be read, and they are bound by names: {fix}") from None
     if unnamed := [name for name, one in found.items() if one.kind is one.POSITIONAL_ONLY]:
         raise UserError(
-            f"it takes {', '.join(unnamed)} by place only, and parameters are bound by their names: remove the / after "
-            f"them, or write a function around it that names the response {ACCEPTED}"
+            f"it takes {', '.join(unnamed)} by position only, and parameters are bound by their names: remove the / "
+            f"after them, or write a function around it that names the response {ACCEPTED}"
         )
     return found
 
@@ -258,7 +258,7 @@ def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str
         if name not in words and name not in columns:
             known = [*words, *columns]
             raise UserError(
-                f"it asks for {name}, which is no column of the data set ({there}) and none of {', '.join(words)}"
+                f"it asks for {name}, which is not a column of the data set ({there}), nor one of {', '.join(words)}"
                 f"{did_you_mean(ELSEWHERE.get(name, name), known)}: add the column, or rename the parameter"
             )
     if "ground_truth" in required and "ground_truth" in words and not {"ground_truth", "reward_model"} & {*columns}:

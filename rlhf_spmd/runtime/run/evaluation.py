@@ -209,7 +209,7 @@ class Evaluator:
             return ""
         num, best = len(self.rows) - 1 - index, self.rows[index]
         return (
-            f"ended early, because {self.best} has not become better in {num} evaluations; it was "
+            f"ended early, because {self.best} has not improved in {num} evaluations; it was "
             f"{best[self.best]:.4g} after {_iterations(best['iteration'])}"
         )
 

@@ -85,16 +85,16 @@ class Compared:
     def _about(self) -> list[str]:
         """The calibration's machine and how it was scaled; empty if it was made on this machine."""
         found, scale = self.found, self.found.scale
-        made_on = f"  It was made on {found.given.machine or 'another machine'}"
+        made_on = f"  Calibration measured on {found.given.machine or 'another machine'}"
         if found.why_not:
-            return [f"{made_on}, and is not scaled to this one: {found.why_not}"]
+            return [f"{made_on}; not rescaled to this machine: {found.why_not}"]
         if scale is None:
             return []
         kinds = [f"{kind} {getattr(scale, kind):.2f}" for kind in ("inference", "training", "generation")]
         kinds.append(f"{scale.num_workers:.2f} ranks at full speed")
         return [
-            f"{made_on}, and is scaled by {self.scaled_by:.2f} to this one ({found.here})",
-            f"  after a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
+            f"{made_on}; rescaled to this machine ({found.here}): iterations take {self.scaled_by:.2f} times as long",
+            f"  by a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
         ]
 
     def to_json(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ NUM_BEFORE = 3  # iterations before the first warning
 IDLE = {  # whether responses are generated -> why a model has no gradient
     True: "no response is left to train on, or none differs from its baseline; look at the rewards, at ended_fraction "
     "(truncated responses), and at what the algorithm's options leave out",
-    False: "no token or pair of its rows is learned; look at the rows, and at data.turns",
+    False: "its rows have no token or pair to learn from; look at them, and at data.turns",
 }
 # Sums and means are global: over all ranks.
 GENERATION = {

@@ -86,7 +86,7 @@ def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:
         )
     if before not in (None, job.known.count):
         raise UserError(
-            f"{folder} drew from {before} tokens, and the tokenizer of {job.config.main_folder} now has "
+            f"{folder} sampled from {before} tokens, and the tokenizer of {job.config.main_folder} now has "
             f"{job.known.count}; restore the tokenizer's files, or start a new run"
         )
 
@@ -117,9 +117,11 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     for name in now:
         if before.get(name, now[name]) != now[name]:
             parts.append(
-                "another program" if name == "stable program" else f"{name} {now[name]} instead of {before[name]}"
+                "another program (other ranks, strategy or layouts)"
+                if name == "stable program"
+                else f"{name} {now[name]} instead of {before[name]}"
             )
-    return f"{', '.join(parts)}: from here on numbers may differ in their last digits" if parts else ""
+    return f"resumed with {', '.join(parts)}: from here on, results may differ by rounding" if parts else ""
 
 
 def open_folder(job: Job, origin: Origin) -> RunFolder:

@@ -64,7 +64,11 @@ class Rollouts:
         made = [key for call in workflow.calls for key in call.outputs if workflow.shapes[key] == "row"]
         found = other_names(self.job.prompts.column_names, self._own(made, self.call.inputs)) if self.every else {}
         names = ", ".join(f"{name!r} as {other!r}" for name, other in found.items())
-        return f"note: rollouts have columns of their own, so they show those of the data set {names}" if found else ""
+        return (
+            f"note: rollouts write columns of the data set under other names, because theirs are taken: {names}"
+            if found
+            else ""
+        )
 
     def write(self, data: Iteration) -> None:
         """Writes the samples of an iteration, if that is due. Collective; raises UserError."""

@@ -73,7 +73,8 @@ def _iteration(job: Job) -> str:
     steps = f"mini-batches of {config.mini_batch}, {epochs} epoch{'s' * (epochs > 1)}"
     length = length_of(config, len(job.prompts))
     if job.program.workload.workflow.generate_calls:
-        sizes = f"{config.rollout_batch} x {config.samples_per_prompt} prompts"
+        samples = config.samples_per_prompt
+        sizes = f"{config.rollout_batch} prompts x {samples} sample{'s' * (samples > 1)}"
         longest = f"at most {config.generation.max_new_tokens} new tokens"
         return "; ".join(filter(None, [f"{sizes}, {steps}, {longest}", length]))
     if config.mini_batch_tokens:

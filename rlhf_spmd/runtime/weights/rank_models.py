@@ -56,7 +56,7 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
         num_known = read_config(folder).vocab_size
         if num_known < known.stop:
             raise UserError(
-                f"the {name} {folder} has a vocabulary of {num_known} tokens, but the {main} {folder_of_main} draws "
+                f"the {name} {folder} has a vocabulary of {num_known} tokens, but the {main} {folder_of_main} samples "
                 f"from {known.stop}; give a {name} with as many, e.g. by transformers' resize_token_embeddings"
                 f"({known.stop})"
             )

@@ -183,7 +183,7 @@ class World:
     def _exchange(
         self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None
     ) -> list[bytes]:
-        self._note(f"waiting for the others: {what}")
+        self._note(f"waiting for: {what}")  # postmortem knows waits by this beginning
         self.is_meeting = True
         try:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
@@ -319,13 +319,13 @@ class World:
 
     def shutdown(self) -> None:
         """Ends torch.distributed and the control messages, so that the process can exit normally. Collective."""
-        self.barrier("the end of the run")
+        self.barrier("ending the run")
         if self._groups is not None:
             from torch import distributed
 
             self._groups = self.board.store = self.board.second_store = None
             distributed.destroy_process_group()
-            self.barrier("the end of torch.distributed")  # rank 0 keeps the store until then
+            self.barrier("closing torch.distributed")  # rank 0 keeps the store until then
         try:
             self.control.settle()
         except Late as late:

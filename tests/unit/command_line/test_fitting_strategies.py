@@ -77,7 +77,7 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
     with pytest.raises(UserError) as refused:
         refuse_errors("flattening", program, memory(program))
     text = str(refused.value)
-    assert "ranks 0-7 need" in text and "the device has 79.2 GiB, of which 4.7 GiB are reserved" in text
+    assert "ranks 0-7 need" in text and "(79.2 GiB less 4.7 GiB" in text
     told = text.partition("These fit (--strategy auto plans the fastest): ")[2].split("; ")
     assert len(told) > 2 and told == list(fitting_options(workload, cluster))
     for words in told:

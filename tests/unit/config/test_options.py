@@ -1,12 +1,13 @@
-"""Every option can be set by a word of the command line, and the word changes nothing else; the largest sizes."""
+"""Every option can be set by an argument, which changes nothing else; the largest sizes."""
 
+from dataclasses import dataclass
 from typing import get_args
 
 import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.pages.option_tree import options_of
+from rlhf_spmd.pages.option_tree import comments_of, options_of
 from tests.unit.config.test_presets import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others
@@ -126,7 +127,7 @@ def test_strategy_options_stay_text_until_place_says_their_types():
         ("iterations.x=3", ["'iterations.x'", "iterations has no parts"]),
         ("ppo=3", ["'ppo' is a group of options", "ppo.kl_coef"]),
         ("models=x", ["models.actor", "models.reward"]),
-        ("iterations", ["'iterations'", "key=value"]),
+        ("iterations", ["'iterations'", "KEY=VALUE"]),
         ("preset=llama-7b", ["preset=llama-7b", "--preset llama-7b"]),
     ],
 )
@@ -138,31 +139,48 @@ def test_keys_that_are_none(override, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("iterations=three", ["valid integer"]),
-        ("iterations=1.5", ["integer"]),
+        ("iterations=three", ["whole number"]),
+        ("iterations=1.5", ["whole number"]),
         ("iterations=0", ["greater than 0"]),
         ("iterations=-1", ["greater than 0"]),
-        ("iterations=", ["integer"]),
-        ("iterations=none", ["integer"]),
+        ("iterations=", ["whole number"]),
+        ("iterations=none", ["whole number"]),
         ("seed=-1", ["greater than or equal to 0"]),
         ("seed=18446744073709551616", ["less than 18446744073709551616"]),
         ("ppo.kl_coef=-0.1", ["greater than or equal to 0"]),
-        ("ppo.kl_coef=much", ["valid number"]),
-        ("ppo.kl_coef=0.1,0.2", ["valid number"]),
+        ("ppo.kl_coef=much", ["a number"]),
+        ("ppo.kl_coef=0.1,0.2", ["a number"]),
         ("ppo.kl_coef=nan", ["greater than or equal to 0"]),
         ("ppo.kl_coef=inf", ["finite"]),
         ("ppo.truncation_penalty=nan", ["finite"]),
         ("deadline_s=Infinity", ["less than or equal to 1000000"]),
         ("shape=llama-7b", ["tiny/actor has a shape of its own"]),
         ("ppo.gamma=1.5", ["less than or equal to 1"]),
-        ("ppo.normalize_scores=maybe", ["boolean"]),
+        ("ppo.normalize_scores=maybe", ["true or false"]),
         ("dtype=float16", ["'float32' or 'bfloat16'"]),
         ("generation.temperature=0", ["greater than 0"]),
         ("optimizer.beta1=1", ["less than 1"]),
         ("optimizer.beta2=1.5", ["less than 1"]),
-        ("micro_batch=[1,2]", ["integer"]),
+        ("micro_batch=[1,2]", ["whole number"]),
     ],
 )
 def test_wrong_values_name_key_and_value(override, words):
     text = refused(override)
     assert text.startswith(f"{override}: ") and all(word in text for word in words), text
+
+
+@dataclass(frozen=True)
+class Commented:
+    """Fields with comments in each of the places."""
+
+    after: int = 1  # the one after it
+    # what this one means, in two
+    # lines of comment
+    above: int = 2
+    both: int = 3  # the one after it counts
+    silent: int = 4
+
+
+def test_a_meaning_is_the_comment_after_a_field_or_above_it():
+    wanted = {"after": "the one after it", "above": "what this one means, in two lines of comment"}
+    assert comments_of(Commented) == wanted | {"both": "the one after it counts", "silent": ""}

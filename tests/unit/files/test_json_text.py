@@ -21,5 +21,7 @@ def test_samples_of_any_text_are_read_again(tmp_path):
     assert folder.samples_before() == [(ODD + "\ud83d", 1.0, False), ("", 2.0, False)]
     with (tmp_path / "samples.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"before": "\\U0001f600"}\n')  # no escape of JSON: a run of an earlier version in another locale
-    with pytest.raises(Exception, match=r"samples.jsonl, line 3 is no sample of this run; restore the file, or delete"):
+    with pytest.raises(
+        Exception, match=r"samples.jsonl, line 3 is not a sample of this run; restore the file, or delete"
+    ):
         folder.samples_before()

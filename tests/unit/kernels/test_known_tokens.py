@@ -121,11 +121,11 @@ def test_a_run_of_another_support_is_not_resumed(folder):
     recorded.refuse_other_support(job, Path("runs/a"), 61)
     with pytest.raises(UserError, match="runs/a was started by a version .* all 128 rows of the actor's embeddings"):
         recorded.refuse_other_support(job, Path("runs/a"), None)
-    with pytest.raises(UserError, match="runs/a drew from 60 tokens, and the tokenizer of .* now has 61"):
+    with pytest.raises(UserError, match="runs/a sampled from 60 tokens, and the tokenizer of .* now has 61"):
         recorded.refuse_other_support(job, Path("runs/a"), 60)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(tmp_path):
     write_model(tmp_path, vocab_size=128, eos_token_ids=(1, 100))
-    with pytest.raises(UserError, match=r"the end of sequence 100 .* is no token of its tokenizer"):
+    with pytest.raises(UserError, match=r"the end of sequence 100 .* not a token of its tokenizer"):
         load_tokenizer(tmp_path).eos_ids(read_config(tmp_path))

@@ -116,7 +116,7 @@ WRONG = {
     ),
     "an incomplete wrapper": (
         lambda name: "x" if name == "model.norm.weight" else f"_orig_mod.{name}",
-        r"lacks tensor model.norm.weight \(behind _orig_mod., as its names begin\), which config.json requires",
+        r"lacks tensor model.norm.weight \(after _orig_mod., .*\), which config.json requires",
     ),
     "an adapter that is not merged": (
         lambda name: "base_model.model." + name.replace("q_proj.weight", "q_proj.base_layer.weight"),

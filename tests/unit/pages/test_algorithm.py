@@ -128,7 +128,9 @@ def test_arguments_are_bound_by_name():
         """Of four things."""
 
     assert bound(function, {"scores": 1, "mask": 2, "scale": 3, "other": 4}) == {"scores_B": 1, "mask": 2, "scale": 3}
-    with pytest.raises(UserError, match=r"function\(\) asks for scale, and there is no scale here: mask, scores; give"):
+    with pytest.raises(
+        UserError, match=r"function\(\): no value for parameter 'scale' \(available: mask, scores\); pass scale="
+    ):
         bound(function, {"scores": 1, "mask": 2})
 
 
@@ -247,7 +249,7 @@ def test_options_of_a_page_are_typed(tmp_path):
     assert config.optimizer.lr == {"policy": 3e-4} and list(config.models) == ["policy", "judge"]
     assert presets.load("tiny", ["optimizer.policy_lr=0.5"], algorithm=path).optimizer.lr == {"policy": 0.5}
     for override, words in (
-        ("mine.scale=much", ["mine.scale=much", "valid number"]),
+        ("mine.scale=much", ["mine.scale=much", "a number"]),
         ("mine.sign=left", ["mine.sign=left", "'up' or 'down'"]),
         ("mine.epochs=0", ["mine.epochs=0", "greater than 0"]),
         ("mine.scal=1", ["'mine.scal'", "did you mean 'mine.scale'"]),

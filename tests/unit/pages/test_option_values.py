@@ -46,26 +46,46 @@ ACCEPTED: dict[Any, dict[Any, Any]] = {  # type -> text, or a value of a file: w
     tuple[int, ...]: {"3": (3,)},
 }
 REFUSED: dict[Any, dict[Any, str]] = {  # type -> text: what the message says
-    PositiveInt: {"three": "valid integer", "1.5": "integer", "0": "greater than 0", "-1": "greater than 0"}
-    | {"": "integer", "none": "integer", "true": "integer", "[1,2]": "integer", "1,2": "integer", "0x10": "integer"}
-    | {None: "integer", "inf": "integer", "nan": "integer", "[" * 9000: "integer", ("8",): "integer"},
+    PositiveInt: {"three": "whole number", "1.5": "whole number", "0": "greater than 0", "-1": "greater than 0"}
+    | {
+        "": "whole number",
+        "none": "whole number",
+        "true": "whole number",
+        "[1,2]": "whole number",
+        "1,2": "whole number",
+        "0x10": "whole number",
+    }
+    | {
+        None: "whole number",
+        "inf": "whole number",
+        "nan": "whole number",
+        "[" * 9000: "whole number",
+        ("8",): "whole number",
+    },
     NonNegativeInt: {"-1": "greater than or equal to 0"},
     Seed: {"18446744073709551616": "less than 18446744073709551616"},
-    float: {"much": "valid number", "0.1,0.2": "valid number", "nan": "finite", "inf": "finite", "-Infinity": "finite"}
-    | {"": "valid number", "none": "valid number", "true": "valid number", "1e400": "finite", None: "valid number"},
+    float: {"much": "a number", "0.1,0.2": "a number", "nan": "finite", "inf": "finite", "-Infinity": "finite"}
+    | {"": "a number", "none": "a number", "true": "a number", "1e400": "finite", None: "a number"},
     Share: {"1": "less than 1", "nan": "less than 1", "-0.1": "greater than or equal to 0"},
-    bool: {"maybe": "boolean", "2": "boolean", "": "boolean", "none": "boolean", "[true]": "boolean", None: "boolean"},
+    bool: {
+        "maybe": "true or false",
+        "2": "true or false",
+        "": "true or false",
+        "none": "true or false",
+        "[true]": "true or false",
+        None: "true or false",
+    },
     Choice: {"float16": "'all', 'matrices' or 'none'", "ALL": "'all'", "": "'all'", None: "'all'"},
     str: {("a,b", "c"): "the list has 'a,b', and a comma would divide it"},
-    Share | None: {"": "valid number", "1": "less than 1", "off": "valid number"},
+    Share | None: {"": "a number", "1": "less than 1", "off": "a number"},
     Weights: {
         "0": "greater than 0",
-        "1,x": "valid number",
+        "1,x": "a number",
         "1,inf": "finite",
-        "1,,2": "valid number",
+        "1,,2": "a number",
         "none": "number",
     },
-    Range: {"0.5": "required", "1,2,3": "at most 2", "0,1": "greater than 0"},
+    Range: {"0.5": "more values", "1,2,3": "at most 2", "0,1": "greater than 0"},
     Stops: {"a,,b": "at least 1", ",": "at least 1"},
     Variables: {"a": "write an object of JSON", "[1]": "write an object of JSON", "3": "write an object of JSON"},
 }

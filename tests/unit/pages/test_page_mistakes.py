@@ -39,7 +39,7 @@ def stateful(*change: str) -> tuple[str, str]:
 WRONG = {
     "a function lacks an argument": (
         (LOSS, "def surrogate(logprobs_BG, mask_BG, weights_BG=None, *, rate):\n"),
-        ["surrogate() asks for rate", "no rate here", "make it an option"],
+        ["surrogate(): no value for parameter 'rate'", "pass rate=", "Options"],
     ),
     "a function whose parameters cannot be read": (
         (LOSS, "surrogate = max\n\n\ndef other(logprobs_BG, weights_BG, mask_BG):\n"),
@@ -47,11 +47,11 @@ WRONG = {
     ),
     "a readout of another head": (
         (LOSS, "def surrogate(values_BG1, weights_BG, mask_BG):\n"),
-        ["surrogate() asks for values_BG1", "no values here", "logprobs"],
+        ["surrogate(): no value for parameter 'values_BG1'", "pass values=", "available: ", "logprobs"],
     ),
     "a compute lacks an argument": (
         ("def token_weights(scores_B, mask_BG,", "def token_weights(scores_B, mask_BG, values_BG1,"),
-        ["token_weights() asks for values_BG1", "no values here", "give it where the workflow names the function"],
+        ["token_weights(): no value for parameter 'values_BG1'", "pass values=", "the workflow names the function"],
     ),
     "a function does not take what it is given": (
         (LOSS, "def surrogate(logprobs_BG, mask_BG):\n"),
@@ -77,7 +77,7 @@ WRONG = {
     ),
     "responses in the place of prompts": (
         ('policy.train("surrogate", prompts, responses', 'policy.train("surrogate", responses, prompts'),
-        ["policy.train: responses is no prompt", "prompts, then responses"],
+        ["policy.train: responses is not a prompt", "prompts, then responses"],
     ),
     "a result that nothing reads": (
         (
@@ -118,9 +118,9 @@ WRONG = {
         (TRAIN, TRAIN + TRAIN),
         ["trains policy in two calls", "put both losses into one function"],
     ),
-    "a call behind training": (
+    "a call after training": (
         (TRAIN, TRAIN + '    judge.infer("values", prompts, responses)\n'),
-        ["judge_infer_values stands behind training", "everything else comes before it"],
+        ["judge_infer_values", "after training", "before"],
     ),
     "nothing trains": ((TRAIN, ""), ["the workflow trains no model"]),
     "a number where data belong": (
@@ -163,9 +163,9 @@ WRONG = {
         ("def workflow(options, model, compute, prompts)", "def workflow(options, roles, compute, prompts)"),
         ["workflow() cannot be called with options, model, compute, prompts by their names", "'roles'"],
     ),
-    "a parameter by place only": (
+    "a parameter by position only": (
         (LOSS, "def surrogate(logprobs_BG, /, weights_BG, mask_BG):\n"),
-        ["surrogate() takes logprobs_BG by place only; remove the /"],
+        ["surrogate() takes logprobs_BG by position only; remove the /"],
     ),
     "a form that writes no number": (
         ('"return", "{:+8.4f}", headline', '"return", "{:+8.4q}", headline'),
@@ -176,17 +176,17 @@ WRONG = {
         ["METRICS gives surrogate limits=3"],
     ),
     "no prompts": (('DATA = {"prompts": "prompt"}', 'DATA = {"texts": "text"}'), ["DATA has no prompts"]),
-    "data that are none": (('DATA = {"prompts": "prompt"}', "DATA = None"), ["DATA is no dict"]),
+    "data that are none": (('DATA = {"prompts": "prompt"}', "DATA = None"), ["DATA is not a dict"]),
     "no options": (("class Options(page.Options)", "class Choices(page.Options)"), ["it has no Options"]),
     "other options": (
         ("class Options(page.Options)", "class Options"),
-        ["Options is no dataclass that derives from page.Options"],
+        ["Options is not a dataclass that derives from page.Options"],
     ),
     "options that are no dataclass of their own": (
         (OPTIONS, "class Options(page.Options):\n"),
-        ["Options is no dataclass that derives from page.Options"],
+        ["Options is not a dataclass that derives from page.Options"],
     ),
-    "options that are a function": ((OPTIONS, "def Options():\n"), ["Options is no dataclass"]),
+    "options that are a function": ((OPTIONS, "def Options():\n"), ["Options is not a dataclass"]),
     "an option without a default": (
         (
             "slots=True)\nclass Options(page.Options):\n",
@@ -198,7 +198,7 @@ WRONG = {
     "a role that is none": (('Role("scalar", judge=True)', '"scalar"'), ["ROLES does not give each model a Role"]),
     "a start that is no role": (
         ('Role("scalar", judge=True)', 'Role("scalar", judge=True, starts_from=("critic",))'),
-        ["judge starts from critic, which is no role"],
+        ["judge starts from critic, which is not a role"],
     ),
     "an import of nothing": (
         ("from typing import Literal\n", "from typing import Literal\nimport nothing_of_that_name\n"),

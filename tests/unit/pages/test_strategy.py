@@ -211,9 +211,9 @@ def test_options_without_the_star_count_too(write):
         ({"xyzzy": "1"}, ["no option 'xyzzy'", "options: zero"]),
         ({"": "1"}, ["no option ''"]),
         ({"cluster": "1"}, ["no option 'cluster'"]),
-        ({"zero": "high"}, ["strategy.zero=high", "valid integer"]),
-        ({"zero": "1.5"}, ["strategy.zero=1.5", "integer"]),
-        ({"zero": [1]}, ["strategy.zero=[1]", "integer"]),
+        ({"zero": "high"}, ["strategy.zero=high", "whole number"]),
+        ({"zero": "1.5"}, ["strategy.zero=1.5", "whole number"]),
+        ({"zero": [1]}, ["strategy.zero=[1]", "whole number"]),
         (
             {"zero": "7"},
             [

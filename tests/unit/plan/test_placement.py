@@ -131,7 +131,7 @@ def test_by_model_wants_a_layout_for_each_model_and_no_other():
     workload = make_workload()
     with pytest.raises(UserError, match="no layout for critic, so critic_infer, critic_train cannot run"):
         Placement.by_model(workload, actor=EVERYONE, reference=EVERYONE, reward=EVERYONE)
-    with pytest.raises(UserError, match=r"refrence is no model of this workflow.*reference"):
+    with pytest.raises(UserError, match=r"refrence is not a model of this workflow.*reference"):
         Placement.by_model(workload, **dict.fromkeys((*MODELS, "refrence"), EVERYONE))
     placement = Placement.by_model(workload, **dict.fromkeys(MODELS, EVERYONE))
     assert list(placement.layouts) == [call.name for call in workload.workflow.placed_calls]

@@ -163,10 +163,10 @@ def test_an_algorithm_that_can_no_longer_be_read(tmp_path):
     [
         (["RUN", "--out", "page.png"], "give it the ending .html"),
         (["RUN", "NOWHERE", "--out", "page.html"], "NOWHERE is not a folder"),
-        (["RUN", "EMPTY", "--out", "page.html"], "has no config.json, so it is no run folder"),
+        (["RUN", "EMPTY", "--out", "page.html"], "has no config.json, so it is not a run folder"),
         (["RUN", "BROKEN", "--out", "page.html"], "so it is not known what BROKEN is a run of"),
         (["RUN", "--out", "taken.html"], "pass --overwrite"),
-        (["RUN", "--out", "page.html", "iterations=3"], "report takes no overrides"),
+        (["RUN", "--out", "page.html", "iterations=3"], "report takes no KEY=VALUE"),
         (["--out", "page.html"], "required: RUN"),
     ],
 )

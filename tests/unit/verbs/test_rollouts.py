@@ -86,8 +86,8 @@ def test_parquet_parts(run, capsys):
     [
         (["--where", "score>1"], "there is no 'score' (did you mean 'scores'?)"),
         (["--where", "scores"], "write NAME>=NUMBER"),
-        (["--where", "scores>high"], "'high' is no number"),
-        (["--where", "response~("], "is no regular expression"),
+        (["--where", "scores>high"], "'high' is not a number"),
+        (["--where", "response~("], "is not a regular expression"),
         (["--sort", "length"], "there is no 'length'"),
         (["--iteration", "7"], "has samples of 0, 2"),
         (["--evaluation", "0"], "rollouts.every=N and eval.prompts=FILE"),

@@ -20,5 +20,5 @@ def test_the_time_zone_of_a_host_does_not_matter(monkeypatch):
     monkeypatch.undo()
     time.tzset()
     assert seen == {f"{int(moment.timestamp())} Tue Feb  3 23:59:58 2026  "}
-    with pytest.raises(UserError, match=r"runs/a: 'yesterday' is no time of a start, such as '20.*; restore it"):
+    with pytest.raises(UserError, match=r"runs/a: 'yesterday' is not the time of a start, such as '20.*; restore it"):
         checked_time("yesterday", "runs/a")

@@ -30,7 +30,9 @@ def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
         folder.write_evaluations(rows)
         with (tmp_path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        with pytest.raises(UserError, match="jsonl, line 4 is no evaluation of this run; restore the file, or delete"):
+        with pytest.raises(
+            UserError, match="jsonl, line 4 is not an evaluation of this run; restore the file, or delete"
+        ):
             folder.evaluations(3, ["mean@1"])
 
 
@@ -47,7 +49,7 @@ def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
         (["eval.prompts=x", "eval.samples_per_prompt=4"], "eval.temperature=1, or one sample"),
         (["eval.prompts=x", "eval.every=0"], "eval.every=0"),
         (["rollouts.format=parquet"], "rollouts.format=parquet: no samples are written; give rollouts.every=1"),
-        (["rollouts.every=true"], "rollouts.every=true: Input should be a valid integer"),
+        (["rollouts.every=true"], "rollouts.every=true: give a whole number"),
     ],
 )
 def test_options_without_effect_are_refused(words, says):

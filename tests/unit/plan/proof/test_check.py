@@ -148,7 +148,7 @@ def test_a_group_of_another_name_or_of_other_ranks_than_its_layout():
         (Run("reward_infer"), ["its place is ranks 2-3"]),
         (Wait(9), ["Wait transfer 9", "does not exist"]),
         (Post(-1), ["Post transfer -1", "does not exist"]),
-        ("Run", ["no instruction"]),
+        ("Run", ["not an instruction"]),
     ],
 )
 def test_an_instruction_that_makes_no_sense_on_the_rank(step, words):
@@ -372,7 +372,7 @@ def test_more_ranks_than_columns_is_a_warning():
     program = place_models(make_workload(mini_batch=3), 4)
     assert errors(program) == []
     texts = warnings(program)
-    assert len(texts) == 6 and "actor_generate: ranks 0 get no sequence" in texts[0]
+    assert len(texts) == 6 and "actor_generate: rank 0 gets no sequence" in texts[0]
     assert "mini_batch 3 is smaller than dp 4; raise mini_batch" in texts[0]
 
 

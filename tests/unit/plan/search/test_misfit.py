@@ -38,7 +38,7 @@ def test_33b_on_two_nodes_ends_in_time_and_says_what_would_help():
     steps = int(re.search(r"was found \(in ([\d,]+) steps\)", text)[1].replace(",", ""))
     assert steps == pytest.approx((1 - REPORT_SHARE) * BUDGET, rel=0.01)
     found = re.search(
-        r"least memory that was found is (\d\d\.\d) GiB on rank 0 \(all the time \d\d\.\d GiB, gathered", text
+        r"least memory that was found is (\d\d\.\d) GiB on rank 0 \(resident \d\d\.\d GiB, gathered", text
     )
     assert 75.2 < float(found[1]) < 84.0  # without slices of 8, which are unequal, it is 84.6
     assert "of 80.0 GiB that it may use" in text and "actor_train dp1 pp4 tp4 recompute" in text

@@ -107,7 +107,7 @@ def test_a_run_and_its_checkpoint(tmp_path):
     run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
     assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
     assert run.state == STATE and run.config.checkpoint.keep == 3
-    assert run.notes == (f"code that {tmp_path} holds or names is run: strategy.py",)
+    assert len(run.notes) == 1 and run.notes[0].endswith(f"code that {tmp_path} holds or names: strategy.py")
 
 
 def test_every_option_may_change_or_is_refused_by_name():
@@ -301,7 +301,7 @@ def test_the_time_of_the_first_start(tmp_path):
     of_checkpoint.text = lambda _: "{}"
     assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == first
     (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
-    with pytest.raises(UserError, match=r"program.json: 3 is no time of a start, such as '20.*; restore it"):
+    with pytest.raises(UserError, match=r"program.json: 3 is not the time of a start, such as '20.*; restore it"):
         read_run(str(folder), [], other_strategy=False)
 
 

@@ -132,7 +132,7 @@ def test_epochs_are_whole_numbers_of_steps(folder):
         ),
         ("sft", ["mini_batch_tokens=30", "sft.epochs=2"], "leave sft.epochs at 1, and give data.epochs=2"),
         ("sft", ["mini_batch_tokens=30", "data.epochs=1001"], "of at most 1,000 epochs; give iterations instead"),
-        ("grpo", ["mini_batch_tokens=30"], "a budget is for algorithms that only learn from responses of the data set"),
+        ("grpo", ["mini_batch_tokens=30"], "for algorithms that only learn from responses of the data set"),
         ("sft", ["mini_batch_tokens=30", "data.weights=1"], "rows of files with data.weights are not cut into steps"),
     ],
 )

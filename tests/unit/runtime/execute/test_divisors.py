@@ -85,7 +85,7 @@ def test_a_step_without_a_row_moves_nothing(actor, tmp_path):
     assert all(math.isfinite(value) for row in history for value in row.values())
     (text,) = Alarm(known).notes(history[0])
     assert text.startswith(
-        "warning: actor_grad_norm is 0: the actor learned nothing in this iteration: no token or pair"
+        "warning: actor_grad_norm is 0: the actor learned nothing in this iteration: its rows have no token or pair"
     )
     assert Alarm(known, history).notes(history[0]) == [] and Alarm(known).notes(history[1]) == []
 

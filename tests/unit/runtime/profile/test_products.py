@@ -104,7 +104,7 @@ def test_a_table_that_can_not_be_kept_is_told_of(measured, monkeypatch):
 
 def test_kernels_that_were_not_compiled_are_told_of(measured, monkeypatch):
     monkeypatch.setattr(cpu, "is_missing", lambda: True)
-    assert "products are computed by onednn" in choose(OneRank(), "auto", "float32", [BIG])[1]
+    assert "computed by onednn" in choose(OneRank(), "auto", "float32", [BIG])[1]
     assert not choose(OneRank(), "linear", "float32", [BIG])[1] and not choose(OneRank(), "auto", "float32", [SMALL])[1]
 
 
@@ -211,7 +211,9 @@ def test_a_rank_that_lacks_the_library(measured):
         choose(world, "onednn", "float32", [BIG])
     table, note = choose(world, "auto", "float32", [BIG])
     assert table.library == "linear" and in_use(torch.float32) is LINEAR
-    assert note == "rank 1 (host there) cannot compute products by onednn: F.linear is used"
+    assert (
+        note.startswith("rank 1 (host there) cannot compute") and "onednn" in note and note.endswith("F.linear is used")
+    )
     assert choose(world, "auto", "float32", [BIG], stored())[1].endswith("numbers differ in their last digits")
 
 
@@ -244,5 +246,5 @@ def test_packing_needs_memory(monkeypatch):
     "values", [3, {}, asdict(HERE) | {"library": "blas"}, asdict(HERE) | {"threads": "1"}, asdict(HERE) | {"more": 1}]
 )
 def test_a_file_without_a_table(values):
-    with pytest.raises(UserError, match=r"program.json names no library .*; restore the file"):
+    with pytest.raises(UserError, match=r"program.json names no matmul library .*; restore the file"):
         table_of(values, "program.json")

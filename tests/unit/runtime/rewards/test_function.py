@@ -109,7 +109,7 @@ def test_missing_files_and_modules(tmp_path, monkeypatch):
         ("def reward(p, r): ...\n", ["no parameter of it receives the response (p, r)", "call one responses, "]),
         (
             "def reward(responses, model): ...\n",
-            ["asks for model", "no column of the data set", "rename the parameter"],
+            ["asks for model", "not a column of the data set", "rename the parameter"],
         ),
     ],
 )

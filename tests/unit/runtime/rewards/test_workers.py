@@ -197,7 +197,7 @@ def test_an_error_is_one_message_with_function_and_row(name, says, workers):
     ("source", "says"),
     [
         ("import no_such_module\ndef f(prompts, responses): ...\n", "importing .* ModuleNotFoundError.*: install no_s"),
-        ("def f(prompts, responses, colour): ...\n", "asks for colour, which is no column of the data set"),
+        ("def f(prompts, responses, colour): ...\n", "asks for colour, which is not a column of the data set"),
         ("import os\nos._exit(4)\n", "process for the reward functions .*r.py:f exited with status 4 while it load"),
     ],
 )

@@ -192,8 +192,8 @@ def test_a_file_that_cannot_be_written_is_known_before_the_passes(folder, tmp_pa
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("", "--out '' is no name of a file"),
-        ("FOLDER", "is no name of a file; name one"),
+        ("", "--out '' is not the name of a file"),
+        ("FOLDER", "is not the name of a file; name one"),
         ("FOLDER/rows.jsonl", "is the file of the rows, which would be lost; name another file"),
         ("FOLDER/others.jsonl", "exists already; pass --overwrite"),
     ],

@@ -51,9 +51,9 @@ def refused(config: Config) -> str:
     ("models", "words"),
     [
         ({"actor": "small", "reward": "small reward"}, ["the prompt ", "have 40 tokens", "/small"]),
-        ({"reference": "small"}, ["the reference ", "/small has a vocabulary of 40", "/actor draws from 63"]),
+        ({"reference": "small"}, ["the reference ", "/small has a vocabulary of 40", "/actor samples from 63"]),
         ({"critic": "small"}, ["the critic ", "/small has a vocabulary of 40", "resize_token_embeddings(63)"]),
-        ({"reward": "small reward"}, ["the reward ", "/small reward has a vocabulary of 40", "/actor draws from 63"]),
+        ({"reward": "small reward"}, ["the reward ", "/small reward has a vocabulary of 40", "/actor samples from 63"]),
         ({"reference": "other"}, ["the reference ", "/other has another tokenizer than the actor "]),
         ({"critic": "other"}, ["the critic ", "/other has another tokenizer", "give a critic with"]),
     ],

@@ -1,0 +1,126 @@
+"""What a user reads is plain English: options are full phrases, helps begin with a verb and have an example, and
+messages use the words of docs/glossary.md."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bench import options_page
+from rlhf_spmd import __main__ as program
+from rlhf_spmd.command_line.arguments import VERBS, Argument, parse, parser
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.pages.option_tree import options_of
+from rlhf_spmd.pages.strategy import strategy_names
+from rlhf_spmd.runtime.offline.options import GenerateOptions
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "rlhf_spmd").rglob("*.py"))
+NOT_PLAIN = re.compile(  # "there is no ..." and "is no longer" are English
+    r"(?<!\b[Tt]here )\b(?:is|are) no\b(?! longer)|\bbehind\b|words of the command line|KEY=VALUE words|by place only"
+)
+LEAST_WORDS = 4
+# the beginning of a phrase that lacks its noun
+DANGLING = re.compile(r"(of|as|for|in|to|that|those|them|it|its|most|with)\b", re.IGNORECASE)
+DOES = ("Train", "Generate", "Print", "Search", "Forecast", "Draw", "Compute", "Evaluate", "Measure", "Show", "Write")
+DOES += ("List", "Turn")
+
+
+def user_texts(source: str) -> list[str]:
+    """The texts in a module, a blank for each value in them, without its docstrings."""
+    tree = ast.parse(source)
+    documented = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = {id(node.body[0].value) for node in documented if node.body and isinstance(node.body[0], ast.Expr)}
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    inside = {id(part) for node in joined for part in node.values}
+    found = [
+        "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else " " for part in node.values)
+        for node in joined
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings | inside:
+            found.append(node.value)
+    return found
+
+
+def options() -> dict[str, tuple[object, str]]:
+    """Default and meaning of every option of the package."""
+    trees = [configs.Config(preset="", algorithm=load_algorithm(name)) for name in algorithm_names()]
+    found = {
+        key: ("" if one.form else one.value, one.meaning) for tree in trees for key, one in options_of(tree).items()
+    }
+    found |= {f"generate {key}": (one.value, one.meaning) for key, one in options_of(GenerateOptions()).items()}
+    for name in strategy_names():
+        found |= {f"{name} {key}": (default, text) for key, _, default, text in options_page.strategy_options(name)}
+    del found["preset"]  # set by --preset only
+    return found
+
+
+OPTIONS = options()
+
+
+def test_messages_are_plain():
+    found = [(path, text) for path in FILES for text in user_texts(path.read_text(encoding="utf-8"))]
+    assert [
+        f"{path.relative_to(ROOT)}: {text}" for path, text in found if NOT_PLAIN.search(" ".join(text.split()))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "plain"),
+    [
+        ('raise ValueError(f"{name} is no number")', False),
+        ('raise ValueError("the call stands "\n    f"behind {name}")', False),
+        ('"""A docstring is no message."""', True),
+        ('print("there is no file", f"{name} is no longer here")', True),
+    ],
+)
+def test_texts_that_are_not_plain_are_found(source, plain):
+    assert plain == (not any(map(NOT_PLAIN.search, user_texts(source))))
+
+
+def test_options_are_full_phrases():
+    assert len(OPTIONS) > 150
+    short = [f"{key}: {text}" for key, (_, text) in OPTIONS.items() if len(text.split()) < LEAST_WORDS]
+    assert short == []
+    assert [f"{key}: {text}" for key, (_, text) in OPTIONS.items() if DANGLING.match(text)] == []
+
+
+def test_options_say_what_nothing_means():
+    """The empty text or list, none, and zero where it is the default and a number of something."""
+
+    def told(default: object, text: str) -> bool:
+        if default is None:
+            return "one: " in text  # None or none
+        if default in ("", (), {}):
+            return "empty: " in text or "default: " in text
+        return default != 0 or isinstance(default, bool) or "0: " in text
+
+    silent = {key for key, (default, text) in OPTIONS.items() if not told(default, text)}
+    seeds = {key for key in silent if key.endswith("seed")}
+    stages = {key for key in silent if key.endswith(" zero")}  # ZeRO stage 0
+    assert silent - seeds - stages - {"reward_on_timeout"} == set()
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_help_begins_with_a_sentence_and_has_an_example(name, capsys):
+    with pytest.raises(SystemExit):
+        parser(program.__doc__).parse_args([name, "--help"])
+    usage, does, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: python -m rlhf_spmd ") and does.split()[0] in DOES and does.endswith(".")
+    examples = [line for line in program.__doc__.splitlines() if f"python -m rlhf_spmd {name} " in f"{line} "]
+    assert examples, "an example in the docstring of __main__.py"
+    for line in examples:
+        words = shlex.split(line.partition(" > ")[0])
+        assert parse(words[words.index("rlhf_spmd") + 1 :]).verb == name
+
+
+def test_helps_of_arguments_are_phrases():
+    for verb in VERBS.values():
+        for one in verb.arguments:
+            for argument in [one] if isinstance(one, Argument) else one:
+                text = argument.settings["help"]
+                assert len(text.split()) > 2 and not DANGLING.match(text) and not NOT_PLAIN.search(text), text
