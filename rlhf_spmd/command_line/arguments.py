@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from rlhf_spmd.errors import UserError
 
+OWN_JSON = ("rollouts", "coming-from")  # verbs that print no line of JSON as the others do
 CHECKED = ("check", "draw", "forecast")  # verbs of strategies, which may stand between options
 WORDS = {  # what KEY=VALUE words set -> what help says of them
     "run": "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1. Those of a run of "
@@ -66,6 +67,13 @@ def _replaces(what: str) -> Argument:
 
 
 RUN = _argument("run", "run folder", "RUN")
+JSON = Argument(
+    "--json",
+    {
+        "help": "print the result as a line of JSON, too, or not (default: if the output is no terminal)",
+        "action": argparse.BooleanOptionalAction,
+    },
+)
 CLUSTER_OF_RANKS = _argument("--cluster", "device types of the nodes (default: all alike)", "FILE.toml")
 CALIBRATION = _argument(
     "--calibration", "measured constants of the machine (default: those shipped for its devices)", "NAME|FILE.json"
@@ -227,7 +235,14 @@ VERBS = {
             _argument("--sort", "by a number, ascending", "NAME"),
             _flag("--descending", "with --sort: the largest first"),
             _argument("--limit", "print at most so many rows (default: all)", "N", type=_positive),
-            _flag("--json", "print whole rows, with tokens, as lines of JSON"),
+            Argument(
+                "--json",
+                {
+                    "help": "print whole rows, with tokens, as lines of JSON; --no-json: nor a line of JSON at the end "
+                    "(default: that line, if the output is no terminal)",
+                    "action": argparse.BooleanOptionalAction,
+                },
+            ),
         ),
     ),
     "report": Verb(
@@ -305,7 +320,7 @@ def parser(text: str) -> argparse.ArgumentParser:
         of_verb = verbs.add_parser(name, help=verb.help)
         of_verb.words = verb.words
         of_verb.set_defaults(file=None)
-        for one in verb.arguments:
+        for one in [*verb.arguments, *([] if name in OWN_JSON else [JSON])]:
             group = of_verb if isinstance(one, Argument) else of_verb.add_mutually_exclusive_group()
             for argument in [one] if isinstance(one, Argument) else one:
                 group.add_argument(argument.name, **argument.settings)

@@ -1,6 +1,5 @@
 """What several verbs check of a run before it starts, and the report of `check`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program
+from rlhf_spmd.runtime.guard.terminal import print_json
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 
@@ -117,10 +117,11 @@ def print_report(
     may_pack: bool,
     rank: int = 0,
     evaluate: Evaluate = no_evaluation,
+    as_json: bool | None = None,
 ) -> int:
     """Prints a program, the findings about it, its configuration and, last, a line of JSON -> the exit status.
     may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the run's
-    evaluations."""
+    evaluations. as_json: --json or --no-json."""
     print(show_program(program, title=title, rank=rank))
     if may_pack and (packed := show_packed(program)):
         print(packed)
@@ -141,7 +142,7 @@ def print_report(
         "warnings": len(findings) - errors,
         "ok": not errors,
     }
-    print(json.dumps(result))
+    print_json(result, as_json)
     return 1 if errors else 0
 
 

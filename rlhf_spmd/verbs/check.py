@@ -30,4 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
     evaluate = evaluate_of(config)
     findings = check_both(program, evaluate(program)) + check_rewards(config, parsed.file) + tokenizer_findings(config)
     text = config_text(parsed, config, parsed.strategy)
-    return print_report(program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate)
+    may_pack = packs(config, program)
+    return print_report(
+        program, findings, strategy.name, title, text, may_pack, parsed.rank, evaluate, as_json=parsed.json
+    )

@@ -17,6 +17,7 @@ from rlhf_spmd.files.printing import on_one_line, printable
 from rlhf_spmd.files.reading import paths_in
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.records.rollout_files import read_part
 
 FOLDER = "rollouts"
@@ -56,7 +57,8 @@ def run(parsed: argparse.Namespace) -> int:
     for row in shown:
         print(text_of(row))
     print(f"{len(shown)} of {len(found)} rows that match, of {len(rows)} in {folder}")
-    print(json.dumps({"folder": str(folder), "rows": len(rows), "matching": len(found), "means": means(found)}))
+    result = {"folder": str(folder), "rows": len(rows), "matching": len(found), "means": means(found)}
+    print_json(result, parsed.json)
     return 0
 
 

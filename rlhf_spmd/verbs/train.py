@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_spmd.command_line.checks import check_both, check_rewards, evaluate_of, packs, print_report, refuse_errors
 from rlhf_spmd.command_line.clusters import cluster_of
 from rlhf_spmd.command_line.plans import auto
-from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, config_text, config_words, load_config
+from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, config_text, load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
@@ -68,15 +68,15 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
             text = config_text(parsed, config, parsed.strategy or named)
-            print_report(program, findings, strategy.name, title, text, packs(config, program), evaluate=evaluate)
+            more = {"evaluate": evaluate, "as_json": parsed.json}
+            print_report(program, findings, strategy.name, title, text, packs(config, program), **more)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators([program, *filter(None, [evaluation])]))
 
-    from rlhf_spmd.runtime.run.recorded import Origin
-    from rlhf_spmd.runtime.run.run_text import Command  # torch, which start_torch has prepared for
+    from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import train
 
     result = train(
@@ -94,12 +94,10 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             note=code_note(parsed.file),
         ),
         summary=show_program(program, title=title, rank=0),
-        command=None
-        if resumed
-        else Command(parsed.strategy or DEFAULT_STRATEGY, config_words(parsed, config.preset), parsed.overrides),
         evaluation=evaluation,
         calibration=calibration,
         asked=asked,
+        as_json=parsed.json,
     )
     return TERMINATED_STATUS if result is None else 0
 
