@@ -222,7 +222,7 @@ VERBS = {
         (
             RUN,
             [
-                _argument("--iteration", "as in metrics.jsonl (default: the last one written)", "N", type=int),
+                _argument("--iteration", "its number, from 1 (default: the last one written)", "N", type=int),
                 _argument("--evaluation", "the evaluation after N iterations", "N", type=int),
             ],
             _argument(

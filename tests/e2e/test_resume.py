@@ -203,7 +203,7 @@ def test_without_a_checkpoint_it_begins_again(finished, tmp_path):
     for name in ("config.json", "strategy.py", "program.json", "metrics.jsonl"):
         (folder / name).write_bytes((finished / name).read_bytes())
     stdout = done(1, "--resume", folder)
-    assert "has no checkpoint yet: it starts again at iteration 0" in stdout
+    assert "has no checkpoint yet: it starts again at iteration 1" in stdout
     found, expected = outcome(folder), outcome(finished)
     assert [name for name in expected if name != "samples.jsonl" and found[name] != expected[name]] == []
 

@@ -197,7 +197,7 @@ def test_a_stuck_rank_is_named(overrides, tmp_path):
     status, _, stderr = train(3, [*overrides, *options])
     assert status not in (0, None)
     assert stderr.count("rlhf_spmd: error:") == 1 and "Traceback" not in stderr, stderr
-    for words in ("iteration 0", "actor_train", "ranks 0-2", "rank 1", "last reported", "reward_infer"):
+    for words in ("iteration 1", "actor_train", "ranks 0-2", "rank 1", "last reported", "reward_infer"):
         assert words in stderr, stderr
 
 

@@ -64,11 +64,11 @@ def stop() -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people in six places: `45 s`, `12 min`, `3.4 h`, `5 d`."""
+    """Seconds for people in six places: `45 s`, `12 min`, `3.4 h`, `5 d`, `years`."""
     for size, unit, digits, most in ((1, "s", 0, 99.5), (60, "min", 0, 99.5), (3600, "h", 1, 48)):
         if seconds < most * size:
             return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds / 86400:.0f} d"
+    return f"{seconds / 86400:.0f} d" if seconds < 1000 * 86400 else "years"
 
 
 def _run(over: threading.Event, found: terminal.Terminal | None) -> None:

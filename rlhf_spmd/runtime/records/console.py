@@ -128,7 +128,7 @@ class Console:
                 metric = self.metrics[name]
                 width = max(len(metric.column), len(metric.form.format(0.0)))
                 self._columns.append(Column(name, metric.column, metric.form, width, metric.leaves))
-            self._columns.append(Column(LEFT, LEFT, "", 6, 7))
+            self._columns.append(Column(LEFT, LEFT, "", 6, 0))
             self._columns = columns_that_fit(self._columns, terminal.width(self.stream))
             headings = [column.heading.rjust(column.width) for column in self._columns]
             self._print(self._style("  ".join(headings), FAINT))
@@ -145,7 +145,7 @@ class Console:
         each_s = metrics.get("iteration_s", 0.0)
         if len(self._ended_s) > 1:
             each_s = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
-        return (total - number) * each_s
+        return max(total - number, 0) * max(each_s, 0.0)
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Responses before and after training, one below the other."""

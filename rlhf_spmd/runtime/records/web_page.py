@@ -7,6 +7,7 @@ would read as tags where it is put in, control characters in the whole page.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -148,6 +149,12 @@ def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _number(row: Mapping[str, Any]) -> Any:
+    """The number of an iteration, from 1; metrics.jsonl counts from 0."""
+    number = row.get("iteration")
+    return number + 1 if isinstance(number, int | float) else number
+
+
 def _seconds(run: RunFiles) -> float:
     """Of iterations and evaluations."""
     times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
@@ -171,8 +178,8 @@ def _curves(run: RunFiles) -> tuple[Markup, Markup]:
     """The curves of what is reported, of evaluations and lengths; and those of all other metrics."""
     pictures: dict[str, str] = {}
     for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):
-        parts = (run.metrics, run.evaluations)
-        line, dots = (finite_points([(row.get("iteration"), row.get(name)) for row in rows]) for rows in parts)
+        line = finite_points([(_number(row), row.get(name)) for row in run.metrics])
+        dots = finite_points([(row.get("iteration"), row.get(name)) for row in run.evaluations])
         if name != "iteration" and (line or dots):
             pictures[name] = curve(name, line, dots)
     shown = [name for name in dict.fromkeys((*run.about.headlines, *_scores(run), *FIRST)) if name in pictures]

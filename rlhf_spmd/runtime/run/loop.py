@@ -58,7 +58,7 @@ class Loop:
             answers = self.executor.iteration(data)
             metrics = summarize(job, answers)
             metrics["iteration_s"] = time.perf_counter() - self.began_s
-            check_finite(metrics, number)
+            check_finite(metrics, data.title)
             update(job, answers)
             self.history.append(metrics)
             signals = frozenset(name for answer in answers for name in answer["signals"])

@@ -63,9 +63,10 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
     return found | ({} if workflow.generate_calls else BUDGET) | SPEED
 
 
-def columns_of(known: Mapping[str, Metric], config: Config) -> list[str]:
+def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) -> list[str]:
     """The metrics that have a column on the console in a run with these options, in the order of the columns."""
-    absent = {STEP_TOKENS: not config.mini_batch_tokens, TIMEOUTS: not config.reward_timeout_s}
+    absent = dict.fromkeys((*GENERATION, "gen_tokens_per_s"), not workflow.generate_calls)
+    absent |= {STEP_TOKENS: not config.mini_batch_tokens, TIMEOUTS: not config.reward_timeout_s}
     return [
         name
         for name, metric in known.items()
@@ -114,12 +115,13 @@ def timeouts_note(num: int) -> str:
     )
 
 
-def check_finite(metrics: Mapping, number: int) -> None:
-    """Raises UserError if a metric is not finite, before the next iteration spoils the weights further."""
+def check_finite(metrics: Mapping, where: str) -> None:
+    """Raises UserError if a metric is not finite, before the next iteration spoils the weights further. where: the
+    title of the iteration."""
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if wrong:
         raise UserError(
-            f"iteration {number}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
+            f"{where}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
         )
 
 

@@ -25,6 +25,7 @@ from rlhf_spmd.runtime.guard import progress, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
+from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, record_in
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, writing
@@ -72,7 +73,8 @@ def train(
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named)
-    console = Console(known, columns_of(known, config), enabled=world.rank == 0, as_json=as_json)
+    columns = columns_of(known, config, program.workload.workflow)
+    console = Console(known, columns, enabled=world.rank == 0, as_json=as_json)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts = run_text.facts(job, folder)
     if resumed:
@@ -167,17 +169,19 @@ class Running:
     def doing(self) -> str:
         """What this rank does, for people who wait: in an iteration how far it is, and when the run may be over. Called
         by another thread."""
-        text, data, total = self.job.world.doing, self.loop.now, self.job.config.iterations
-        if data is None or not text.startswith(f"{data.title}: "):
-            return text
+        world, data, total = self.job.world, self.loop.now, self.job.config.iterations
+        record = record_in(world.flight.memory)
+        if data is None or not record.text.startswith(f"{data.title}: ") or record.position == NOWHERE:
+            return world.doing
         seconds = time.perf_counter() - self.loop.began_s
         left = ""
         if self.history:
             left_s = self.console.left_s(data.number, total, self.history[-1]) - seconds
             left = f", about {progress.duration(max(left_s, 0.0))} left"
-        generated = [f"{one.num - one.num_left} of {one.num} responses" for one in [*data.generations.values()]]
-        doing = "; ".join([*generated, text.partition(": ")[2]])
-        return f"{data.title} of {total}, {progress.duration(seconds)}{left}: {doing}"
+        parts = [f"{one.num - one.num_left} of {one.num} responses" for one in [*data.generations.values()]]
+        parts.append(f"instruction {record.position} of {record.num_instructions}")
+        doing = record.text.partition(": ")[2]
+        return f"{data.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {doing}"
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
