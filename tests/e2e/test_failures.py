@@ -244,7 +244,7 @@ def remaining(run: Path) -> list[int]:
 
 def status_of(verb: str, run: Path) -> dict:
     """The last line of `status` or `postmortem`."""
-    status, stdout, stderr = run_limited([sys.executable, "-m", "rlhf_spmd", verb, str(run)], limit_s=LIMIT_S)
+    status, stdout, stderr = run_limited([sys.executable, "-m", "rlhf_spmd", verb, str(run), "--json"], limit_s=LIMIT_S)
     assert status == 0, stderr
     found = json.loads(stdout.splitlines()[-1])
     assert [rank["process"] for rank in found["ranks"]] == [record.process for record in read_records(run)]

@@ -25,7 +25,7 @@ def start(ranks: int | Warm, options: list[str]) -> tuple[int | None, str, str]:
     if isinstance(ranks, Warm):
         return ranks.run(["generate", *options])
     launcher = mpi_command(ranks) if ranks else []
-    return run_limited([*launcher, sys.executable, "-m", "rlhf_spmd", "generate", *options], limit_s=LIMIT_S)
+    return run_limited([*launcher, sys.executable, "-m", "rlhf_spmd", "generate", "--json", *options], limit_s=LIMIT_S)
 
 
 def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, name: str = "out") -> list[dict]:

@@ -31,7 +31,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 def command(num_ranks: int, *options: str) -> list[str]:
     launcher = mpi_command(num_ranks) if num_ranks > 1 else []
-    return [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *map(str, options)]
+    return [*launcher, sys.executable, "-m", "rlhf_spmd", "train", "--json", *map(str, options)]
 
 
 def train(num_ranks: int, *options: str) -> tuple[int | None, str, str]:

@@ -120,9 +120,7 @@ def check_finite(metrics: Mapping, where: str) -> None:
     title of the iteration."""
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if wrong:
-        raise UserError(
-            f"{where}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
-        )
+        raise UserError(f"{where}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores")
 
 
 class Alarm:

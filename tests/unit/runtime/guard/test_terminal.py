@@ -30,9 +30,8 @@ def on_terminal(command: list[str], columns: int = 0, **environment: str) -> str
     """What a program prints whose standard streams are a terminal with so many columns (0: it does not tell)."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
-        command, stdin=there, stdout=there, stderr=there, start_new_session=True, env=environment_alone(**environment)
-    )
+    own = {name: text for name, text in environment_alone().items() if name not in ("COLUMNS", "TERM")} | environment
+    process = subprocess.Popen(command, stdin=there, stdout=there, stderr=there, start_new_session=True, env=own)
     os.close(there)
     said = b""
     try:
@@ -41,7 +40,7 @@ def on_terminal(command: list[str], columns: int = 0, **environment: str) -> str
     except OSError:  # the last process has closed it
         pass
     os.close(here)
-    assert process.wait(60) == 0, said
+    assert process.wait(120) == 0, said
     return said.decode().replace("\r\n", "\n")
 
 
