@@ -1,5 +1,5 @@
-"""What a process says while nothing else is printed: on one line that is replaced, or on lines in a shared terminal. Three
-programs at the end of a pseudo-terminal; 4 s."""
+"""What a process says while nothing else is printed: on one line that is replaced, or on lines in a shared terminal.
+Three programs at the end of a pseudo-terminal; 4 s."""
 
 import sys
 
