@@ -73,8 +73,7 @@ def train(
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named)
-    columns = columns_of(known, config, program.workload.workflow)
-    console = Console(known, columns, enabled=world.rank == 0, as_json=as_json)
+    console = Console(known, columns_of(known, config, job.workload.workflow), enabled=world.rank == 0, as_json=as_json)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts = run_text.facts(job, folder)
     if resumed:
