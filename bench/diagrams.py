@@ -314,14 +314,14 @@ def _up(seconds: float) -> str:
 
 
 def _runs(axes: Axes) -> None:
-    """Iterations as boxes: ten without a kill; below, the same with a kill in the sixth."""
+    """Iterations as boxes, from 1: ten without a kill; below, the same with a kill in the sixth."""
     left, wide, high, every = 1.45, 0.43, 0.3, 2
     done, again, lost = shade(NEUTRAL, "generate"), shade(NEUTRAL, "train"), mix(PROMISE, "#ffffff", 0.55)
     rows = {"uninterrupted": 0.35, "killed": 1.35}
 
     def iteration(x: float, y: float, number: int, colour: str, width: float = wide, ink: str = "white") -> None:
         box(axes, x, y, width - 0.03, high, colour, rounding=0.03)
-        words(axes, x + width / 2 - 0.015, y + high / 2, str(number), color=ink, ha="center", va="center_baseline")
+        words(axes, x + width / 2 - 0.015, y + high / 2, str(number + 1), color=ink, ha="center", va="center_baseline")
 
     def checkpoint(x: float, y: float) -> None:
         axes.plot([x], [y + high + 0.1], marker="s", ms=6, color=INK, zorder=5)

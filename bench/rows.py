@@ -84,7 +84,7 @@ def train(
     """Runs the program as a user would; returns its last line and its metrics rows. environment: of the program instead
     of this one's; enter: what its process does first. Raises if it fails."""
     mpirun = Path(sys.executable).with_name("mpirun")
-    command = [str(mpirun), "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    command = [str(mpirun), "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
     told = {"capture_output": True, "text": True, "timeout": limit_s}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, preexec_fn=enter, check=False, **told)
     if done.returncode:

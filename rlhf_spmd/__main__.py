@@ -78,8 +78,10 @@ def _in_utf8() -> None:
 
 def _to_the_end(arguments: list[str]) -> NoReturn:
     """Runs a verb in one process, and ends the process, whatever threads own functions have left in it."""
+    from rlhf_spmd.runtime.guard import progress
     from rlhf_spmd.runtime.guard.supervise import leave
 
+    progress.start(f"rlhf_spmd {arguments[0] if arguments else ''}", only_in_place=True)
     try:
         status = _alone(arguments)
     except SystemExit as end:  # of --help
@@ -150,11 +152,14 @@ def read(words: list[str]) -> argparse.Namespace:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
-    from rlhf_spmd.runtime.guard import streams, user_code
+    from rlhf_spmd.runtime.guard import launcher, progress, streams, user_code
     from rlhf_spmd.runtime.guard.supervise import leave, supervised
     from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder
 
     flight = supervised()  # before anything of MPI is loaded
+    place = launcher.launched(os.environ)
+    if place.rank == 0:
+        progress.start(f"rlhf_spmd: starting {arguments[0]} on {place.num} rank{'s' * (place.num > 1)}")
 
     from rlhf_spmd.runtime.guard.signals import CHECKPOINT, Asked
     from rlhf_spmd.runtime.world.world import World
@@ -171,6 +176,7 @@ def _on_ranks(arguments: list[str]) -> int:
         streams.say(f"rlhf_spmd: error: {error}")
         return USER_STATUS
     user_code.notes.say_if(world.board.first_to_say)
+    progress.say(lambda: world.doing)
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         with world.together("reading the command line"):

@@ -165,7 +165,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (
         *("algorithms.page", "command_line", "config", "files", "machines", "pages", "plan"),
-        *("model.texts.tokenizer_check", "runtime.data", "runtime.offline", "runtime.rewards", "runtime.world"),
+        *("model.texts.tokenizer_check", "runtime.data", "runtime.guard", "runtime.offline"),
+        *("runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),

@@ -43,7 +43,7 @@ def measured(strategy: str, folder: Path) -> dict:
         source = str(folder / "plan.py")
         run("plan", *JOB, "--out", source)
     began, memory = time.monotonic(), Memory()
-    out = run("rehearse", source, *JOB)
+    out = run("rehearse", source, *JOB, "--json")
     took_s, peak = time.monotonic() - began, memory.stop()
     result = json.loads(out.strip().rpartition("\n")[2])
     seconds = sorted(result["rehearsed_s"])

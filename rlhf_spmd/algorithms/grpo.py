@@ -115,9 +115,10 @@ def refused(options: Options, *, can_end: bool) -> str:
 
 METRICS = policy_gradient.METRICS | {
     "group_std": Metric("reward"),  # mean over groups of the standard deviation of their rewards
-    "equal_groups": Metric("reward", "equal", "{:7.1%}"),  # share of the groups whose rewards are all equal
+    "equal_groups": Metric("reward", "equal", "{:7.1%}", leaves=3),  # share of the groups whose rewards are all equal
     "used": Metric("reward"),  # share of the responses that are not left out, before those left over by oversampling
-    "trained_groups": Metric("reward", "groups", "{:7.2f}"),  # mean per mini-batch; with oversampling
+    # mean per mini-batch; with oversampling
+    "trained_groups": Metric("reward", "groups", "{:7.2f}", when=lambda options: options.oversampling > 1, leaves=5),
     # share of the mini-batches with fewer groups than oversampling is to give
     "short_steps": Metric(
         "reward", limits=(0.0, 0.25), advice="too few groups differ: raise oversampling together with mini_batch"

@@ -28,8 +28,9 @@ name of the responses where a call reads two), an option or a part of the state,
     NAME_sums, NAME_finish     of a compute with sums=True: the same for its results, over the batch
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -69,7 +70,9 @@ class Options:
 class Metric:
     """A number of the log.
 
-    group: in TensorBoard. column, form: heading and format of its column on the console. std_of: the metric of which
+    group: in TensorBoard. column, form: heading and format of its column on the console. when: whether a run with these
+    options has the column; None: every run has. leaves: where the columns do not fit on a line, those with the largest
+    number are left out first, and of equal ones the last. std_of: the metric of which
     this is the standard deviation; its squares are summed as NAME_sq. headline: the unit ("": none) with which the
     first and last value are reported at the end of a run; None: not reported. floor: values below it cause no warning;
     advice: what to do when a value is ten times the largest so far (metrics.py). limits: the range without a warning.
@@ -81,6 +84,8 @@ class Metric:
     group: str
     column: str = ""
     form: str = "{:8.4f}"
+    when: Callable[[Any], bool] | None = None
+    leaves: int = 0
     std_of: str = ""
     headline: str | None = None
     floor: float | None = None

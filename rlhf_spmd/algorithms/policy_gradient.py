@@ -88,14 +88,20 @@ METRICS = {
     "reward_std": Metric("reward", std_of="reward"),  # over the responses of the iteration
     # sum over a response of log pi_actor - log pi_reference, mean over responses, nats; with kl_coef
     "kl": Metric(
-        "reward", "kl", floor=2.0, advice="the actor leaves the reference: raise kl_coef or lower optimizer.actor_lr"
+        "reward",
+        "kl",
+        when=lambda options: options.kl_coef > 0,
+        floor=2.0,
+        advice="the actor leaves the reference: raise kl_coef or lower optimizer.actor_lr",
     ),
     "kl_per_token": Metric("reward"),
     "kl_loss": Metric("policy"),  # mean per token of the KL estimate in the loss
-    "policy_loss": Metric("policy", "policy", "{:+8.4f}", floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"),
+    "policy_loss": Metric(
+        "policy", "policy", "{:+8.4f}", leaves=8, floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"
+    ),
     "clip_fraction_low": Metric("policy"),  # tokens with a ratio below 1 - clip_low whose loss that changes
-    "clip_fraction_high": Metric("policy", "clipped", "{:7.1%}"),  # the same above 1 + clip_high
-    "entropy": Metric("policy", "entropy"),  # mean per token, nats, of the distribution sampled from
+    "clip_fraction_high": Metric("policy", "clipped", "{:7.1%}", leaves=6),  # the same above 1 + clip_high
+    "entropy": Metric("policy", "entropy", leaves=4),  # mean per token, nats, of the distribution sampled from
     # mean of pi_new / pi_old, which is 1 while the two are close
     "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
     # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats

@@ -158,15 +158,19 @@ METRICS = {
     ),
     "kl_per_token": Metric("reward"),
     "kl_coef": Metric("reward"),  # of the state
-    "policy_loss": Metric("policy", "policy", "{:+8.4f}", floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"),
-    "clip_fraction": Metric("policy", "clipped", "{:7.1%}"),
+    "policy_loss": Metric(
+        "policy", "policy", "{:+8.4f}", leaves=8, floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"
+    ),
+    "clip_fraction": Metric("policy", "clipped", "{:7.1%}", leaves=6),
     "entropy": Metric("policy"),  # mean per token, nats, of the distribution sampled from; with ppo.entropy_coef
     # mean of pi_new / pi_old, which is 1 while the two are close
     "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
     # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
     "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
     "approx_kl_sq": Metric("policy"),  # mean over tokens of d^2 / 2
-    "value_loss": Metric("value", "value", floor=1.0, advice="lower optimizer.critic_lr, or scale the rewards"),
+    "value_loss": Metric(
+        "value", "value", leaves=5, floor=1.0, advice="lower optimizer.critic_lr, or scale the rewards"
+    ),
     "value_clip_fraction": Metric("value"),
     "value_error_sq": Metric("value"),
     "value": Metric("value"),

@@ -38,6 +38,6 @@ METRICS = {
         "actor", "loss", headline="nats per token", floor=1.0, advice="lower optimizer.actor_lr", better="less"
     ),
     "token_accuracy": Metric("actor", "accuracy", "{:8.1%}", headline=""),  # learned tokens that were the likeliest
-    "entropy": Metric("actor", "entropy"),  # mean per learned token, nats
-    "trained_tokens": Metric("actor", "tokens", "{:7.1f}"),  # that are learned, mean per row
+    "entropy": Metric("actor", "entropy", leaves=4),  # mean per learned token, nats
+    "trained_tokens": Metric("actor", "tokens", "{:7.1f}", leaves=5),  # that are learned, mean per row
 }

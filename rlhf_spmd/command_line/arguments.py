@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from rlhf_spmd.errors import UserError
 
 PROGRAM, AS_MODULE = "rlhf-spmd", "python -m rlhf_spmd"
+OWN_JSON = ("rollouts", "coming-from")  # verbs that print no line of JSON as the others do
 CHECKED = ("check", "draw", "forecast", "rehearse")  # verbs of strategies, which may stand between options
 WORDS = {  # what KEY=VALUE arguments set -> what help says of them
     "run": "KEY=VALUE arguments set options, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1, and take precedence "
@@ -79,6 +80,13 @@ def _replaces(what: str) -> Argument:
 
 
 RUN = _argument("run", "folder of the run, which `train` printed", "RUN")
+JSON = Argument(
+    "--json",
+    {
+        "help": "print the result as a line of JSON, too, or not (default: only if the output is not a terminal)",
+        "action": argparse.BooleanOptionalAction,
+    },
+)
 CLUSTER_OF_RANKS = _argument(
     "--cluster", "read the device types of the nodes from a file (default: all nodes are alike)", "FILE.toml"
 )
@@ -288,7 +296,7 @@ VERBS = {
             [
                 _argument(
                     "--iteration",
-                    "iteration to show, as numbered in metrics.jsonl (default: the last one written)",
+                    "iteration to show, counted from 1 (default: the last one written)",
                     "N",
                     type=int,
                 ),
@@ -305,7 +313,14 @@ VERBS = {
             _argument("--sort", "sort by this number, ascending", "NAME"),
             _flag("--descending", "show the largest first (with --sort)"),
             _argument("--limit", "print at most N rows (default: all)", "N", type=_positive),
-            _flag("--json", "print whole rows, with tokens, as lines of JSON"),
+            Argument(
+                "--json",
+                {
+                    "help": "print whole rows, with tokens, as lines of JSON; --no-json: no line of JSON at the end "
+                    "(default: that line, if the output is not a terminal)",
+                    "action": argparse.BooleanOptionalAction,
+                },
+            ),
         ),
     ),
     "report": Verb(
@@ -404,7 +419,7 @@ def parser(text: str) -> argparse.ArgumentParser:
         )
         of_verb.words = verb.words
         of_verb.set_defaults(file=None)
-        for one in verb.arguments:
+        for one in [*verb.arguments, *([] if name in OWN_JSON else [JSON])]:
             group = of_verb if isinstance(one, Argument) else of_verb.add_mutually_exclusive_group()
             for argument in [one] if isinstance(one, Argument) else one:
                 group.add_argument(argument.name, **argument.settings)

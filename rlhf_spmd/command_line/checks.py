@@ -1,6 +1,5 @@
 """What several verbs check of a run before it starts, and the report of `check`."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
 from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.runtime.guard.terminal import print_json
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 
@@ -143,10 +143,12 @@ def print_report(
     rank: int = 0,
     evaluate: Evaluate = no_evaluation,
     length: str = "",
+    as_json: bool | None = None,
 ) -> int:
     """Prints a program, its configuration (None: not), the findings about it, the verdict and, last, a line of JSON ->
     the exit status. may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the
-    run's evaluations. length: of the run, see words.length_note."""
+    run's evaluations. length: of the run, see words.length_note. as_json: --json or
+    --no-json."""
     print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank))
     if may_pack and (packed := show_packed(program)):
         print(packed)
@@ -170,7 +172,7 @@ def print_report(
         "warnings": len(findings) - errors,
         "ok": not errors,
     }
-    print(json.dumps(result))
+    print_json(result, as_json)
     return 1 if errors else 0
 
 

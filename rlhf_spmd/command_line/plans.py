@@ -33,6 +33,7 @@ from rlhf_spmd.plan.search.planner import SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.guard import progress
 
 TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
@@ -85,11 +86,12 @@ def alternatives(
     """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
     result of the search. evaluate: makes the program of the run's evaluations, which must fit, too. Raises UserError if
     nothing fits."""
-    shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
-    try:
-        found = search(workload, cluster, calibration, **options)
-    except UserError as error:
-        raise UserError(f"{error}. {_nearest(shipped)}") from None
+    with progress.during("simulating the shipped strategies"):
+        shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
+        try:
+            found = search(workload, cluster, calibration, say=progress.say, **options)
+        except UserError as error:
+            raise UserError(f"{error}. {_nearest(shipped)}") from None
     plans = [
         Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
         for number, plan in enumerate(found.plans[:top], start=1)

@@ -1,9 +1,9 @@
 """The algorithms verb: the algorithms that come with the package, with their roles and calls."""
 
 import argparse
-import json
 
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -21,5 +21,5 @@ def run(parsed: argparse.Namespace) -> int:
             made = ", ".join(call.outputs) or f"new weights of the {call.model}"
             print(f"  {call.name:<22} {does:<34} {', '.join(call.inputs)} -> {made}")
         found[name] = [call.name for call in workflow.calls]
-    print(json.dumps({"algorithms": found, "ok": True}))
+    print_json({"algorithms": found, "ok": True}, parsed.json)
     return 0

@@ -32,6 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
     findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
     findings += check_inputs(config, program.workload.workflow)
     text = config_text(parsed, config, parsed.strategy, length) if parsed.show_config else None
+    may_pack, rank = packs(config, program), parsed.rank
     return print_report(
-        program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate, length
+        program, findings, strategy.name, title, text, may_pack, rank, evaluate, length, as_json=parsed.json
     )

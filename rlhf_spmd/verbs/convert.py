@@ -1,12 +1,12 @@
 """The convert verb: turns a GGUF file, or an adapter with its base, into a Hugging Face folder of a whole model."""
 
 import argparse
-import json
 import sys
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.merge import merge
 from rlhf_spmd.model.hf import convert_gguf
+from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -27,5 +27,6 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError("--base is the base of an adapter; add --merge, or drop it")
     else:
         convert_gguf(parsed.source, parsed.folder)
-    print(json.dumps(told))
+    print(f"{parsed.folder}: a Hugging Face folder")
+    print_json(told, parsed.json)
     return 0

@@ -4,7 +4,6 @@ One process; needs neither torch nor MPI.
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 from rlhf_spmd.runtime.pictures.picture import Picture
 from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace) -> int:
     save(out, lambda path: picture_of(programs, forecasts, title=title, maps=maps, by=by).save(path))
     print(forecast_table(programs, forecasts))
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
-    print(json.dumps({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}))
+    print_json({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}, parsed.json)
     return 0
 
 

@@ -1,7 +1,6 @@
 """The evaluate verb on the ranks of an MPI world: compares options and program, then evaluates a model once."""
 
 import argparse
-import json
 from typing import Any
 
 from rlhf_spmd.command_line.checks import evaluate_of
@@ -11,6 +10,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def run(world: Any, parsed: argparse.Namespace) -> None:
@@ -41,4 +41,4 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         shown = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for name, value in shown.items():
             print(f"{name:24} {value:.6g}")
-        print(json.dumps(metrics | {"ok": True}))
+        print_json(metrics | {"ok": True}, parsed.json)

@@ -4,7 +4,6 @@ One process; needs neither torch nor MPI.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from rlhf_spmd.command_line.checks import check_both, evaluate_of
@@ -17,6 +16,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.verbs.draw import compile_all, picture_of
 
 
@@ -67,5 +67,5 @@ def run(parsed: argparse.Namespace) -> int:
         "out": parsed.out,
         "ok": fits,
     }
-    print(json.dumps(result))
+    print_json(result, parsed.json)
     return 0 if fits else 1

@@ -9,6 +9,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.option_tree import Setting
 from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.offline.options import OPTIONS, check_options, load_options
 
 
@@ -40,9 +41,11 @@ def run(world, parsed: argparse.Namespace) -> None:
 
     from rlhf_spmd.runtime.offline.generate_file import generate_file  # torch, which start_torch has prepared for
 
-    generate_file(
+    result = generate_file(
         world, layout, options, model=folder, prompts=parsed.prompts, out=parsed.out, overwrite=parsed.overwrite
     )
+    if world.rank == 0:
+        print_json(result, parsed.json)
 
 
 def settings_of(file: ConfigFile) -> list[Setting]:

@@ -4,7 +4,6 @@ Needs neither torch nor MPI. `train --strategy auto` plans by the same functions
 """
 
 import argparse
-import json
 import shlex
 import time
 from functools import partial
@@ -31,6 +30,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import table
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 
 MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
@@ -76,7 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
         "plans": seconds,
         "ok": True,
     }
-    print(json.dumps(result))
+    print_json(result, parsed.json)
     return 0
 
 
@@ -160,4 +160,4 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         "plans": measured,
         "ok": True,
     }
-    print(json.dumps(result))
+    print_json(result, parsed.json)

@@ -1,7 +1,6 @@
 """The postmortem verb: reads from a run folder which rank the others waited for when the run ended."""
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rlhf_spmd.runtime.diagnosis.postmortem import (
     to_json,
 )
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, read_message
 
 SHOWN = 12  # entries per rank
@@ -50,5 +50,5 @@ def run(parsed: argparse.Namespace) -> int:
         "ranks": [to_json(record, time.time()) for record in records],
         "ok": True,
     }
-    print(json.dumps(result))
+    print_json(result, parsed.json)
     return 0

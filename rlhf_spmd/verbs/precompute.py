@@ -2,7 +2,6 @@
 say of the rows of a data set."""
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.runtime.data.precomputed import try_to_write
+from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
@@ -59,4 +59,4 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         print(
             f"logprobs of {result['rows']:,} rows are written to {out}; use them with data.precomputed_logprobs={out}"
         )
-        print(json.dumps(result | {"ok": True}))
+        print_json(result | {"ok": True}, parsed.json)

@@ -1,13 +1,13 @@
 """The profile verb on the ranks of an MPI world: measures this machine and writes the calibration."""
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.machines.calibration_file import check_out, write_calibration
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.profile.profile import last_line, profile, summary
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
@@ -30,4 +30,4 @@ def run(world: World, parsed: argparse.Namespace) -> None:
             write_calibration(calibration, parsed.out)
     if world.rank == 0:
         print(f"{summary(calibration)}\nmeasured on: {describe_device(world.computes, world.size)}")
-        print(json.dumps(last_line(calibration, parsed.out, time.perf_counter() - began)))
+        print_json(last_line(calibration, parsed.out, time.perf_counter() - began), parsed.json)

@@ -4,7 +4,6 @@ Without mpirun it starts the processes itself. Needs no torch; MPI on the ranks.
 """
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -22,6 +21,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.text.program_listing import format_bytes
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.verbs.draw import MOST_LANES, compile_all
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     if world.rank == 0:
         result = summary(seconds, busy, answers, forecast_s, factor)
         first = {"strategy": name, "layout": str(cluster), "preset": config.preset, "calibration": calibration.name}
-        print(json.dumps(first | result | {"out": parsed.out, "ok": True}))
+        print_json(first | result | {"out": parsed.out, "ok": True}, parsed.json)
     return 0
 
 

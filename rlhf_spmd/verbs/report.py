@@ -4,11 +4,11 @@ One process; needs neither torch nor MPI.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.records.web_page import page, read
 
 
@@ -23,5 +23,5 @@ def run(parsed: argparse.Namespace) -> int:
     title = parsed.title or ("Run " if len(runs) == 1 else "Runs ") + ", ".join(one.name for one in runs)
     save(out, lambda path: path.write_text(page(runs, title), encoding="utf-8", errors="backslashreplace"))
     print(f"{out}: {len(runs)} run{'s' * (len(runs) > 1)}, {out.stat().st_size / 1e3:,.0f} kB")
-    print(json.dumps({"out": str(out), "runs": [str(one.path) for one in runs], "ok": True}))
+    print_json({"out": str(out), "runs": [str(one.path) for one in runs], "ok": True}, parsed.json)
     return 0

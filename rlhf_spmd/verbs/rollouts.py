@@ -17,9 +17,11 @@ from rlhf_spmd.files.printing import on_one_line, printable
 from rlhf_spmd.files.reading import paths_in
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.records.rollout_files import read_part
 
 FOLDER = "rollouts"
+FIRST = {"iteration": 1, "evaluation": 0}  # what people call number 0 in the files
 PLACES = {"iteration": "iteration", "prompt_index": "prompt", "sample": "sample"}
 PLACE, TEXTS = tuple(PLACES), ("prompt", "response")
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -53,10 +55,12 @@ def run(parsed: argparse.Namespace) -> int:
             text = json_text(row)
             print(text if is_unicode and text == printable(text) else json.dumps(row, default=str))
         return 0
+    first = FIRST[folder.name.partition("-")[0]]
     for row in shown:
-        print(text_of(row))
+        print(text_of(row, first))
     print(f"{len(shown)} of {len(found)} rows that match, of {len(rows)} in {folder}")
-    print(json.dumps({"folder": str(folder), "rows": len(rows), "matching": len(found), "means": means(found)}))
+    result = {"folder": str(folder), "rows": len(rows), "matching": len(found), "means": means(found)}
+    print_json(result, parsed.json)
     return 0
 
 
@@ -72,9 +76,9 @@ def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
         )
     if number is None:
         return known[-1]
-    found = folder / FOLDER / f"{kind}-{number:06d}"
+    found = folder / FOLDER / f"{kind}-{number - FIRST[kind]:06d}"
     if found not in known:
-        numbers = ", ".join(str(int(path.name.partition("-")[2])) for path in known)
+        numbers = ", ".join(str(int(path.name.partition("-")[2]) + FIRST[kind]) for path in known)
         raise UserError(f"--{kind} {number}: {folder} has samples of {numbers}")
     return found
 
@@ -144,9 +148,11 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def text_of(row: Row) -> str:
+def text_of(row: Row, first: int = 1) -> str:
     """A row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only with
-    --json."""
+    --json. first: what the iteration with number 0 is called."""
+    if isinstance(row.get("iteration"), int):
+        row = row | {"iteration": row["iteration"] + first}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
     place = ", ".join(f"{name} {row[key]}" for key, name in PLACES.items() if key in row)
     shown = {name: f"{value:.4g}" if abs(value) <= 1e300 else str(value) for name, value in numbers.items()}

@@ -1,7 +1,6 @@
 """The status verb: reads from a run folder what its ranks are doing now."""
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -11,6 +10,7 @@ from typing import Any
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.diagnosis.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, newest_checkpoint
+from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
 from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
 
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
         "ranks": [to_json(record, now) for record in records],
         "ok": state in ("running", "finished"),
     }
-    print(json.dumps(result))
+    print_json(result, parsed.json)
     return 0
 
 

@@ -12,7 +12,6 @@ from rlhf_spmd.command_line.words import (
     DEFAULT_STRATEGY,
     code_note,
     config_text,
-    config_words,
     length_note,
     load_config,
 )
@@ -76,16 +75,15 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             named = strategy.name if strategy.comes_with_package or not resumed else stored
             length = length_note(config)
             text = config_text(parsed, config, parsed.strategy or named, length) if parsed.show_config else None
-            packed = packs(config, program)
-            print_report(program, findings, strategy.name, title, text, packed, evaluate=evaluate, length=length)
+            more = {"evaluate": evaluate, "length": length, "as_json": parsed.json}
+            print_report(program, findings, strategy.name, title, text, packs(config, program), **more)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators([program, *filter(None, [evaluation])]))
 
-    from rlhf_spmd.runtime.run.recorded import Origin
-    from rlhf_spmd.runtime.run.run_text import Command  # torch, which start_torch has prepared for
+    from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import train
 
     result = train(
@@ -103,12 +101,10 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             note=code_note(parsed.file),
         ),
         summary=show_program(program, title=title, rank=0),
-        command=None
-        if resumed
-        else Command(parsed.strategy or DEFAULT_STRATEGY, config_words(parsed, config.preset), parsed.overrides),
         evaluation=evaluation,
         calibration=calibration,
         asked=asked,
+        as_json=parsed.json,
     )
     return TERMINATED_STATUS if result is None else 0
 

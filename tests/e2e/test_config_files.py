@@ -1,7 +1,6 @@
 """A run from a file of --config, and the run that its own config.json starts again: the same tokens and losses."""
 
 import json
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -72,14 +71,6 @@ def test_it_goes_on_without_the_file(first, warm):
     status, _, stderr = warm.run(["train", "--resume", run, "iterations=3"])
     assert status == 0, stderr
     assert json.loads((run / "config.json").read_text(encoding="utf-8"))["iterations"] == 3
-
-
-def test_the_next_commands_name_the_file(first, warm):
-    (check,) = [line for line in first[1].splitlines() if "see the placement" in line]
-    words = shlex.split(check.partition("-m rlhf_spmd ")[2])
-    status, stdout, stderr = warm.run(words)
-    assert status == 0 and "--config" in words, stderr
-    assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_rows_and_the_last_line(one_rank, options):
 def test_the_verb_gives_the_numbers_of_training(one_rank, options):
     """On two ranks, with the model that the run wrote."""
     words = [*options, f"models.actor={one_rank / 'actor'}", "--after", "4"]
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "evaluate", *words]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "evaluate", "--json", *words]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
     assert status == 0, stderr
     mine, theirs = json.loads(stdout.splitlines()[-1]), timeless(one_rank)[-1]

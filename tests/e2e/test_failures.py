@@ -20,7 +20,7 @@ LIMIT_S = 150.0  # for a hang
 DEADLINE_S = 5.0
 NUM_RANKS = 3
 PREFIX = "rlhf_spmd: error: "
-WHERE = ("iteration 1: Run reward_infer", "(instruction ")
+WHERE = ("iteration 2: Run reward_infer", "(instruction ")
 
 REWARD = """
 import os, resource, signal, socket, time
@@ -62,7 +62,7 @@ CLOSE = """
 
 @dataclass(frozen=True)
 class Case:
-    """What a rank does in its reward function in iteration 1, and what the message must say."""
+    """What a rank does in its reward function in iteration 2, and what the message must say."""
 
     hurt: str
     says: tuple[str, ...]
@@ -84,7 +84,7 @@ CASES = {
         "os.kill(os.getpid(), signal.SIGSTOP)",
         (
             "rank 1 (host ",
-            "did not reach iteration 1: Run actor_train",
+            "did not reach iteration 2: Run actor_train",
             "ranks 0, 2 wait for it",
             "is stopped",
             WHERE[0],
@@ -93,7 +93,7 @@ CASES = {
     ),
     "another collective": Case(
         "__import__('torch').distributed.barrier()",
-        ("rank 1 (host ", "did not reach iteration 1: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
+        ("rank 1 (host ", "did not reach iteration 2: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
         limit_s=DEADLINE_S + 40,
     ),
     "file too large": Case(
@@ -102,20 +102,20 @@ CASES = {
             "can't be written: File too large",
             "raise the limit of the size of a file",
             "reported by rank 0 (host ",
-            "iteration 1",
+            "iteration 2",
         ),
         rank=0,
     ),
     "crash": Case(
         "os.kill(os.getpid(), signal.SIGSEGV)", ("was ended by SIGSEGV", *WHERE, "Current thread", "in hurt")
     ),
-    "lost connection": Case(CLOSE, ("lost a connection in iteration 1", "Run actor_train", "rank 1 on ")),
+    "lost connection": Case(CLOSE, ("lost a connection in iteration 2", "Run actor_train", "rank 1 on ")),
     "exception": Case(
         "raise ValueError('no such luck')", ("r.py:f raised ValueError: no such luck", "reported by rank 1", *WHERE)
     ),
     "memory": Case("fill_memory()", ("ran out of memory", "reported by rank 1", "in iteration ")),
     "not finite": Case(
-        "pass", ("the gradient norm is nan", "iteration 0: Run actor_train"), options=("optimizer.actor_lr=1e30",)
+        "pass", ("the gradient norm is nan", "iteration 1: Run actor_train"), options=("optimizer.actor_lr=1e30",)
     ),
 }
 FAST = ("kill", "stop", "another collective", "file too large")
@@ -185,7 +185,7 @@ def test_a_stopped_rank_of_another_node(stopped, overrides, tmp_path):
     status, stdout, stderr = run_limited(train(overrides, tmp_path), limit_s=LIMIT_S, environment=environment)
     assert status not in (0, None) and stderr.count(PREFIX) == 1, stderr
     assert time.time() - float(stdout.partition("hurt at ")[2].split()[0]) < 3 * DEADLINE_S + 10
-    assert f"rank {stopped} (host " in stderr and "iteration 1: Run actor_train" in stderr, stderr
+    assert f"rank {stopped} (host " in stderr and "iteration 2: Run actor_train" in stderr, stderr
     wait_for(lambda: not remaining(tmp_path / "run"), 10)
 
 
@@ -244,7 +244,7 @@ def remaining(run: Path) -> list[int]:
 
 def status_of(verb: str, run: Path) -> dict:
     """The last line of `status` or `postmortem`."""
-    status, stdout, stderr = run_limited([sys.executable, "-m", "rlhf_spmd", verb, str(run)], limit_s=LIMIT_S)
+    status, stdout, stderr = run_limited([sys.executable, "-m", "rlhf_spmd", verb, str(run), "--json"], limit_s=LIMIT_S)
     assert status == 0, stderr
     found = json.loads(stdout.splitlines()[-1])
     assert [rank["process"] for rank in found["ranks"]] == [record.process for record in read_records(run)]

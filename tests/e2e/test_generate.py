@@ -9,6 +9,7 @@ import torch
 
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.runtime.offline.generate_file import Estimate
 from tests.folders import WORDS, write_model
 from tests.run_mpi import mpi_command, run_limited
 from tests.warm import Warm
@@ -25,7 +26,7 @@ def start(ranks: int | Warm, options: list[str]) -> tuple[int | None, str, str]:
     if isinstance(ranks, Warm):
         return ranks.run(["generate", *options])
     launcher = mpi_command(ranks) if ranks else []
-    return run_limited([*launcher, sys.executable, "-m", "rlhf_spmd", "generate", *options], limit_s=LIMIT_S)
+    return run_limited([*launcher, sys.executable, "-m", "rlhf_spmd", "generate", "--json", *options], limit_s=LIMIT_S)
 
 
 def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, name: str = "out") -> list[dict]:
@@ -41,9 +42,17 @@ def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, 
     assert result["sequences"] == len(found) and result["tokens"] == sum(line["num_tokens"] for line in found)
     ended = sum(line["finish"] != "length" for line in found)
     assert result["ended_share"] == pytest.approx(ended / len(found), abs=1e-4)
-    assert f"{len(found)}/{len(found)}" in stderr, "the bar did not reach its end"
     assert not list(folder.glob("*.part"))
     return found
+
+
+def test_what_is_said_meanwhile(monkeypatch):
+    """Rank 0 tells of all ranks by its own share."""
+    clock = iter([100.0, 104.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    estimate = Estimate(1000, 0.5)
+    estimate(100, 4000)
+    assert estimate.text() == "200 of 1,000 responses, 2,000 tokens/s, about 16 s left"
 
 
 def read(path: Path) -> list[dict]:

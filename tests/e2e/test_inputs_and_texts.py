@@ -87,7 +87,7 @@ def test_rollouts_hold_every_column_in_both_formats(folder, capsys):
         assert main(["rollouts", str(folder / "ascii"), "--iteration", str(number), *words]) == 0
         return capsys.readouterr().out.split("\n")[:-1]
 
-    found = [{row["prompt_index"]: row for row in map(json.loads, lines(number, "--json"))} for number in range(2)]
+    found = [{row["prompt_index"]: row for row in map(json.loads, lines(number, "--json"))} for number in (1, 2)]
     renamed = {"response": "data.response", "scores": "data.scores", "half \ud83d": "half \\ud83d"}
     for index, columns in enumerate(COLUMNS):
         for of_file in found:
@@ -97,7 +97,7 @@ def test_rollouts_hold_every_column_in_both_formats(folder, capsys):
             }  # as JSON has none
             assert repr(got).replace("1.0", "1") == repr(wanted), index
     for condition, matching in (("answer=18", 4), ("big=1180591620717411303424", 2), ("truth=é", 2)):
-        for number in range(2):
+        for number in (1, 2):
             assert json.loads(lines(number, "--where", condition)[-1])["matching"] == matching, (condition, number)
 
 

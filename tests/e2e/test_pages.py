@@ -77,7 +77,7 @@ def test_check_and_plan_know_a_page(page, options):
     base = ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *judge, "--model", options[-1]]
     refused = {}
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
-        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", *base]
+        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", "--json", *base]
         status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
         if status:
             refused[strategy] = stderr
@@ -92,6 +92,6 @@ def test_check_and_plan_know_a_page(page, options):
     command = [sys.executable, "-m", "rlhf_spmd", "plan", "--layout", "1x4", "--calibration", "cpu-2core", "--out", out]
     status, stdout, stderr = run_limited([*command, *base], limit_s=LIMIT_S)
     assert status == 0, stdout + stderr
-    command = [sys.executable, "-m", "rlhf_spmd", "check", out, "--layout", "1x4", *base]
+    command = [sys.executable, "-m", "rlhf_spmd", "check", out, "--layout", "1x4", "--json", *base]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"], stdout + stderr

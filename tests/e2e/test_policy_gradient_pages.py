@@ -122,7 +122,7 @@ def test_a_resume_is_exact(options, tmp_path):
 def test_every_strategy_places_it_or_says_why_not(page, options):
     base = ["--algorithm", page, *options, f"{page}.kl_coef=0.1"]
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
-        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", *base]
+        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", "--json", *base]
         status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
         last = json.loads(stdout.splitlines()[-1])
         assert (status == 0 and last["errors"] == 0) or "there is nothing to " in stderr, strategy + stdout + stderr

@@ -80,7 +80,7 @@ def test_a_job_of_16_ranks(tmp_path):
     ("fault", "words"),
     [
         (["--kill", "2@actor_train"], ["rank 2 of 8", "SIGKILL", "Run actor_train epoch 0 mini-batch 0"]),
-        (["--drop", "scores to"], ["no rank has been active", "rank 0 last reported: iteration 0: Wait", "(scores to"]),
+        (["--drop", "scores to"], ["no rank has been active", "rank 0 last reported: iteration 1: Wait", "(scores to"]),
     ],
 )
 def test_faults_have_the_names_of_a_real_job(fault, words, tmp_path):

@@ -31,7 +31,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 def command(num_ranks: int, *options: str) -> list[str]:
     launcher = mpi_command(num_ranks) if num_ranks > 1 else []
-    return [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *map(str, options)]
+    return [*launcher, sys.executable, "-m", "rlhf_spmd", "train", "--json", *map(str, options)]
 
 
 def train(num_ranks: int, *options: str) -> tuple[int | None, str, str]:
@@ -203,7 +203,7 @@ def test_without_a_checkpoint_it_begins_again(finished, tmp_path):
     for name in ("config.json", "strategy.py", "program.json", "metrics.jsonl"):
         (folder / name).write_bytes((finished / name).read_bytes())
     stdout = done(1, "--resume", folder)
-    assert "has no checkpoint yet: it starts again at iteration 0" in stdout
+    assert "has no checkpoint yet: it starts again at iteration 1" in stdout
     found, expected = outcome(folder), outcome(finished)
     assert [name for name in expected if name != "samples.jsonl" and found[name] != expected[name]] == []
 

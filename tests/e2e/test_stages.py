@@ -76,7 +76,7 @@ def test_epochs_with_a_budget_and_a_reference_from_a_file(folder, tmp_path):
     words = ["--algorithm", "dpo", "--model", str(folder / "base"), f"data.prompts={folder / 'rows.jsonl'}", *SIZES]
     words += [f"models.reference={folder / 'reference'}", "deadline_s=100", "optimizer.actor_lr=1e-3"]
     file = tmp_path / "logprobs"
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "precompute", *words, "--out", str(file)]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "precompute", "--json", *words, "--out", str(file)]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
     assert status == 0, stdout + stderr
     assert json.loads(stdout.splitlines()[-1])["rows"] == 20

@@ -23,7 +23,7 @@ STRATEGIES = ("flattening", "separation", *MORE)
 def timeline(request, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
     runs = tmp_path_factory.mktemp("runs")
     words = ["train", "--preset", "tiny", "--strategy", request.param, *OPTIONS, "--runs", str(runs), "--name", "one"]
-    command = [*mpi_command(4), sys.executable, "-m", "rlhf_spmd", *words]
+    command = [*mpi_command(4), sys.executable, "-m", "rlhf_spmd", *words, "--json"]
     status, stdout, stderr = run_limited(command, limit_s=180.0, environment=mpi_environment())
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == request.param

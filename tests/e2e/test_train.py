@@ -3,14 +3,17 @@
 import json
 import os
 import re
+import shlex
 import stat
 import sys
 from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.__main__ import main
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.unit.runtime.guard.test_terminal import on_terminal
 
 LIMIT_S = 120.0
 RESULT_KEYS = {
@@ -53,7 +56,7 @@ def finished(overrides, tmp_path_factory) -> tuple[str, dict, Path]:
 
 def train(num_ranks: int, options: list[str], **environment: str) -> tuple[int | None, str, str]:
     launcher = mpi_command(num_ranks) if num_ranks else []
-    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *options]
+    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
     return run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(**environment))
 
 
@@ -65,10 +68,12 @@ def test_last_line(finished):
     assert 0 <= result["parity_max_abs"] < 1e-4
 
 
-def test_a_person_sees_progress_samples_and_next_commands(finished):
+def test_a_person_sees_progress_samples_and_the_next_command(finished):
     stdout, _, folder = finished
-    for words in ("1/3", "3/3", "gen tok/s", "before", "after", "timeline.png", "tensorboard", str(folder)):
+    for words in ("1/3", "3/3", "left", "before", "after", "timeline.png", str(folder), "s per iteration (forecast: "):
         assert words in stdout
+    (following,) = re.findall(r"^Next: python -m rlhf_spmd (.+)$", stdout, re.MULTILINE)
+    assert main(shlex.split(following)) == 0 and (folder / "report.html").is_file()
     assert stdout.startswith("rlhf_spmd: PPO by flattening on 4 ranks\n")
     for line in (r"reward +[+-][\d.]+ -> [+-][\d.]+", r"kl +-?[\d.]+ -> -?[\d.]+ nats per response"):
         assert re.search(rf"^  {line}$", stdout, re.MULTILINE), line
@@ -95,6 +100,19 @@ def test_run_folder(finished):
     for path in (folder.parent, folder):
         assert not path.stat().st_mode & 0o007, "a run folder is not for the world"
     assert [path for path in folder.rglob("*") if path.stat().st_mode & stat.S_IWOTH] == [], "whatever the umask"
+
+
+def test_on_a_terminal(overrides, tmp_path):
+    """No line of the table is longer than the terminal is wide, the cursor stays where it is, and there is no JSON."""
+    words = [*overrides, "iterations=2", "--runs", str(tmp_path), "--name", "shown"]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *words]
+    said = on_terminal(command, 80, NO_COLOR="1")
+    lines = said.split("\n")
+    assert lines[0] == "rlhf_spmd: starting train on 2 ranks" and "\r" not in said and "\x1b" not in said
+    (heading,) = [line for line in lines if line.startswith("iteration   ")]
+    assert len(heading) <= 80 and heading.split()[-2:] == ["seconds", "left"]
+    assert {len(line) for line in lines if re.match(" +[12]/2 ", line)} == {len(heading)}
+    assert lines[-2].startswith("Next: ") and lines[-1] == "" and '{"' not in said
 
 
 def test_timeline_has_a_lane_per_rank(finished):
@@ -168,7 +186,6 @@ def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
     status, stdout, stderr = train(5, [*overrides, *options, "--runs", str(tmp_path), "--name", "mine"])
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
-    assert f"check {tmp_path / 'mine.py'} --layout 1x5" in stdout  # a command that can be typed
     assert hashes(tmp_path / "mine") == hashes(finished[2])[:1]  # another reward changes nothing before the first step
     first = json.loads((finished[2] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
     mine = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
@@ -206,7 +223,7 @@ def test_a_stuck_rank_is_named(overrides, tmp_path):
     status, _, stderr = train(3, [*overrides, *options])
     assert status not in (0, None)
     assert stderr.count("rlhf_spmd: error:") == 1 and "Traceback" not in stderr, stderr
-    for words in ("iteration 0", "actor_train", "ranks 0-2", "rank 1", "last reported", "reward_infer"):
+    for words in ("iteration 1", "actor_train", "ranks 0-2", "rank 1", "last reported", "reward_infer"):
         assert words in stderr, stderr
 
 

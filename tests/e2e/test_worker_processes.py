@@ -90,7 +90,7 @@ def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
     limits = ["reward_workers=2", "reward_timeout_s=4", "deadline_s=2", "num_samples=0"]
     options = [*words, functions, *limits, "--runs", str(tmp_path), "--name", "run"]
     environment = mpi_environment(SLOW_PROMPT=text)
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=environment)
     assert status == 0, stdout + stderr
     rows, last = metrics(tmp_path / "run"), json.loads(stdout.splitlines()[-1])
@@ -108,7 +108,7 @@ def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, 
     limits = ["reward_workers=2", "reward_timeout_s=0.5", "iterations=1"]
     limits += [f"eval.prompts={tmp_path / 'prompts.jsonl'}", "eval.num_prompts=1"]
     options = [*words, *functions, *limits, "--runs", str(tmp_path), "--name", "run"]
-    command = [sys.executable, "-m", "rlhf_spmd", "train", *options]
+    command = [sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(SLOW_PROMPT=text))
     assert status == 0, stdout + stderr
     (row,) = metrics(tmp_path / "run")
@@ -133,7 +133,7 @@ def test_no_worker_outlives_a_killed_rank(words, tmp_path):
     text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     function = f"reward_function={tmp_path / 'r.py'}:helped"
     options = [*words, function, "reward_workers=2", "num_samples=1", "--runs", str(tmp_path), "--name", "run"]
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
     environment = mpi_environment(SLOW_PROMPT=text)
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"

@@ -5,7 +5,7 @@ its strategies, then a local search around the best of them. Plans are sorted by
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -71,11 +71,12 @@ def search(
     budget: int = BUDGET,
     allowed: Allowed = anything,
     evaluated_tokens: int = 0,
+    say: Callable[[str], object] = str,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. keep: how many are compiled and simulated.
     budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
     looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
-    response in evaluations, for which memory is kept; 0: no evaluation.
+    response in evaluations, for which memory is kept; 0: no evaluation. say: called with what is done from now on.
 
     Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
     device type.
@@ -85,6 +86,7 @@ def search(
     for device in cluster.device_types:
         calibration.require(device)
     begin_s, begin_processor_s = time.perf_counter(), time.process_time()
+    say("searching placements")
     space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens))
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
@@ -100,7 +102,7 @@ def search(
     if not best.found:
         work.steps = budget
         raise UserError(why_none(space, roomy, work, proved=gap == 0.0))
-    plans = simulated(space, best, method, calibration)
+    plans = simulated(space, best, method, calibration, say)
     simulate_s = time.perf_counter() - begin_s - search_s
     return SearchResult(plans, gap, best.num_scored, search_s, processor_s, simulate_s)
 
@@ -121,12 +123,18 @@ def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best,
     return best, max(0.0, 1 - least_s / best.seconds)
 
 
-def simulated(space: Space, best: Best, method: str, calibration: Calibration) -> tuple[Plan, ...]:
-    """The best choices of a method, compiled and simulated; the quickest program first."""
-    plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
+def simulated(
+    space: Space, best: Best, method: str, calibration: Calibration, say: Callable[[str], object] = str
+) -> tuple[Plan, ...]:
+    """The best choices of a method, compiled and simulated; the quickest program first. say: see `search`."""
+    plans = []
+    for number, choice in enumerate(best.choices, 1):
+        say(f"simulating plan {number} of {len(best.choices)}")
+        plans.append(_simulated(space.model, calibration, method, *choice))
     plans.sort(key=lambda plan: plan.forecast.makespan_s)
     workload = space.model.workload
     streaming = [plan for plan in plans if plan.placement.streams(workload)][:NUM_STREAMING]
+    say(f"simulating variants of {len(streaming)} plans")
     plans = [_tuned(plan, calibration) if plan in streaming else plan for plan in plans]
     return tuple(sorted(plans, key=lambda plan: plan.forecast.makespan_s))
 

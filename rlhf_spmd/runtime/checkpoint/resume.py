@@ -111,7 +111,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
     refuse_fewer(config, done, folder)
     notes = [f"{draft} has no manifest, so it is not used" for draft in without_manifest(checkpoints)]
     if checkpoint is None:
-        notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 0")
+        notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 1")
     state = _state(checkpoint, config) if checkpoint else {}
     about = read_json(path / PROGRAM) if is_file(path / PROGRAM) else {}
     functions = foreign_functions(config.reward_function, config.eval.reward_function)

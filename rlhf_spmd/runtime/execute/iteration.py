@@ -61,7 +61,7 @@ class Store(dict[str, Tensor]):
 class Iteration:
     """One iteration's data on a rank."""
 
-    number: int
+    number: int  # from 0; people count from 1
     seed: int
     prompt_MC: np.ndarray  # prompt index of each row of the whole matrix
     sample_MC: np.ndarray  # sample index
@@ -72,12 +72,13 @@ class Iteration:
     generate_s: float = 0.0  # on this rank so far
     noted: dict[str, np.ndarray] = field(default_factory=dict)  # numbers of rows for the log, [M, C]; NaN: elsewhere
     what: str = "iteration"  # the word before the number in messages
+    first: int = 1  # what messages call number 0
     stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
 
     @property
     def title(self) -> str:
         """What messages call it."""
-        return f"{self.what} {self.number}"
+        return f"{self.what} {self.number + self.first}"
 
     def note(self, name: str, place: Place, values: Sequence[float | None]) -> None:
         """Notes a number of each row at a place; None: the row has none."""

@@ -23,13 +23,18 @@ class Rollout:
         num_steps = max_response * -(-num_requests // settings.get("max_sequences", num_requests))
         self.engine = Engine(model, longest=longest, num_stored=sampling.top_k, num_steps=num_steps, **settings)
         prompts = [[token for token in row if token >= 0] for row in prompts_MBP.flatten(0, 1).tolist()]
-        self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling)
+        self.num = len(self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling))
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """The responses of these mini-batches, as `generate_rows` returns them."""
         requests = range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
         self.engine.run(requests)
         return self.engine.results(requests)
+
+    @property
+    def num_left(self) -> int:
+        """How many responses have not ended."""
+        return len(self.engine.scheduler.rows) + len(self.engine.scheduler.waiting)
 
     @property
     def is_over(self) -> bool:

@@ -4,7 +4,8 @@ A descriptor from 0 to 2 that is closed at the start would be given to the next 
 into that file; so /dev/null takes its place. What a stream's encoding lacks is printed as an escape, and so are control
 characters, because anything that is printed may hold text of a model, a file or another user. On ranks the work is
 training, not the console: if standard output can't be written (its reader has left, its disk is full), the run goes on
-without it. A message about an error is written to descriptor 2 itself, whatever became of sys.stderr. No torch, no MPI.
+without it. A message about an error is written to descriptor 2 itself, whatever became of sys.stderr. One line may be
+shown that the next output replaces (progress.py). No torch, no MPI.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
@@ -23,8 +25,12 @@ from rlhf_spmd.files.printing import printable
 INPUT, OUTPUT, ERRORS = range(3)
 Identity = tuple[int, int] | None  # device and inode of what a descriptor is; None: it is closed
 WRITE_S = 5.0  # a message or a flush waits this long for a reader that has stopped
+ERASE = "\r\x1b[K"  # takes away what is on the line of the cursor
 
 _copies: dict[Identity, int] = {}  # of descriptors 0 to 2, by what they are
+_lock = threading.RLock()  # held while our streams write
+_passing = ""  # the line that the next output replaces
+_wrote_s = time.monotonic()  # when one of our streams was last written to
 
 
 def prepare(*, is_work: bool, speaks: bool = True) -> None:
@@ -93,6 +99,32 @@ def put(text: str, stream: TextIO | None) -> bool:
     return True
 
 
+def show_passing(text: str) -> None:
+    """Shows a line on standard output that the next output replaces; empty: takes it away. Only for a terminal that no
+    other process writes to. Never raises."""
+    global _passing
+    stream = sys.stdout
+    with _lock, suppress(OSError, ValueError, UserError):
+        if isinstance(stream, _Text) and (text or _passing):
+            io.TextIOWrapper.write(stream, ERASE + printable(text))
+            stream.flush()
+            _passing = text
+
+
+def silent_s() -> float:
+    """For how many seconds our streams have not been written to, but for the passing line."""
+    return time.monotonic() - _wrote_s
+
+
+def _in_child() -> None:
+    """Another thread may have held the lock at a fork. The parent takes its line away."""
+    global _lock, _passing
+    _lock, _passing = threading.RLock(), ""
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def say(text: str) -> None:
     """Writes a line to descriptor 2, after what was printed before. Never raises."""
     flush()
@@ -148,6 +180,7 @@ def _speak(text: str) -> None:
 
 
 def _flush() -> None:
+    show_passing("")
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # None, closed, or replaced by anything
             stream.flush()
@@ -195,7 +228,11 @@ class _Text(io.TextIOWrapper):
     """A stream that stays open when a function closes it, and that shows control characters as escapes."""
 
     def write(self, text: str) -> int:
-        super().write(text if isinstance(text, Styled) else printable(text))
+        global _wrote_s
+        with _lock:
+            show_passing("")
+            _wrote_s = time.monotonic()
+            super().write(text if isinstance(text, Styled) else printable(text))
         return len(text)
 
     def close(self) -> None:

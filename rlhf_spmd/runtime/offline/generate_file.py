@@ -10,9 +10,7 @@ position), so the responses are the same on any number of ranks.
 
 # R requests, G longest response
 
-import json
 import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from rlhf_spmd.config.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.errors import UserError
@@ -38,6 +35,7 @@ from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
+from rlhf_spmd.runtime.guard import progress
 from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
@@ -97,28 +95,23 @@ class OutputFile(AbstractContextManager):
                     self.part.unlink()
 
 
-class Bar(AbstractContextManager):
+class Estimate:
     """Progress of the whole run, estimated on rank 0 from its own copy of the model and its share of the prompts:
     asking the other ranks would make them wait for one another."""
 
-    def __init__(self, total: int, share: float, *, enabled: bool):
-        interval_s = 0.5 if sys.stderr.isatty() else 5.0  # a log needs fewer lines
+    def __init__(self, total: int, share: float):
         self.total, self.share, self.ended, self.tokens = total, share, 0, 0
         self.started = time.perf_counter()
-        self._bar = tqdm(
-            total=total, unit="seq", disable=not enabled, mininterval=interval_s, maxinterval=interval_s, leave=True
-        )
 
     def __call__(self, num_ended: int, num_tokens: int) -> None:
         self.ended += num_ended
         self.tokens += num_tokens
-        rate = self.tokens / self.share / (time.perf_counter() - self.started)
-        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-        self._bar.update(min(round(self.ended / self.share), self.total) - self._bar.n)
 
-    def __exit__(self, kind: type | None, *_) -> None:
-        self._bar.update(self.total - self._bar.n if kind is None else 0)
-        self._bar.close()
+    def text(self) -> str:
+        """What is done, and the time that the rest takes."""
+        done, seconds = min(round(self.ended / self.share), self.total), time.perf_counter() - self.started
+        left = f", about {progress.duration((self.total - done) / done * seconds)} left" if done else ""
+        return f"{done:,} of {self.total:,} responses, {self.tokens / self.share / seconds:,.0f} tokens/s{left}"
 
 
 # ---- one copy of the model ------------------------------------------------------------------------------------------
@@ -151,14 +144,14 @@ class Replica:
     judge: Judge | None = None  # chooses the best sample of each prompt
     _queue: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
 
-    def next_window(self, bar: Bar) -> list[dict[str, Any]]:
+    def next_window(self, estimate: Estimate) -> list[dict[str, Any]]:
         """Lines of the next window, samples of a prompt adjacent, or only the best one; [] if there is none."""
         while len(self._queue) < AHEAD and (window := next(self.windows, None)):
             self._queue.append(self._submit(window))
         if not self._queue:
             return []
         prompts, numbers = self._queue.popleft()
-        self.engine.run(numbers, progress=bar)
+        self.engine.run(numbers, progress=estimate)
         responses_RG, logprobs_RG, _ = self.engine.results(numbers)
         logprobs = logprobs_RG.double().sum(1).tolist()
         tokens = [[token for token in row if token >= 0] for row in responses_RG.tolist()]
@@ -251,7 +244,7 @@ def window_of(options: GenerateOptions) -> int:
 def generate_file(
     world: World, layout: Layout, options: GenerateOptions, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
-    """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the values of its last line."""
+    """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the same as values."""
     started = world.bcast(time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
@@ -280,9 +273,11 @@ def generate_file(
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
     num = len(asked) * options.samples_per_prompt
     kept = 1 if options.best_of else options.samples_per_prompt  # lines of a prompt
-    with OutputFile(out) as file, Bar(num, share, enabled=world.rank == 0) as bar:
+    estimate = Estimate(num, share)
+    progress.say(estimate.text)  # on rank 0, which alone shows it
+    with OutputFile(out) as file:
         for start in range(0, len(asked), window_of(options) * layout.dp):
-            window = replica.next_window(bar) if replica else []
+            window = replica.next_window(estimate) if replica else []
             answers = world.allgather(window if layout.reports(world.rank) else [], f"the responses from {start}")
             if world.rank == 0:
                 of_copies = [answers[rank] for rank in layout.ranks if layout.reports(rank)]
@@ -313,7 +308,7 @@ def generate_file(
 
 
 def print_summary(result: Mapping[str, Any], layout: Layout) -> None:
-    """Prints a summary, and as the last line the same as JSON."""
+    """Prints a summary for people."""
     sequences, copies = result["sequences"], layout.dp
     ranks = "1 rank" if layout.tp == 1 else f"{layout.tp} ranks"
     on = f"one copy of the model on {ranks}" if copies == 1 else f"{copies} copies of the model, {ranks} each"
@@ -323,5 +318,4 @@ def print_summary(result: Mapping[str, Any], layout: Layout) -> None:
     if "score" in result:
         print(f"  scores   {result['score']:.4f} of the best samples, {result['mean_score']:.4f} of all")
     print(f"  device   {result['device']}")
-    print(f"  file     {result['out']}")
-    print(json.dumps(result), flush=True)
+    print(f"  file     {result['out']}", flush=True)

@@ -67,10 +67,10 @@ def write_png(
     are more ranks, those that do the same share a lane."""
     shown = last_iterations(lanes(records), num_iterations)
     start_s, end_s = ends_of(shown)
-    starts: dict[int, float] = {}  # iteration -> seconds when its first rank began it
+    starts: dict[int, float] = {}  # iteration, from 1 -> seconds when its first rank began it
     for span in sorted((span for lane in shown for span in lane.spans), key=lambda span: span.start_s):
         if span.iteration is not None:
-            starts.setdefault(span.iteration, span.start_s - start_s)
+            starts.setdefault(span.iteration + 1, span.start_s - start_s)
     words, axis = "", "seconds"
     if starts:
         first, last = min(starts), max(starts)

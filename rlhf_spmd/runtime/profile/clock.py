@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from tqdm import tqdm
-
 from rlhf_spmd.runtime.world.world import World
 
 BUDGET_S = 0.2  # for the repetitions of one measurement
@@ -22,8 +20,8 @@ class Clock:
     num_workers: float | None  # ranks of a node that compute at full speed at the same time; None: all
     synchronize: Callable[[], object]  # waits until the device has finished
     cool: Callable[[], object]  # evicts recently used data from the caches, as between the calls of an iteration
-    bar: tqdm
     budget_s: float = BUDGET_S
+    num_points: int = 0  # measurements so far
 
     def seconds(self, *works: Callable[[], object], idle: bool = False, together: int = 0) -> tuple[float, ...]:
         """Seconds of each work on a rank with its own core, the mean over all ranks that do it. The works are repeated
@@ -50,7 +48,7 @@ class Clock:
             idle_s = max(0.0, elapsed_s - (time.process_time() - began_processor)) / number
             mine = [one + idle_s * one / sum(mine) for one in mine]
         everyone = [one for one in self.world.allgather(mine, "a measurement") if one]
-        self.bar.update()
+        self.num_points += 1
         return tuple(map(fmean, zip(*everyone, strict=True)))
 
     def _once(self, works: Sequence[Callable[[], object]], timer: Callable[[], float]) -> list[float]:

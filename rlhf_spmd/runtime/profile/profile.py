@@ -5,14 +5,11 @@ those of a rank with its own core; the simulator models shared cores. Torch is i
 """
 
 import platform
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-
-from tqdm import tqdm
 
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.plan.cost.calibration import (
@@ -26,6 +23,7 @@ from rlhf_spmd.plan.cost.calibration import (
     fit_link,
 )
 from rlhf_spmd.plan.layout import HOST, Layout, group_name
+from rlhf_spmd.runtime.guard import progress
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
 from rlhf_spmd.runtime.profile.machine import machines, processor
 from rlhf_spmd.runtime.profile.measured_sizes import Grid
@@ -83,17 +81,17 @@ def profile(
     machine = machines(world)[world.rank]
     num_workers = machine.cores / machine.threads if world.computes.index is None else None
     shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
-    with tqdm(desc="profile", unit="points", disable=world.rank != 0, file=sys.stderr) as bar:
-        wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
-        others = torch.zeros(2 * last_level_cache_bytes(world.computes.index) // 4, device=world.device)
-        clock = Clock(world, num_workers, wait, partial(others.add_, 1), bar, budget_s)
-        tables: list[Measured] = []
-        for shape in shapes:
-            for tp in grid.tps:
-                tables.append(measure_shape(clock, config, workload, grid, shape, tp))
-        device_constants = constants(clock, workload.param_bytes)
-        inside, between = (links(clock, ranks) for ranks in (inside_ranks(world), between_ranks(world)))
-        host = host_messages(clock, inside_ranks(world)[0]) if host_group(world) else []
+    wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
+    others = torch.zeros(2 * last_level_cache_bytes(world.computes.index) // 4, device=world.device)
+    clock = Clock(world, num_workers, wait, partial(others.add_, 1), budget_s)
+    progress.say(lambda: f"measuring this machine, {clock.num_points} measurements so far")  # on rank 0
+    tables: list[Measured] = []
+    for shape in shapes:
+        for tp in grid.tps:
+            tables.append(measure_shape(clock, config, workload, grid, shape, tp))
+    device_constants = constants(clock, workload.param_bytes)
+    inside, between = (links(clock, ranks) for ranks in (inside_ranks(world), between_ranks(world)))
+    host = host_messages(clock, inside_ranks(world)[0]) if host_group(world) else []
     smallest = tables[0]
     device = Device(
         **device_constants,

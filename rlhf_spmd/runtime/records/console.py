@@ -1,7 +1,8 @@
-"""Prints a run: a heading, a line per iteration, samples, the paths of its files, and one JSON line last.
+"""Prints a run: a heading, a line per iteration, samples, what was learned and where it is, and one next command; where
+there is no terminal, one JSON line last.
 
-Plain lines on standard output, the same in a terminal (with a little colour) and in a batch job's log, without cursor
-movement. Only rank 0's console is enabled.
+Plain lines on standard output, the same in a terminal (with a little colour) and in a batch job's log. No line of the
+table is longer than the terminal is wide. Only rank 0's console is enabled.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
-import shutil
 import sys
+import textwrap
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import formatted
-from rlhf_spmd.runtime.guard import streams
+from rlhf_spmd.runtime.guard import progress, streams, terminal
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+NUMBER, LEFT = "iteration", "left"  # columns that are no metrics: the number, and the time that is left
+MOST_TEXT = 120  # columns of samples
+RECENT = 10  # iterations by whose seconds the time that is left is estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +62,53 @@ class Result:
         return json.dumps(finite(values))
 
 
+class Column(NamedTuple):
+    """A column of the table. name: its metric, NUMBER or LEFT. leaves: as in Metric."""
+
+    name: str
+    heading: str
+    form: str
+    width: int
+    leaves: int
+
+
+def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns that are shown in so many places, with two spaces between them. The first one always is."""
+    shown = list(columns)
+    while len(shown) > 1 and sum(column.width + 2 for column in shown) - 2 > width:
+        last = max(range(1, len(shown)), key=lambda index: (shown[index].leaves, index))
+        del shown[last]
+    return shown
+
+
+def cell(value: float, form: str, width: int) -> str:
+    """A number in so many places: with fewer digits if the format takes more."""
+    scale, unit = (100.0, "%") if form.endswith("%}") else (1.0, "")
+    forms = [f"{{:.{digits}g}}" for digits in (6, 5, 4, 3, 2, 1)]
+    texts = [formatted(value, form), *(f"{formatted(value * scale, one)}{unit}" for one in ("{:.0f}", *forms))]
+    return next((text for text in texts if len(text) <= width), "*" * width).rjust(width)
+
+
 class Console:
     """Prints for people. Prints nothing if `enabled` is false: on every rank but 0, and once the stream is closed."""
 
-    def __init__(self, metrics: Mapping[str, Metric], *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        """metrics: of the run, in the order of their columns."""
-        self.metrics, self.enabled, self.stream = metrics, enabled, stream or sys.stdout
-        self._colour = streams.is_terminal(self.stream) and not os.environ.get("NO_COLOR")
-        self._columns: list[tuple[str, str, str, int]] = []
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        columns: Sequence[str] = (),
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        as_json: bool | None = None,
+    ) -> None:
+        """metrics: of the run. columns: the names of those that are shown, in their order. as_json: --json or
+        --no-json."""
+        self.metrics, self.columns, self.enabled = metrics, columns, enabled
+        self.stream, self.as_json = stream or sys.stdout, as_json
+        self.terminal = terminal.terminal(self.stream)
+        self._colour = self.terminal is not None and not os.environ.get("NO_COLOR")
+        self._columns: list[Column] = []
+        self._ended_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last iterations ended
 
     def heading(self, title: str, facts: Mapping[str, object]) -> None:
         """A title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from p.jsonl"}."""
@@ -77,32 +121,44 @@ class Console:
             self._print(text)
 
     def iteration(self, number: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line of the progress table; the first call also prints the headings."""
-        places = len(str(total)) * 2 + 1
+        """One line of the progress table; the first call also prints the headings. number: from 1."""
         if not self._columns:
-            for name, metric in self.metrics.items():
-                if metric.column and name in metrics:
-                    width = max(len(metric.column), len(metric.form.format(0.0)))
-                    self._columns.append((name, metric.column, metric.form, width))
-            cells = [heading.rjust(width) for _, heading, _, width in self._columns]
-            self._print(self._style("  ".join(["iteration".rjust(max(9, places)), *cells]), FAINT))
-        cells = [
-            (formatted(metrics[name], form) if name in metrics else "-").rjust(width)
-            for name, _, form, width in self._columns
-        ]
-        self._print("  ".join([f"{number}/{total}".rjust(max(9, places)), *cells]))
+            places = max(len(NUMBER), len(str(total)) * 2 + 1)
+            self._columns = [Column(NUMBER, NUMBER, "", places, 0)]
+            for name in self.columns:
+                metric = self.metrics[name]
+                width = max(len(metric.column), len(metric.form.format(0.0)))
+                self._columns.append(Column(name, metric.column, metric.form, width, metric.leaves))
+            self._columns.append(Column(LEFT, LEFT, "", 6, 0))
+            self._columns = columns_that_fit(self._columns, terminal.width(self.stream))
+            headings = [column.heading.rjust(column.width) for column in self._columns]
+            self._print(self._style("  ".join(headings), FAINT))
+        self._ended_s.append(time.monotonic())
+        texts = {NUMBER: f"{number}/{total}", LEFT: progress.duration(self.left_s(number, total, metrics))}
+        cells = []
+        for name, _, form, width, _ in self._columns:
+            told = cell(metrics[name], form, width) if name in metrics else texts.get(name, "-")
+            cells.append(told.rjust(width))
+        self._print("  ".join(cells))
+
+    def left_s(self, number: int, total: int, metrics: Mapping[str, float]) -> float:
+        """Estimated seconds that the iterations after this one take, with what is done between them."""
+        each_s = metrics.get("iteration_s", 0.0)
+        if len(self._ended_s) > 1:
+            each_s = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
+        return max(total - number, 0) * max(each_s, 0.0)
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Responses before and after training, one below the other."""
         if not samples:
             return
-        width = min(120, shutil.get_terminal_size((100, 24)).columns)
+        width = min(MOST_TEXT, terminal.width(self.stream))
         self._print(self._style("\nResponses before and after training, with their scores", BOLD))
         for line in format_samples(samples, width).removesuffix("\n").split("\n"):
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
-    def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:
-        """Prints the result, paths of files, next commands (by their purpose) and, last, the result as JSON."""
+    def closing(self, result: Result, folder: RunFolder, next_command: str = "") -> None:
+        """Prints what was learned, where it is, what to do next and, where that is wanted, the result as JSON."""
         path = folder.shown
         facts: dict[str, object] = {}
         for name, (first, last) in result.headlines.items():
@@ -114,17 +170,14 @@ class Console:
             )
             facts["evaluation"] = ", ".join(parts)
         generated = math.isfinite(result.gen_tokens_per_s)
-        speed = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""
-        facts["speed"] = f"{speed}{result.wall_s:.1f} s in all"
+        speed = [f"{result.gen_tokens_per_s:,.0f} tokens/s generated"] if generated else []
+        if math.isfinite(result.iteration_s):
+            speed.append(f"{result.iteration_s:.3g} s per iteration (forecast: {result.forecast_s:.3g} s)")
+        facts["speed"] = ", ".join([*speed, f"{result.wall_s:.1f} s in all"])
         if math.isfinite(result.parity_max_abs):
             facts["parity"] = f"{result.parity_max_abs:.2g} nats at most between generation and training"
-        facts |= {
-            "run folder": path,
-            "timeline": f"{path / 'timeline.png'} (timeline.json opens in ui.perfetto.dev)",
-        }
-        if generated:
-            facts["samples"] = path / "samples.txt"
-        commands = {"watch the curves": shlex.join(["tensorboard", "--logdir", str(path)])} | dict(next_commands or {})
+        facts["run folder"] = path
+        facts["files in it"] = ", ".join(["metrics.jsonl", "timeline.png", *(["samples.txt"] if generated else [])])
         for role in result.saved:
             facts[f"trained {role}"] = f"{path / role} (a Hugging Face folder)"
         ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
@@ -133,14 +186,22 @@ class Console:
         self._print_facts(facts)
         for text in folder.notes:
             self._print(f"  note: {text}")
-        self._print(self._style("Next", BOLD))
-        self._print_facts(commands)
-        self._print(result.to_json())
+        if next_command:
+            self._print(streams.Styled.joined(self._style("Next: ", BOLD), next_command))
+        if terminal.wants_json(self.as_json, self.terminal):
+            self._print(result.to_json())
 
     def _print_facts(self, facts: Mapping[str, object]) -> None:
+        """One line for each; in a terminal it is wrapped between words."""
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
-            self._print(streams.Styled.joined("  ", self._style(name.ljust(width), FAINT), f"  {value}"))
+            lines = [str(value)]
+            if self.terminal is not None:
+                room = max(20, self.terminal.columns - width - 4)
+                lines = textwrap.wrap(str(value), room, break_long_words=False, break_on_hyphens=False) or [""]
+            self._print(streams.Styled.joined("  ", self._style(name.ljust(width), FAINT), f"  {lines[0]}"))
+            for line in lines[1:]:
+                self._print(" " * (width + 4) + line)
 
     def _print(self, text: str = "") -> None:
         if self.enabled:

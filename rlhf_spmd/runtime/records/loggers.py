@@ -77,13 +77,13 @@ class Curves:
         except OSError as error:
             path = error.filename or (self._tensorboard.path if self._tensorboard else self.folder)
             why = f"{path} can't be written: {error.strerror or error}"
-            self.notes.append(f"no TensorBoard events since iteration {iteration}, because {why}")
+            self.notes.append(f"no TensorBoard events since iteration {iteration + 1}, because {why}")
             self._close_tensorboard()
         try:
             if self._wandb is not None:
                 self._wandb.log(dict(values), step=iteration)
         except Exception as error:  # of many kinds
-            self._without_wandb(f"since iteration {iteration}", error)
+            self._without_wandb(f"since iteration {iteration + 1}", error)
 
     def close(self) -> None:
         self._close_tensorboard()

@@ -52,12 +52,12 @@ class Faults:
 class Rehearsed:
     """One iteration."""
 
-    number: int
+    number: int  # from 0; people count from 1
 
     @property
     def title(self) -> str:
         """What messages call it."""
-        return f"iteration {self.number}"
+        return f"iteration {self.number + 1}"
 
 
 def expanded(program: Program) -> Program:

@@ -73,7 +73,7 @@ class Evaluation:
         said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
         metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
         if not self.scores:
-            check_finite(metrics, num_done)
+            check_finite(metrics, data.title)
         return metrics | {"evaluation_s": time.perf_counter() - began}, data
 
     def _iteration(self, num_done: int) -> Iteration:
@@ -92,6 +92,7 @@ class Evaluation:
             source_EMC=unused,
             store=store,
             what="evaluation after iteration",
+            first=0,
         )
 
     def _scored(self, data: Iteration) -> np.ndarray:

@@ -15,7 +15,6 @@ from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
 from rlhf_spmd.plan.runtime_words import PLACES_USED
-from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.plan.workflow import Compute
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
@@ -72,30 +71,6 @@ class Compared:
     def scaled_by(self) -> float:
         """Forecast seconds of an iteration by the scaled calibration / those by the unscaled one."""
         return self.whole.forecast_s / self.as_given_s
-
-    def show(self) -> str:
-        """The comparison as a table."""
-        cells: list[tuple[str, ...]] = [("call", "forecast s", "measured s", "forecast / measured")]
-        for row in self.rows:
-            ratio = f"{row.forecast_s / row.measured_s:.2f}" if row.measured_s > 0 else "-"
-            cells.append((row.call, f"{row.forecast_s:.4g}", f"{row.measured_s:.4g}", ratio))
-        heading = f"\nForecast by calibration {self.found.calibration.name} against this run, seconds per iteration"
-        return "\n".join([heading, *self._about(), table(cells)])
-
-    def _about(self) -> list[str]:
-        """The calibration's machine and how it was scaled; empty if it was made on this machine."""
-        found, scale = self.found, self.found.scale
-        made_on = f"  Calibration measured on {found.given.machine or 'another machine'}"
-        if found.why_not:
-            return [f"{made_on}; not rescaled to this machine: {found.why_not}"]
-        if scale is None:
-            return []
-        kinds = [f"{kind} {getattr(scale, kind):.2f}" for kind in ("inference", "training", "generation")]
-        kinds.append(f"{scale.num_workers:.2f} ranks at full speed")
-        return [
-            f"{made_on}; rescaled to this machine ({found.here}): iterations take {self.scaled_by:.2f} times as long",
-            f"  by a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
-        ]
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON-able values."""

@@ -44,6 +44,8 @@ class Loop:
     def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]]):
         self.job, self.executor, self.history = job, executor, history
         self.last: Done | None = None  # the last iteration of this start
+        self.now: Iteration | None = None  # the current one
+        self.began_s = time.perf_counter()  # when it did
         self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
     def run(self, is_over: Callable[[], bool]) -> None:
@@ -51,11 +53,12 @@ class Loop:
         Collective."""
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
-            began, data = time.perf_counter(), make_iteration(job, number)
+            self.began_s, data = time.perf_counter(), make_iteration(job, number)
+            self.now = data
             answers = self.executor.iteration(data)
             metrics = summarize(job, answers)
-            metrics["iteration_s"] = time.perf_counter() - began
-            check_finite(metrics, number)
+            metrics["iteration_s"] = time.perf_counter() - self.began_s
+            check_finite(metrics, data.title)
             update(job, answers)
             self.history.append(metrics)
             signals = frozenset(name for answer in answers for name in answer["signals"])

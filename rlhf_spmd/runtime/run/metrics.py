@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.config.options import function_labels
+from rlhf_spmd.config.options import Config, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
@@ -34,14 +34,14 @@ GENERATION = {
 }
 BUDGET = {  # means per optimizer step
     PLACES_USED: Metric("optimizer"),
-    STEP_TOKENS: Metric("optimizer", "tokens/step", "{:11,.0f}"),
+    STEP_TOKENS: Metric("optimizer", "tokens/step", "{:11,.0f}", leaves=7),
 }
 SPEED = {
-    "gen_tokens_per_s": Metric("speed", "gen tok/s", "{:9,.0f}"),  # of all ranks together
+    "gen_tokens_per_s": Metric("speed", "gen tok/s", "{:9,.0f}", leaves=9),  # of all ranks together
     "moved_bytes": Metric("speed"),  # between layouts, all ranks together; `check` forecasts it
     "moved_messages": Metric("speed"),
     "generate_s": Metric("speed"),
-    "iteration_s": Metric("speed", "seconds", "{:7.2f}"),
+    "iteration_s": Metric("speed", "seconds", "{:7.2f}", leaves=1),
 }
 
 
@@ -54,13 +54,24 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
             name = call.outputs[0].removesuffix("s")  # mean of the judge's scores
             for judge in (name, *(f"{name}_{function}" for function in functions)):
                 found |= {judge: Metric(call.model), f"{judge}_std": Metric(call.model)}
-            found[TIMEOUTS] = Metric(call.model, "timeouts", "{:8.0f}")  # responses, of all ranks together
+            found[TIMEOUTS] = Metric(call.model, "timeouts", "{:8.0f}", leaves=2)  # responses, of all ranks together
     for model in workflow.trained_models:
         advice = f"lower optimizer.{model}_lr, or look at the data"
         zero = f"the {model} learned nothing in this iteration: {IDLE[bool(workflow.generate_calls)]}"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice, zero=zero)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
     return found | ({} if workflow.generate_calls else BUDGET) | SPEED
+
+
+def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) -> list[str]:
+    """The metrics that have a column on the console in a run with these options, in the order of the columns."""
+    absent = dict.fromkeys((*GENERATION, "gen_tokens_per_s"), not workflow.generate_calls)
+    absent |= {STEP_TOKENS: not config.mini_batch_tokens, TIMEOUTS: not config.reward_timeout_s}
+    return [
+        name
+        for name, metric in known.items()
+        if metric.column and not absent.get(name) and (metric.when is None or metric.when(config.options))
+    ]
 
 
 def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -104,13 +115,12 @@ def timeouts_note(num: int) -> str:
     )
 
 
-def check_finite(metrics: Mapping, number: int) -> None:
-    """Raises UserError if a metric is not finite, before the next iteration spoils the weights further."""
+def check_finite(metrics: Mapping, where: str) -> None:
+    """Raises UserError if a metric is not finite, before the next iteration spoils the weights further. where: the
+    title of the iteration."""
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if wrong:
-        raise UserError(
-            f"iteration {number}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
-        )
+        raise UserError(f"{where}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores")
 
 
 class Alarm:

@@ -16,11 +16,10 @@ from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
+from rlhf_spmd.runtime.guard import progress
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.prepare import given_rows, prepare
 from rlhf_spmd.runtime.world.world import World
-
-PRINTS = 10  # lines that say how far it is
 
 
 def precompute(config: Config, program: Program, world: World, out: Path) -> dict:
@@ -39,8 +38,7 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
         for call in calls:
             parts[call.outputs[0]] += _rows(job, call, data)
         done = min(num_rows, (number + 1) * at_once)
-        if world.rank == 0 and (number + 1) * PRINTS // num_batches > number * PRINTS // num_batches:
-            print(f"{done:,} of {num_rows:,} rows, {time.perf_counter() - began:.1f} s", flush=True)
+        progress.say(f"{done:,} of {num_rows:,} rows")  # on rank 0
     values = {key: np.concatenate(found) for key, found in parts.items() if found}
     with world.together("writing the logprobs"):
         if world.rank == 0:

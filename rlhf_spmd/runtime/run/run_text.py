@@ -3,30 +3,18 @@
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from rlhf_spmd.config.epochs import length_of
-from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.records.console import Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.rewards.response_scores import how_read
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.world.devices import describe_device
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """How the user started the run: the strategy's name, --preset and --model, and the overrides."""
-
-    strategy: str
-    model: Sequence[str]
-    overrides: Sequence[str]
 
 
 def facts(job: Job, folder: RunFolder) -> dict[str, str]:
@@ -124,26 +112,10 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
-    """Purpose -> command to try after a run. command: the one that started it; None if it was resumed."""
-    go_on = {}
-    if not config.optimizer.length_matters:  # otherwise the learning rate has reached its end
-        twice = (
-            f"data.epochs={2 * config.data.epochs:g}" if config.data.epochs else f"iterations={2 * config.iterations}"
-        )
-        go_on["train on"] = f"{resume_command(folder.shown, ranks)} {twice}"
-    if command is None:
-        return go_on
-    if command.strategy == "auto":  # the planned strategy can be checked and run again
-        command = replace(command, strategy=str(folder.shown / "strategy.py"))
-    check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
-    others = [word for word in command.overrides if not word.startswith(("iterations=", "data.epochs="))]
-    train = ["train", "--strategy", command.strategy, *command.model, *others, "iterations=3"]
-    return go_on | {
-        "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
-        "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
-        "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check mine.py --layout 1x{ranks}",
-    }
+def next_command(folder: RunFolder) -> str:
+    """The command to try after a run."""
+    page = folder.shown / "report.html"
+    return shlex.join(["python", "-m", "rlhf_spmd", "report", str(folder.shown), "--out", str(page)])
 
 
 def result(

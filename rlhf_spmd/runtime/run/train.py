@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names
@@ -19,10 +21,11 @@ from rlhf_spmd.runtime.checkpoint.resume import (
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.guard import streams
+from rlhf_spmd.runtime.guard import progress, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
+from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, record_in
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, writing
@@ -30,7 +33,7 @@ from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
-from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of, num_timeouts, timeouts_note
+from rlhf_spmd.runtime.run.metrics import Alarm, columns_of, metrics_of, num_timeouts, timeouts_note
 from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
@@ -48,18 +51,17 @@ def train(
     *,
     origin: Origin,
     summary: str,
-    command: run_text.Command | None,
     evaluation: Program | None = None,
     calibration: Calibration | None = None,
     asked: Asked | None = None,
+    as_json: bool | None = None,
 ) -> Result | None:
     """Runs all iterations and writes the run folder; rank 0 prints. Returns None if SIGTERM ended the run.
 
-    summary: the program as `check` prints it; command: how the user started the run, None if it is resumed;
-    evaluation: the program of its evaluations, if there are any;
-    calibration: of these devices, to compare the run with a forecast; asked: receives signals.
+    summary: the program as `check` prints it; evaluation: the program of its evaluations, if there are any;
+    calibration: of these devices, to compare the run with a forecast; asked: receives signals; as_json: --json or
+    --no-json.
     """
-    started = time.perf_counter()
     resumed = origin.resumed
     start, library = (resumed.started, resumed.products) if resumed else ("", None)
     job = prepare(config, program, world, evaluation, started=start, products=library)
@@ -71,7 +73,7 @@ def train(
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named)
-    console = Console(known, enabled=world.rank == 0)
+    console = Console(known, columns_of(known, config, job.workload.workflow), enabled=world.rank == 0, as_json=as_json)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts = run_text.facts(job, folder)
     if resumed:
@@ -95,6 +97,7 @@ def train(
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
+    progress.say(running.doing)
     running.evaluate()  # before training, or what an interrupted run has left out
     running.find_best()
     running.loop.run(running.is_over)
@@ -115,9 +118,11 @@ def train(
     num_late = num_timeouts([*history, *running.evaluator.rows], samples)
     if text := timeouts_note(num_late):
         folder.notes.append(text)
-    result = run_text.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared, num_late)
+    wall_s = time.time() - psutil.Process().create_time()
+    result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_late)
     result = replace(result, evaluation=running.evaluator.ends())
-    console.closing(result, folder, run_text.next_commands(command, world.size, folder, config))
+    progress.stop()
+    console.closing(result, folder, run_text.next_command(folder))
     return result
 
 
@@ -159,6 +164,23 @@ class Running:
     def is_over(self) -> bool:
         """Whether the run ends before its last iteration."""
         return self.is_told_to_end or bool(self.evaluator.why_over)
+
+    def doing(self) -> str:
+        """What this rank does, for people who wait: in an iteration how far it is, and when the run may be over. Called
+        by another thread."""
+        world, data, total = self.job.world, self.loop.now, self.job.config.iterations
+        record = record_in(world.flight.memory)
+        if data is None or not record.text.startswith(f"{data.title}: ") or record.position == NOWHERE:
+            return world.doing
+        seconds = time.perf_counter() - self.loop.began_s
+        left = ""
+        if self.history:
+            left_s = self.console.left_s(data.number, total, self.history[-1]) - seconds
+            left = f", about {progress.duration(max(left_s, 0.0))} left"
+        parts = [f"{one.num - one.num_left} of {one.num} responses" for one in [*data.generations.values()]]
+        parts.append(f"instruction {record.position} of {record.num_instructions}")
+        doing = record.text.partition(": ")[2]
+        return f"{data.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {doing}"
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
@@ -239,9 +261,7 @@ def _compared(running: Running, folder: RunFolder, title: str, calibration: Cali
     recent = range(len(history) - TIMELINE_ITERATIONS, len(history))
     records = job.world.allgather(running.recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
-    compared = forecast_report.compared_run(job, folder, calibration, history, records, last.answers)
-    running.console.note(compared.show() if compared else "")
-    return compared
+    return forecast_report.compared_run(job, folder, calibration, history, records, last.answers)
 
 
 def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:

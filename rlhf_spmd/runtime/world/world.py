@@ -28,7 +28,7 @@ from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
 from rlhf_spmd.runtime.guard.signals import INTERRUPTED_STATUS
 from rlhf_spmd.runtime.guard.surroundings import check_answer, check_open_files
-from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
+from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message, record_in
 from rlhf_spmd.runtime.observe.node_files import share_file
 from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
 from rlhf_spmd.runtime.world import devices, network, visible_devices
@@ -348,6 +348,12 @@ class World:
         self.flight.begin(text, iteration, position)
         if self._device_bytes is not None:  # not in the watch, which would block on a lock that a hung rank holds
             self.flight.set_device_bytes(self._device_bytes())
+
+    @property
+    def doing(self) -> str:
+        """What this rank does, for people who wait."""
+        record = record_in(self.flight.memory)
+        return f"{record.where}, {max(time.time() - record.since_s, 0.0):.0f} s"
 
     def will_execute(self, program: "Program") -> None:
         """Sets the program that the ranks execute from now on; it determines which rank waits for which."""

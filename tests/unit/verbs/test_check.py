@@ -38,7 +38,7 @@ FITS = ["check", "flattening", "--layout", "1x4", "--preset", "llama-7b", "--dev
 
 
 def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [sys.executable, *python, "-m", "rlhf_spmd", *arguments]
+    command = [sys.executable, *python, "-m", "rlhf_spmd", *arguments, "--json"]
     return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
 
 

@@ -56,7 +56,18 @@ def cpu_file(tmp_path) -> str:
 def planned(tmp_path_factory) -> tuple[str, dict, Path]:
     """Standard output, last line and module of one planning, in a process of its own."""
     folder = tmp_path_factory.mktemp("plan")
-    command = [sys.executable, "-X", "importtime", "-m", "rlhf_spmd", "plan", *SMALL, "--out", str(folder / "mine.py")]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "rlhf_spmd",
+        "plan",
+        "--json",
+        *SMALL,
+        "--out",
+        str(folder / "mine.py"),
+    ]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}

@@ -65,9 +65,9 @@ def test_numbers_are_compared_exactly(condition, found):
 
 
 def test_text_and_means(run, capsys):
-    assert main(["rollouts", str(run), "--iteration", "2", "--where", "prompt=2+2"]) == 0
+    assert main(["rollouts", str(run), "--iteration", "3", "--where", "prompt=2+2"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert lines[0] == "iteration 2, prompt 0, sample 0, scores 1" and "  response: five\\n" in lines
+    assert lines[0] == "iteration 3, prompt 0, sample 0, scores 1" and "  response: five\\n" in lines
     assert json.loads(last)["means"] == {"scores": 0.5} and json.loads(last)["matching"] == 2
 
 
@@ -89,7 +89,7 @@ def test_parquet_parts(run, capsys):
         (["--where", "scores>high"], "'high' is not a number"),
         (["--where", "response~("], "is not a regular expression"),
         (["--sort", "length"], "there is no 'length'"),
-        (["--iteration", "7"], "has samples of 0, 2"),
+        (["--iteration", "7"], "has samples of 1, 3"),
         (["--evaluation", "0"], "rollouts.every=N and eval.prompts=FILE"),
         (["--limit", "0"], "at least 1"),
         (["scores>1"], "unknown argument"),

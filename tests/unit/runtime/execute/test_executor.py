@@ -120,10 +120,10 @@ def test_only_the_late_rank_is_named(ranks):
 
     everyone[0].run = lost
     everyone[0].instructions = (step,)
-    with pytest.raises(UserError, match="rank 1 on here last reported: iteration 0: ") as caught:
+    with pytest.raises(UserError, match="rank 1 on here last reported: iteration 1: ") as caught:
         everyone[0].iteration(iteration())
     assert caught.value.args[0].count("last reported") == 1
-    assert f"gave up waiting in iteration 0, instruction 0: {step}" in str(caught.value)
+    assert f"gave up waiting in iteration 1, instruction 0: {step}" in str(caught.value)
 
 
 def test_a_peer_that_posted_is_not_late():
@@ -136,9 +136,9 @@ def test_a_peer_that_posted_is_not_late():
         where = everyone[rank].instructions.index(Post(number))
         everyone[rank].instructions = everyone[rank].instructions[: where + 1]
         everyone[rank].iteration(iteration())
-    board.places[2] = RankStatus("iteration 0: Run actor_generate", 0, 0)
+    board.places[2] = RankStatus("iteration 1: Run actor_generate", 0, 0)
     error = explained(everyone[3], RuntimeError("gloo: timed out"), Wait(number), 5)
-    assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 0: Run actor_generate" in str(
+    assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 1: Run actor_generate" in str(
         error
     )
     assert str(error).count("last reported") == 1

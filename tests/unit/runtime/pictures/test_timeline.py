@@ -31,11 +31,11 @@ def test_picture(tmp_path, monkeypatch):
     assert path.read_bytes().startswith(b"\x89PNG")
     for expected in (
         "flattening on 2 ranks",
-        "iteration 0: 3.00 s, ranks busy 65%",
-        "seconds since the start of iteration 0",
+        "iteration 1: 3.00 s, ranks busy 65%",
+        "seconds since the start of iteration 1",
         "rank 0",
         "rank 1",
-        "iteration 0",
+        "iteration 1",
         "63%",
         "67%",
         "actor generate",
@@ -47,12 +47,12 @@ def test_picture(tmp_path, monkeypatch):
         "idle",
     ):
         assert expected in texts, texts
-    assert "iteration 1" not in texts
+    assert "iteration 2" not in texts
 
 
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
-    assert "iteration 1: 1.00 s, ranks busy 100%" in texts and "actor train" not in texts
+    assert "iteration 2: 1.00 s, ranks busy 100%" in texts and "actor train" not in texts
 
 
 def test_picture_of_nothing_of_no_iteration_and_of_many_ranks(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from tqdm import tqdm
 
 from rlhf_spmd.runtime.profile import clock as clock_module
 from rlhf_spmd.runtime.profile.clock import Clock
@@ -20,7 +19,7 @@ def test_a_clock_tells_processor_seconds_of_what_takes_turns():
 
     order = []
     works = [lambda: time.sleep(0.02), lambda: sum(range(300_000)), lambda: order.append(len(order))]
-    clock = Clock(Alone(), 1, lambda: None, lambda: None, tqdm(disable=True), budget_s=0.2)
+    clock = Clock(Alone(), 1, lambda: None, lambda: None, budget_s=0.2)
     slept_s, added_s, _ = clock.seconds(*works)
     assert slept_s < 0.01 and added_s > 2e-4 and len(order) >= 4
     wall_s, _, _ = dataclasses.replace(clock, num_workers=None).seconds(*works)
@@ -58,7 +57,7 @@ def test_a_clock_adds_idle_time_where_ranks_wait_for_each_other(monkeypatch):
     planted = PlantedTime()
     monkeypatch.setattr(clock_module, "time", planted)
     works = [lambda: planted.sleep(0.02), lambda: planted.compute(0.001), lambda: planted.compute(0.003)]
-    clock = Clock(Alone(), 1, lambda: None, lambda: None, tqdm(disable=True), budget_s=0.2)
+    clock = Clock(Alone(), 1, lambda: None, lambda: None, budget_s=0.2)
     # 24 ms by the clock, half of them for this rank: 4 ms are computed, 8 ms idle, of which a quarter goes to the first
     assert clock.seconds(*works, together=2) == pytest.approx((0.0, 0.001 + 0.002, 0.003 + 0.006))
     assert clock.seconds(*works) == pytest.approx((0.0, 0.001, 0.003))  # alone: processor seconds

@@ -3,10 +3,28 @@
 import io
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
-from rlhf_spmd.runtime.records.console import Console, Result
+import pytest
+
+from rlhf_spmd.config import presets
+from rlhf_spmd.runtime.records.console import Console, Result, cell
 from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.run.metrics import columns_of, metrics_of
 from tests.unit.runtime.records.test_run_folder import METRICS, SAMPLES
+
+PAGES = sorted(
+    path.stem
+    for path in Path(presets.__file__).parents[1].joinpath("algorithms").glob("*.py")
+    if "\ndef workflow(" in path.read_text(encoding="utf-8")
+)
+TIMEOUT = ["reward_function=tests.x:f", "reward_workers=2", "reward_timeout_s=3"]
+MORE = {  # options with which a page has all of its columns
+    "grpo": ["grpo.kl_coef=0.1", "grpo.drop_equal_groups=true", "grpo.oversampling=2"],
+    "rloo": ["rloo.kl_coef=0.1"],
+    "sft": ["mini_batch_tokens=64"],
+}
 
 
 def result(**changes):
@@ -25,28 +43,29 @@ class Terminal(io.StringIO):
 
 def test_console_of_rank_0(tmp_path):
     stream = io.StringIO()
-    console = Console(METRICS, stream=stream)
+    console = Console(METRICS, ["reward", "kl", "gen_tokens_per_s"], stream=stream)
     folder = RunFolder(tmp_path)
     folder.notes.append("no picture")
     console.heading("rlhf_spmd", {"actor": "tiny", "prompts": 512})
     console.iteration(1, 10, {"reward": -0.5, "kl": 0.001, "gen_tokens_per_s": 12345.6})
     console.iteration(10, 10, {"reward": 0.25, "gen_tokens_per_s": 1.0, "unknown": 3})
     console.samples(SAMPLES)
-    console.closing(result(), folder, {"chat with the actor": "python chat.py"})
+    console.closing(result(), folder, "python chat.py")
     text = stream.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
     assert lines[1:3] == ["  actor    tiny", "  prompts  512"]
     heading, first, last = lines[3:6]
-    assert heading.split() == ["iteration", "reward", "kl", "gen", "tok/s"]
-    assert first.split() == ["1/10", "-0.5000", "0.0010", "12,346"] and last.split() == ["10/10", "+0.2500", "-", "1"]
+    assert heading.split() == ["iteration", "reward", "kl", "gen", "tok/s", "left"]
+    assert first.split() == ["1/10", "-0.5000", "0.0010", "12,346", "0", "s"]
+    assert last.split() == ["10/10", "+0.2500", "-", "1", "0", "s"]
     assert len(heading) == len(first) == len(last)
     for expected in (
         "The film was",
         "note: no picture",
         "timeline.png",
-        "tensorboard --logdir",
-        "python chat.py",
+        "\nNext: python chat.py\n",
+        "(forecast: 0.4 s), 7.5 s in all\n",
         f"  trained actor  {tmp_path / 'actor'} (a Hugging Face folder)",
         "  reward         -0.5000 -> +0.2500\n",
         "  kl             0.0000 -> 0.0100 nats per response\n",
@@ -62,6 +81,67 @@ def test_console_of_rank_0(tmp_path):
     assert machine["saved"] == ["actor"]
     Console(METRICS, stream=stream).closing(result(saved=()), RunFolder(tmp_path))
     assert "Hugging Face" not in stream.getvalue().removeprefix(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_the_table_is_longer_than_80_columns(page, monkeypatch):
+    """With KL, oversampling and timeouts, and values of seven digits."""
+    config = replace(presets.load("model", MORE.get(page, []), algorithm=page), reward_timeout_s=5.0)
+    workflow = config.algorithm.workflow(config.options)
+    known = metrics_of(config.algorithm, workflow)
+    columns = columns_of(known, config, workflow)
+    for width in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        stream = io.StringIO()
+        console = Console(known, columns, stream=stream)
+        console.iteration(1, 7_654_321, {"iteration_s": 1234567.8})  # the first iteration measures nothing else
+        for value in (1234567.8, -1234567.8, 0.0, math.nan):
+            console.iteration(7_654_321, 7_654_321, dict.fromkeys(columns, value))
+        heading, *lines = stream.getvalue().splitlines()
+        assert {len(line) for line in lines} == {len(heading)} and len(heading) <= width, stream.getvalue()
+        shown = [known[name].column for name in columns if f" {known[name].column}" in heading]
+        assert width == 80 or len(shown) == len(columns), heading
+        assert shown and "left" in heading and "7654321/7654321" in lines[-1]
+
+
+def test_columns_come_from_the_page_and_its_options():
+    def columns(*options: str) -> list[str]:
+        config = presets.load("model", list(options), algorithm="grpo")
+        workflow = config.algorithm.workflow(config.options)
+        return columns_of(metrics_of(config.algorithm, workflow), config, workflow)
+
+    always = ["reward", "response_length", "policy_loss", "clip_fraction_high", "entropy", "equal_groups"]
+    assert [*always, "gen_tokens_per_s", "iteration_s"] == columns()
+    assert "kl" in columns("grpo.kl_coef=0.1") and "reward_timeouts" in columns(*TIMEOUT)
+    assert "trained_groups" in columns("grpo.oversampling=2", "grpo.drop_equal_groups=true")
+
+
+def test_a_page_that_generates_nothing_has_no_columns_of_responses():
+    config = presets.load("model", [], algorithm="sft")
+    workflow = config.algorithm.workflow(config.options)
+    columns = columns_of(metrics_of(config.algorithm, workflow), config, workflow)
+    assert columns == ["loss", "token_accuracy", "entropy", "trained_tokens", "iteration_s"]
+
+
+def test_numbers_that_are_too_long_lose_digits():
+    assert [cell(value, "{:6.1f}", 6) for value in (1.25, 12345.6, 1234567, -1234567)] == [
+        "   1.2", " 12346", " 1e+06", "-1e+06"
+    ]  # fmt: skip
+    assert cell(12345.0, "{:7.1%}", 7) == " 1e+06%" and cell(-1e300, "{:6.1f}", 6) == "******"
+
+
+def test_the_time_that_is_left(monkeypatch):
+    clock = iter([100.0, 110.0, 130.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    console = Console(METRICS, ["reward"], stream=stream)
+    for number in (1, 2, 3):
+        console.iteration(number, 403, {"reward": 0.0, "iteration_s": 5.0})
+    assert [line.split()[2:] for line in stream.getvalue().splitlines()[1:]] == [
+        ["34", "min"],
+        ["67", "min"],
+        ["1.7", "h"],
+    ]
 
 
 def test_what_was_not_measured_is_null():

@@ -81,6 +81,6 @@ def test_a_run_goes_on_without_curves(tmp_path):
         curves.add(iteration, {"reward/reward": 1.0})
     curves.close()
     assert len(notes) == 2, notes
-    told = f"no TensorBoard events since iteration 1, because {events} can't be written: No space left on device"
+    told = f"no TensorBoard events since iteration 2, because {events} can't be written: No space left on device"
     assert notes[0] == told
-    assert notes[1] == "nothing at Weights & Biases since iteration 1: ConnectionError: the service has gone"
+    assert notes[1] == "nothing at Weights & Biases since iteration 2: ConnectionError: the service has gone"
