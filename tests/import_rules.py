@@ -81,7 +81,17 @@ RUNTIME: dict[str, tuple[str, ...]] = {
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
-    for name in ("cluster", "shard", "layout", "runtime_words", "workflow", "workload", "placement", "validate")
+    for name in (
+        "adapters",
+        "cluster",
+        "shard",
+        "layout",
+        "runtime_words",
+        "workflow",
+        "workload",
+        "placement",
+        "validate",
+    )
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = tuple(
@@ -164,7 +174,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
-    "rlhf_spmd.model": ("files", "model", "kernels", "plan.shard"),
+    "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),
     "rlhf_spmd.model.config": ("files",),
     "rlhf_spmd.model.texts.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.config.evaluation_metrics": (),
