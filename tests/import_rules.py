@@ -179,7 +179,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model.texts.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.config.evaluation_metrics": (),
     "rlhf_spmd.config.checks": (
-        *("config.options", "config.evaluation_metrics", "plan.workflow"),
+        *("config.options", "config.evaluation_metrics", "plan.adapters", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
     "rlhf_spmd.migration": (

@@ -8,8 +8,9 @@ the MLP by its intermediate dimension, embeddings and output layer by the vocabu
   `scatter_tokens`.
 - After `sum_over` or `collect_tokens`, every tp rank computes the same, including the loss.
 - A weight that tp splits gets its whole gradient on its rank. Every other weight (norms, q and k norms, the biases of
-  o_proj and down_proj, score, one factor of every adapter) is held by all tp ranks and gets a *partial* gradient on each, which the training engine
-  sums over the tp group (see `is_split`). Gradients of tied embeddings are also summed over the first and last stage.
+  o_proj and down_proj, score, one factor of each adapter) is held by all tp ranks and gets a *partial* gradient on
+  each, which the training engine sums over the tp group (see `is_split`). Gradients of tied embeddings are also summed
+  over the first and last stage.
 """
 
 # N tokens, n a tp rank's share of them, D hidden, V vocabulary

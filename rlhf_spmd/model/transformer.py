@@ -286,20 +286,26 @@ class Transformer(nn.Module):
         if self.parallel.is_last and self.head == "scalar":
             self.score.to(dtype)
 
-    def with_adapters(self, adapters: Adapters, seed: int) -> "Transformer":
-        """A model with adapters on the weights of this one, which both then have in common; a scalar head is copied.
-        B is zero, so it computes what this one does."""
+    def with_adapters(
+        self, adapters: Adapters | None, seed: int = 0, *, parallel: Parallel | None = None
+    ) -> "Transformer":
+        """A model on the weights of this one, which both then have in common, with adapters (None: without), whose
+        scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard."""
+        parallel = parallel or self.parallel
+        assert parallel.shard == self.parallel.shard, (parallel.shard, self.parallel.shard)
         made = Transformer(
-            self.config, head=self.head, dtype=self.dtype, device="meta", parallel=self.parallel, adapters=adapters
+            self.config, head=self.head, dtype=self.dtype, device="meta", parallel=parallel, adapters=adapters
         )
         weights, device = self.state_dict(), next(self.parameters()).device
+        own = made.trained_names() if adapters is not None else set()
         for name, like in made.named_parameters():
             if name not in weights:
                 weights[name] = torch.empty(like.shape, dtype=like.dtype, device=device)
-            elif name in made.trained_names():
+            elif name in own:
                 weights[name] = weights[name].to(like.dtype, copy=True)
         made.load_state_dict(weights, assign=True)
-        made.init_adapters(seed)
+        if adapters is not None:
+            made.init_adapters(seed)
         return made.requires_grad_(False)
 
     def trained_names(self) -> set[str]:

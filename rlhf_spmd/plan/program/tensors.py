@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from rlhf_spmd.plan.adapters import A, B, BY_OUTPUTS
+from rlhf_spmd.plan.adapters import BY_OUTPUTS, A, B
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
