@@ -161,7 +161,7 @@ class RankModels:
                     ),
                     options=EngineOptions(
                         layout.zero if model.adapters is None else min(layout.zero, 1),
-                        DTYPES[self.config.dtype] if model.adapters is None else torch.float32,
+                        next(p.dtype for p in model.parameters() if p.requires_grad),
                         (optimizer.beta1, optimizer.beta2),
                         optimizer.eps,
                         optimizer.weight_decay,
