@@ -71,6 +71,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
             "config.epochs",
             "config.evaluation_metrics",
             "config.metric_aliases",
+            "config.presets",
         ),
         *("files", "kernels", "model", "plan"),
     ),
