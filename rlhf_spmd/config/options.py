@@ -110,14 +110,18 @@ class Lora:
     own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(
         default_factory=dict
     )  # the same of one model; none: lora.targets
+    own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(
+        default_factory=dict
+    )  # the same of one model; none: lora.rslora
 
     def of(self, role: str) -> Adapters | None:
         """The adapters of a model that trains; None if all its weights do."""
-        own = (self.ranks.get(role), self.alphas.get(role), self.own_targets.get(role))
-        usual = (self.rank, self.alpha, self.targets)
-        rank, alpha, named = (any_ if one is None else one for one, any_ in zip(own, usual, strict=True))
+        usual = (self.rank, self.alpha, self.targets, self.rslora)
+        own = (self.ranks, self.alphas, self.own_targets, self.own_rslora)
+        pairs = ((any_, of_roles.get(role)) for any_, of_roles in zip(usual, own, strict=True))
+        rank, alpha, named, rslora = (any_ if one is None else one for any_, one in pairs)
         targets = tuple(layer for layer in LINEAR_LAYERS if layer in named or ALL_LINEAR in named)
-        return Adapters(rank, alpha, targets, self.rslora) if rank else None
+        return Adapters(rank, alpha, targets, rslora) if rank else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +225,8 @@ class Config(OptionTree):
             object.__setattr__(self, "options", self.algorithm.options())
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
-        fields_ = ("ranks", "alphas", "own_targets")
-        own = {name: {role: getattr(self.lora, name).get(role) for role in usual} for name in fields_}
+        by_role = ("ranks", "alphas", "own_targets", "own_rslora")
+        own = {name: {role: getattr(self.lora, name).get(role) for role in usual} for name in by_role}
         object.__setattr__(self, "lora", dataclasses.replace(self.lora, **own))
 
     @property
