@@ -158,6 +158,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.machines.cluster_file": ("files", "plan"),
     "rlhf_spmd.config.options": (
         "plan",
+        "config.lora",
         "pages.algorithm",
         "algorithms.page",
         "files",
@@ -173,6 +174,7 @@ OURS: dict[str, tuple[str, ...]] = {
         *("model.texts.tokenizer_check", "runtime.data", "runtime.offline", "runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),
+    "rlhf_spmd.config.lora": ("plan", "pages.option_tree"),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),
@@ -227,6 +229,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in MATH},
     "rlhf_spmd.machines.calibration_file": ("pydantic",),
     "rlhf_spmd.machines.cluster_file": ("pydantic",),
+    "rlhf_spmd.config.lora": ("pydantic",),
     "rlhf_spmd.config.options": ("pydantic",),
     "rlhf_spmd.config.file": ("yaml",),
     "rlhf_spmd.kernels": None,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
+from rlhf_spmd.config.lora import Lora, adapted, bases
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
@@ -28,8 +29,6 @@ from rlhf_spmd.pages.option_tree import (
     with_value,
 )
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, check_length
-from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS, A, Adapters, B
-from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, ModelShape, Workload
 
@@ -88,40 +87,6 @@ class Optimizer:
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
-
-
-Targets = tuple[Annotated[str, Field(min_length=1)], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Low-rank adapters on frozen models (docs/lora.md)."""
-
-    rank: NonNegativeInt = 0  # of the adapters of every model that trains; 0: none, all weights train
-    alpha: PositiveFloat = 32.0  # an adapter's product is multiplied by alpha / rank
-    targets: Targets = (ALL_LINEAR,)  # layers with adapters, e.g. q_proj,v_proj; all-linear: all but the output layer
-    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
-    ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.rank
-    alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.alpha
-    own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.targets
-    own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.rslora
-
-    def of(self, role: str) -> Adapters | None:
-        """The adapters of a model that trains; None if all its weights do."""
-        usual = (self.rank, self.alpha, self.targets, self.rslora)
-        own = (self.ranks, self.alphas, self.own_targets, self.own_rslora)
-        pairs = ((any_, of_roles.get(role)) for any_, of_roles in zip(usual, own, strict=True))
-        rank, alpha, named, rslora = (any_ if one is None else one for any_, one in pairs)
-        targets = tuple(layer for layer in LINEAR_LAYERS if layer in named or ALL_LINEAR in named)
-        return Adapters(rank, alpha, targets, rslora) if rank else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +335,7 @@ def make_workload(config: Config) -> Workload:
             shape = shape_of_folder(_known_folder(config, role))
         shapes[role] = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
         if workflow.train_call(role) and (adapters := config.lora.of(role)):
-            shapes[role] = _adapted(role, dataclasses.replace(shapes[role], adapters=adapters))
+            shapes[role] = adapted(role, shapes[role], adapters)
     return Workload(
         workflow=workflow,
         models=shapes,
@@ -385,35 +350,8 @@ def make_workload(config: Config) -> Workload:
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
-        bases=_bases(config, shapes),
+        bases=bases(shapes, roles, config.folder),
     )
-
-
-def _adapted(role: str, shape: ModelShape) -> ModelShape:
-    """A shape with adapters. Raises UserError for ranks that are larger than a side of a layer."""
-    for weight in trained_weights_of(shape):
-        layer, _, factor = weight.name.rpartition(".")
-        least = min(weight.rows, weight.columns)
-        if factor in (A, B) and least < shape.adapters.rank:
-            name = layer.rpartition(".")[2]
-            raise UserError(
-                f"lora.{role}.rank={shape.adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
-                f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
-            )
-    return shape
-
-
-def _bases(config: Config, shapes: Mapping[str, ModelShape | None]) -> dict[str, str]:
-    """Models with the same frozen weights -> the name of these, where one of the models has adapters."""
-    roles = config.algorithm.roles
-    found: dict[tuple[ModelShape, str], list[str]] = {}
-    for role, shape in shapes.items():
-        if shape is not None and (shape.adapters is not None or roles[role].lr is None):
-            first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = config.folder(role) or first
-            found.setdefault((dataclasses.replace(shape, adapters=None), source), []).append(role)
-    adapted = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
-    return {role: some[0] for some in found.values() if adapted.intersection(some) for role in some}
 
 
 def _known_folder(config: Config, role: str) -> str:
