@@ -150,7 +150,7 @@ class Attention(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            parts: Sequence[Tensor] = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         else:
             parts = product(x, *context.joined.qkv[self.layer]).split(self.sizes, dim=-1)
             if self.adapted:
