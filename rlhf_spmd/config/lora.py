@@ -1,8 +1,8 @@
 """Low-rank adapters as options of a run, and what they make of its models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -39,12 +39,29 @@ class Lora:
 
     def of(self, role: str) -> Adapters | None:
         """The adapters of a model that trains; None if all its weights do."""
-        usual = (self.rank, self.alpha, self.targets, self.rslora)
-        own = (self.ranks, self.alphas, self.own_targets, self.own_rslora)
-        pairs = ((any_, of_roles.get(role)) for any_, of_roles in zip(usual, own, strict=True))
-        rank, alpha, named, rslora = (any_ if one is None else one for any_, one in pairs)
+        rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
+        named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
         targets = tuple(layer for layer in LINEAR_LAYERS if layer in named or ALL_LINEAR in named)
         return Adapters(rank, alpha, targets, rslora) if rank else None
+
+    def with_roles(self, roles: Iterable[str]) -> "Lora":
+        """A copy with the options of these roles, by default none."""
+        every = [*roles]
+        return replace(
+            self,
+            ranks={role: self.ranks.get(role) for role in every},
+            alphas={role: self.alphas.get(role) for role in every},
+            own_targets={role: self.own_targets.get(role) for role in every},
+            own_rslora={role: self.own_rslora.get(role) for role in every},
+        )
+
+
+Value = TypeVar("Value")
+
+
+def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value:
+    own = of_roles.get(role)
+    return usual if own is None else own
 
 
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:

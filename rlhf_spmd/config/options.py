@@ -190,9 +190,7 @@ class Config(OptionTree):
             object.__setattr__(self, "options", self.algorithm.options())
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
-        by_role = ("ranks", "alphas", "own_targets", "own_rslora")
-        own = {name: {role: getattr(self.lora, name).get(role) for role in usual} for name in by_role}
-        object.__setattr__(self, "lora", dataclasses.replace(self.lora, **own))
+        object.__setattr__(self, "lora", self.lora.with_roles(usual))
 
     @property
     def main_role(self) -> str:
@@ -333,9 +331,10 @@ def make_workload(config: Config) -> Workload:
             continue
         else:
             shape = shape_of_folder(_known_folder(config, role))
-        shapes[role] = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
+        shape = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
         if workflow.train_call(role) and (adapters := config.lora.of(role)):
-            shapes[role] = adapted(role, shapes[role], adapters)
+            shape = adapted(role, shape, adapters)
+        shapes[role] = shape
     return Workload(
         workflow=workflow,
         models=shapes,

@@ -88,8 +88,9 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
         """Bytes of the frozen weights of a model, unless they are there."""
         key, shape = (workload.bases[model], shard), workload.shape(model)
         numbers = num_params(shape, shard) if shape.adapters is None else num_frozen(shape, shard)
-        is_new, _ = key not in held, held.add(key)
-        return workload.param_bytes * numbers * is_new
+        is_there = key in held
+        held.add(key)
+        return 0 if is_there else workload.param_bytes * numbers
 
     for model in program.trained(rank):
         (training,) = (layouts[call.name] for call in workload.workflow.train_calls if call.model == model)
