@@ -29,7 +29,8 @@ FUNCTIONS = ("reward_function", "eval.reward_function")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
 NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has
-MOST_GROUPS = 2  # around an option: lora, and in it a role
+MOST_GROUPS = 1  # around an option
+BY_ROLE = "lora."  # in this group, roles may be groups, too
 MOST_VALUES = 1000  # in an option that is a mapping
 PLAIN = re.compile(r"[A-Za-z_/.][\w/.,:=@+-]*(?<!:)", re.ASCII)  # texts that need no quotes
 QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", "..", "---", "...", ".inf", ".nan")
@@ -88,7 +89,7 @@ def read_config_file(path: str) -> ConfigFile:
     except yaml.YAMLError as error:
         raise UserError(_problem(path, text, error)) from None
     except RecursionError:
-        raise UserError(f"{path} is nested too deep: an option has at most two groups around it") from None
+        raise UserError(f"{path} is nested too deep: an option has at most one group around it") from None
     settings: dict[str, Setting] = {}
     for one in found:
         if one.key in settings:
@@ -169,8 +170,8 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
         if key == TEMPLATE_KWARGS and value.tag.endswith(":map"):
             yield Setting(key, json.dumps(_object(where, key, value, count())), f"{where}: ", WORDS)
         elif hasattr(value, "value") and isinstance(value.value, list) and value.tag.endswith(":map"):
-            if prefix.count(".") >= MOST_GROUPS:
-                raise UserError(f"{where}: {key} holds more options: an option has at most two groups around it")
+            if prefix.count(".") >= MOST_GROUPS + prefix.startswith(BY_ROLE):
+                raise UserError(f"{where}: {key} holds more options: an option has at most one group around it")
             yield from _flat(path, value, f"{key}.")
         else:
             name = "strategy" if key == STRATEGY_NAME else key

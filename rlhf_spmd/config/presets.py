@@ -249,7 +249,8 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
     loaded, roles = load_algorithm(name), load_algorithm(before).roles
     gone = [role for role in roles if role not in loaded.roles]
     keys = [f"models.{role}" for role in gone] + [f"optimizer.{role}{LR}" for role in gone]
-    return loaded, file.without(lambda key: key in keys or key.startswith(f"{Path(before).stem}."))
+    groups = (f"{Path(before).stem}.", *(f"lora.{role}." for role in gone))
+    return loaded, file.without(lambda key: key in keys or key.startswith(groups))
 
 
 def all_keys(file: ConfigFile | None = None) -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_spmd.config.file import read_config_file
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import has_adapter_rate, load
 from rlhf_spmd.errors import UserError
@@ -38,6 +39,13 @@ def test_options_of_all_models_and_of_one():
     lora = load_run(["lora.actor.rank=4", "lora.actor.alpha=8", "lora.actor.rslora=true"]).lora
     assert lora.of("actor") == Adapters(4, 8.0, rslora=True)
     assert lora.of("critic") is None
+
+
+def test_a_file_may_have_the_options_of_a_role_in_a_group(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("lora:\n  rank: 4\n  actor:\n    rank: 8\n    targets: [v_proj]\n", encoding="utf-8")
+    lora = load("tiny", file=read_config_file(str(path))).lora
+    assert (lora.of("actor"), lora.of("critic")) == (Adapters(8, 32.0, ("v_proj",)), Adapters(4, 32.0))
 
 
 def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
