@@ -80,7 +80,6 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/runtime/observe/test_trace.py": ("runtime.observe.device_clock",),
     "unit/runtime/pictures/test_timeline.py": ("runtime.pictures.picture",),
     "e2e/test_train.py": ("runtime.run.rollouts",),
-    "mpi/test_restore.py": ("runtime.weights.weight_sync",),
     "mpi/test_world.py": ("runtime.world.control_messages",),
     "unit/kernels/test_cpu.py": ("kernels.sample_cpu",),
     "unit/kernels/test_token_logprobs.py": ("kernels.softmax_chunk",),

@@ -71,6 +71,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
             "config.epochs",
             "config.evaluation_metrics",
             "config.metric_aliases",
+            "config.presets",
         ),
         *("files", "kernels", "model", "plan"),
     ),
@@ -81,7 +82,17 @@ RUNTIME: dict[str, tuple[str, ...]] = {
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
-    for name in ("cluster", "shard", "layout", "runtime_words", "workflow", "workload", "placement", "validate")
+    for name in (
+        "adapters",
+        "cluster",
+        "shard",
+        "layout",
+        "runtime_words",
+        "workflow",
+        "workload",
+        "placement",
+        "validate",
+    )
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = tuple(
@@ -151,6 +162,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.machines.cluster_file": ("files", "plan"),
     "rlhf_spmd.config.options": (
         "plan",
+        "config.lora",
         "pages.algorithm",
         "algorithms.page",
         "files",
@@ -169,14 +181,15 @@ OURS: dict[str, tuple[str, ...]] = {
         *("runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),
+    "rlhf_spmd.config.lora": ("plan", "pages.option_tree"),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
-    "rlhf_spmd.model": ("files", "model", "kernels", "plan.shard"),
+    "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),
     "rlhf_spmd.model.config": ("files",),
     "rlhf_spmd.model.texts.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.config.evaluation_metrics": (),
     "rlhf_spmd.config.checks": (
-        *("config.options", "config.evaluation_metrics", "plan.workflow"),
+        *("config.options", "config.evaluation_metrics", "plan.adapters", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
     "rlhf_spmd.migration": (
@@ -223,6 +236,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in MATH},
     "rlhf_spmd.machines.calibration_file": ("pydantic",),
     "rlhf_spmd.machines.cluster_file": ("pydantic",),
+    "rlhf_spmd.config.lora": ("pydantic",),
     "rlhf_spmd.config.options": ("pydantic",),
     "rlhf_spmd.config.file": ("yaml",),
     "rlhf_spmd.kernels": None,

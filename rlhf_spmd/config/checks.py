@@ -5,7 +5,9 @@ import dataclasses
 from rlhf_spmd.config.evaluation_metrics import metric_names
 from rlhf_spmd.config.options import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs, text_of
+from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
 from rlhf_spmd.plan.workflow import Compute, Generate, check_temperature
 
 # options of an evaluation that concern generated responses
@@ -27,7 +29,7 @@ def check_options(config: Config) -> None:
     check_temperature("generation.temperature", config.generation.temperature, or_zero=False)
     check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     rules = [*_of_sizes(config), *_of_data(config), *_of_rewards(config), *_of_evaluation(config)]
-    rules += [*_of_learning_rates(config), *_of_logging(config)]
+    rules += [*_of_learning_rates(config), *_of_logging(config), *_of_lora(config)]
     if problems := [text for is_broken, text in rules if is_broken]:
         raise UserError("\n".join(problems))
     sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
@@ -165,6 +167,25 @@ def _of_rewards(config: Config) -> list[Rule]:
             "or leave reward_workers out",
         ),
     ]
+
+
+def _of_lora(config: Config) -> list[Rule]:
+    lora = config.lora
+    named = {"lora.targets": lora.targets} | {f"lora.{role}.targets": one for role, one in lora.own_targets.items()}
+    rules: list[Rule] = []
+    for key, targets in named.items():
+        known = (ALL_LINEAR, *LINEAR_LAYERS)
+        unknown = [one for one in targets or () if one not in known]
+        hint = did_you_mean(unknown[0], known) if unknown else ""
+        rules.append(
+            (
+                unknown,
+                f"{key}: no layer that can have adapters is called {', '.join(unknown)}{hint}; choose from "
+                f"{', '.join(LINEAR_LAYERS)}, or {ALL_LINEAR} for all of them",
+            )
+        )
+        rules.append((targets == (), f"{key} is empty: name a layer, or drop the option"))
+    return rules
 
 
 def _of_evaluation(config: Config) -> list[Rule]:

@@ -30,6 +30,7 @@ CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names
 NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has
 MOST_GROUPS = 1  # around an option
+BY_ROLE = "lora."  # in this group, roles may be groups, too
 MOST_VALUES = 1000  # in an option that is a mapping
 PLAIN = re.compile(r"[A-Za-z_/.][\w/.,:=@+-]*(?<!:)", re.ASCII)  # texts that need no quotes
 QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", "..", "---", "...", ".inf", ".nan")
@@ -169,7 +170,7 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
         if key == TEMPLATE_KWARGS and value.tag.endswith(":map"):
             yield Setting(key, json.dumps(_object(where, key, value, count())), f"{where}: ", WORDS)
         elif hasattr(value, "value") and isinstance(value.value, list) and value.tag.endswith(":map"):
-            if prefix.count(".") >= MOST_GROUPS:
+            if prefix.count(".") >= MOST_GROUPS + prefix.startswith(BY_ROLE):
                 raise UserError(f"{where}: {key} holds more options: an option has at most one group around it")
             yield from _flat(path, value, f"{key}.")
         else:

@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveIn
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
+from rlhf_spmd.config.lora import Lora, adapted, bases
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
@@ -215,6 +216,7 @@ class Config(OptionTree):
     data: DataOptions = DataOptions()
     generation: Generation = Generation()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     checkpoint: Checkpointing = Checkpointing()
     eval: Evaluation = Evaluation()
     rollouts: RolloutFiles = RolloutFiles()
@@ -237,6 +239,7 @@ class Config(OptionTree):
             object.__setattr__(self, "options", self.algorithm.options())
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
+        object.__setattr__(self, "lora", self.lora.with_roles(usual))
 
     @property
     def main_role(self) -> str:
@@ -379,7 +382,10 @@ def make_workload(config: Config) -> Workload:
             shape = SHAPES[known[role]]
         else:
             shape = shape_of_folder(_known_folder(config, role))
-        shapes[role] = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
+        shape = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
+        if workflow.train_call(role) and (adapters := config.lora.of(role)):
+            shape = adapted(role, shape, adapters)
+        shapes[role] = shape
     return Workload(
         workflow=workflow,
         models=shapes,
@@ -395,6 +401,7 @@ def make_workload(config: Config) -> Workload:
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
         forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.generation.max_new_tokens),
+        bases=bases(shapes, roles, config.folder),
     )
 
 

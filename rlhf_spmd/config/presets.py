@@ -19,7 +19,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.pages.option_tree import keys_of
+from rlhf_spmd.pages.option_tree import keys_of, settings_of
 from rlhf_spmd.plan.workload import SHAPES
 
 MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.max_new_tokens
@@ -187,7 +187,9 @@ def load(
     if model:
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
+    overrides = [*overrides]
     config = overridden(config, overrides, file.given)
+    config = _with_adapter_rates(config, {one.key for one in (*file.given, *settings_of(overrides))})
     if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
         config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=""))  # of other rows
     if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
@@ -202,6 +204,26 @@ def load(
         config = dataclasses.replace(config, shape=_shapes(config, before.shape))
     check_options(config)
     return config
+
+
+def _with_adapter_rates(config: Config, given: set[str]) -> Config:
+    """The rates of adapters are ten times those of full training ("LoRA without regret", 2025). given: the keys of
+    options that the user gives, whose rates stay."""
+    rates = {
+        role: _ten_times(rate) if config.lora.of(role) and f"optimizer.{role}{LR}" not in given else rate
+        for role, rate in config.optimizer.lr.items()
+    }
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=rates))
+
+
+def _ten_times(rate: float) -> float:
+    return float(f"{10 * rate:.12g}")  # 0.003 rather than 0.0029999999999999996
+
+
+def has_adapter_rate(config: Config, role: str) -> bool:
+    """Whether the learning rate of a role is ten times that of full training in the run's preset."""
+    usual = PRESETS[config.preset](config.algorithm).optimizer.lr if config.preset in PRESETS else {}
+    return role in usual and config.optimizer.lr[role] == _ten_times(usual[role])
 
 
 def _shapes(config: Config, default: str) -> str:
@@ -227,7 +249,8 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
     loaded, roles = load_algorithm(name), load_algorithm(before).roles
     gone = [role for role in roles if role not in loaded.roles]
     keys = [f"models.{role}" for role in gone] + [f"optimizer.{role}{LR}" for role in gone]
-    return loaded, file.without(lambda key: key in keys or key.startswith(f"{Path(before).stem}."))
+    groups = (f"{Path(before).stem}.", *(f"lora.{role}." for role in gone))
+    return loaded, file.without(lambda key: key in keys or key.startswith(groups))
 
 
 def all_keys(file: ConfigFile | None = None) -> list[str]:

@@ -1,6 +1,6 @@
 """Linear layers, and the copies of their weights that generation multiplies with."""
 
-# D hidden, I inputs, O outputs, V vocabulary
+# N rows, D hidden, I inputs, O outputs, R rank of adapters, V vocabulary
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,8 +9,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels.products import Packed, earns_packing, packed, product
+from rlhf_spmd.plan.adapters import Adapters
 
 Weight: TypeAlias = Tensor | Packed
 Copy = Callable[[Tensor], Weight]  # a stacked weight -> itself, or its packed copy
@@ -22,6 +24,54 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor, *, weight: Packed | None = None) -> Tensor:
         """weight: a copy to use in the weight's place."""
         return product(x, self.weight if weight is None else weight, self.bias)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter (plan/adapters.py), whose factors are never merged into the weight: training,
+    inference and generation compute the same, so they agree, and the weight stays as it is."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def adapt(self, adapters: Adapters, dtype: torch.dtype) -> None:
+        """Makes the factors, without values."""
+        num_out, num_in = self.weight.shape
+        self.scale = adapters.scale
+        self.lora_A = nn.Parameter(torch.empty(adapters.rank, num_in, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.empty(num_out, adapters.rank, dtype=dtype))
+
+    def with_adapter(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + s B (A x), rounded once to the precision of y. y: the product with the weight."""
+        return (y + _LowRank.apply(x, self.lora_A, self.lora_B, self.scale)).to(y.dtype)
+
+
+class AdaptedLinear(Linear, Adapted):
+    """A `Linear` with an adapter."""
+
+    def forward(self, x: Tensor, *, weight: Packed | None = None) -> Tensor:
+        """See `Linear`."""
+        return self.with_adapter(x, super().forward(x, weight=weight))
+
+
+class _LowRank(torch.autograd.Function):
+    """s B (A x) in the precision of the factors. It keeps x as it is, without a copy in that precision."""
+
+    @staticmethod
+    def forward(ctx, x, A_RI, B_OR, scale):
+        inner = product(x.to(A_RI.dtype), A_RI) * scale
+        ctx.save_for_backward(x, A_RI, B_OR, inner)
+        ctx.scale = scale
+        return product(inner, B_OR)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x, A_RI, B_OR, inner), (wants_x, wants_A, wants_B, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_NO, inner_NR = grad.reshape(-1, grad.shape[-1]), inner.reshape(-1, inner.shape[-1])
+        grad_NR = (grad_NO @ B_OR) * ctx.scale
+        x_grad = (grad_NR @ A_RI).to(x.dtype).view_as(x) if wants_x else None
+        A_grad_RI = grad_NR.T @ x.reshape(-1, x.shape[-1]).to(A_RI.dtype) if wants_A else None
+        return x_grad, A_grad_RI, grad_NO.T @ inner_NR if wants_B else None, None
 
 
 class Joined:

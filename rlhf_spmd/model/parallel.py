@@ -8,8 +8,9 @@ the MLP by its intermediate dimension, embeddings and output layer by the vocabu
   `scatter_tokens`.
 - After `sum_over` or `collect_tokens`, every tp rank computes the same, including the loss.
 - A weight that tp splits gets its whole gradient on its rank. Every other weight (norms, q and k norms, the biases of
-  o_proj and down_proj, score) is held by all tp ranks and gets a *partial* gradient on each, which the training engine
-  sums over the tp group (see `is_split`). Gradients of tied embeddings are also summed over the first and last stage.
+  o_proj and down_proj, score, one factor of each adapter) is held by all tp ranks and gets a *partial* gradient on
+  each, which the training engine sums over the tp group (see `is_split`). Gradients of tied embeddings are also summed
+  over the first and last stage.
 """
 
 # N tokens, n a tp rank's share of them, D hidden, V vocabulary
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.collectives import all_gather, reduce_scatter
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.plan.adapters import A, B
 from rlhf_spmd.plan.shard import Shard, split
 
 Group: TypeAlias = dist.ProcessGroup | None
@@ -70,12 +72,13 @@ _SPLIT = {  # module -> the dim of its weight that tp splits, and its meaning; d
     "embed_tokens": (0, _VOCABULARY),
     "lm_head": (0, _VOCABULARY),
 }
+_WHOLE = {"bias": 1, A: 0, B: 1}  # what else a module has -> if its weight is split in this dim, that is whole
 
 
 def _split_of(name: str) -> tuple[int, str] | None:
     module, _, kind = name.rpartition(".")
     split_dim = _SPLIT.get(module.rpartition(".")[2])
-    return None if split_dim is None or (kind == "bias" and split_dim[0] == 1) else split_dim
+    return None if split_dim is None or _WHOLE.get(kind) == split_dim[0] else split_dim
 
 
 def is_split(name: str) -> bool:

@@ -10,8 +10,9 @@ parameter names and layer numbers of the whole model.
 # d head_dim, f frequencies; V, H and K are those of this rank's slice. A leading [...] is [B, T] or, if packed, [N];
 # between the blocks of a packed pass, it is this tp rank's share of N.
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +28,7 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Linear, lay_adjacent
+from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Linear, lay_adjacent
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -40,6 +41,7 @@ from rlhf_spmd.model.parallel import (
     sum_over,
     vocabulary_of,
 )
+from rlhf_spmd.plan.adapters import A, Adapters, is_factor
 from rlhf_spmd.plan.shard import Shard
 
 Head = Literal["lm", "scalar"]
@@ -100,13 +102,34 @@ class RowLinear(nn.Linear):
         weight = self.weight if weight is None else weight
         if self.group is None:
             return product(x, weight, self.bias)
-        part = product(x, weight)
+        return self.summed(product(x, weight), packed=packed)
+
+    def summed(self, part: Tensor, *, packed: bool) -> Tensor:
+        """The sum of the ranks' products, and the bias."""
         y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
         return y if self.bias is None else y + self.bias
 
 
+class AdaptedRowLinear(RowLinear, Adapted):
+    """A `RowLinear` with an adapter, whose part of the product is summed with that of the weight."""
+
+    def forward(self, x: Tensor, *, packed: bool, weight: Packed | None = None) -> Tensor:
+        """See `RowLinear`."""
+        weight = self.weight if weight is None else weight
+        if self.group is None:
+            return self.with_adapter(x, product(x, weight, self.bias))
+        return self.summed(self.with_adapter(x, product(x, weight)), packed=packed)
+
+
+def with_adapters(layers: Sequence[Adapted | None], x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The products of layers with the same input, with their adapters. layers: None where one has no adapter."""
+    return [part if one is None else one.with_adapter(x, part) for one, part in zip(layers, parts, strict=True)]
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, over this rank's heads."""
+
+    adapted: Sequence[Adapted | None] = ()  # of q, k and v, whose products may be joined, those that have adapters
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
@@ -127,9 +150,11 @@ class Attention(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            parts: Sequence[Tensor] = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         else:
             parts = product(x, *context.joined.qkv[self.layer]).split(self.sizes, dim=-1)
+            if self.adapted:
+                parts = with_adapters(self.adapted, x, parts)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
@@ -139,6 +164,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
+
+    adapted: Sequence[Adapted | None] = ()  # of gate and up; see Attention
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
@@ -153,7 +180,9 @@ class MLP(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is not None:
-            inner = silu_mul(product(x, *context.joined.gate_up[self.layer]))
+            both = product(x, *context.joined.gate_up[self.layer])
+            parts = with_adapters(self.adapted, x, both.chunk(2, dim=-1)) if self.adapted else (both,)
+            inner = silu_mul(*parts)
         elif context.cached:
             inner = silu_mul(self.gate_proj(x), self.up_proj(x))
         else:
@@ -184,7 +213,8 @@ class Transformer(nn.Module):
 
     With device="meta" it holds no memory until it takes weights (`take`); otherwise it starts from
     `init_weights(seed)`. It never reads torch's global random state. recompute: training saves only each layer's input
-    and recomputes the layer in the backward pass (arXiv 1604.06174), with the same bits.
+    and recomputes the layer in the backward pass (arXiv 1604.06174), with the same bits. adapters: of its linear
+    layers, which then train alone, with a scalar head; they, and that head, are at least float32.
     """
 
     def __init__(
@@ -197,12 +227,14 @@ class Transformer(nn.Module):
         seed: int = 0,
         parallel: Parallel = WHOLE,
         recompute: bool = False,
+        adapters: Adapters | None = None,
     ):
         super().__init__()
         shard = parallel.shard
         assert shard.tp <= min(config.num_kv_heads, config.intermediate_size, config.vocab_size), shard
         assert shard.pp <= config.num_layers, shard
         self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute
+        self.adapters = adapters
         self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
         unembeds = parallel.is_last and head == "lm"
         vocabulary = vocabulary_of(config, shard)
@@ -218,9 +250,11 @@ class Transformer(nn.Module):
             if unembeds and not config.tie_embeddings:
                 self.lm_head = Embedding(vocabulary, config.hidden_size, parallel.group)
         self.to(dtype)
+        if adapters is not None:
+            self._adapt(adapters, torch.promote_types(dtype, torch.float32))
         if torch.device(device).type != "meta":
             # not to_empty(): it makes torch import sympy, half a second
-            empty = {name: torch.empty(one.shape, dtype=dtype, device=device) for name, one in self.named_parameters()}
+            empty = {n: torch.empty(one.shape, dtype=one.dtype, device=device) for n, one in self.named_parameters()}
             self.take(empty)
             self.init_weights(seed)
 
@@ -233,6 +267,69 @@ class Transformer(nn.Module):
         self.load_state_dict(weights, assign=True)
         lay_adjacent(self.layers.values())
 
+    def _adapt(self, adapters: Adapters, dtype: torch.dtype) -> None:
+        """Gives linear layers adapters, without memory."""
+        together = {Attention: ("q_proj", "k_proj", "v_proj"), MLP: ("gate_proj", "up_proj")}
+        for block in (block for layer in self.layers.values() for block in (layer.self_attn, layer.mlp)):
+            for name, module in [*block.named_children()]:
+                if isinstance(module, nn.Linear) and adapters.has(name):
+                    sizes, bias = (module.in_features, module.out_features), module.bias is not None
+                    with torch.device("meta"):
+                        made = AdaptedLinear(*sizes, bias=bias)
+                        if isinstance(module, RowLinear):
+                            made = AdaptedRowLinear(*sizes, bias=bias, group=module.group)
+                        made.to(self.dtype).adapt(adapters, dtype)
+                    setattr(block, name, made)
+            layers = [getattr(block, name) for name in together[type(block)]]
+            of_layers = tuple(one if isinstance(one, Adapted) else None for one in layers)
+            block.adapted = of_layers if any(of_layers) else ()
+        if self.parallel.is_last and self.head == "scalar":
+            self.score.to(dtype)
+
+    def with_adapters(
+        self, adapters: Adapters | None, seed: int = 0, *, parallel: Parallel | None = None
+    ) -> "Transformer":
+        """A model on the weights of this one, which both then have in common, with adapters (None: without), whose
+        scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard."""
+        parallel = parallel or self.parallel
+        assert parallel.shard == self.parallel.shard, (parallel.shard, self.parallel.shard)
+        made = Transformer(
+            self.config, head=self.head, dtype=self.dtype, device="meta", parallel=parallel, adapters=adapters
+        )
+        weights, device = self.state_dict(), next(self.parameters()).device
+        own = made.trained_names() if adapters is not None else set()
+        for name, like in made.named_parameters():
+            if name not in weights:
+                weights[name] = torch.empty(like.shape, dtype=like.dtype, device=device)
+            elif name in own:
+                weights[name] = weights[name].to(like.dtype, copy=True)
+        made.load_state_dict(weights, assign=True)
+        if adapters is not None:
+            made.init_adapters(seed)
+        return made.requires_grad_(False)
+
+    def trained_names(self) -> set[str]:
+        """The parameters that training changes: all, or with adapters these, and a scalar head."""
+        names = {name for name, _ in self.named_parameters()}
+        return names if self.adapters is None else {one for one in names if is_factor(one) or one == "score.weight"}
+
+    @torch.no_grad()
+    def init_adapters(self, seed: int) -> None:
+        """Kaiming's uniform distribution with a = sqrt(5), of the whole model, for A: +-1 / sqrt(inputs); 0 for B. Each
+        has random numbers of its own, so that they depend neither on the other targets nor on the shard."""
+        wide = Transformer(self.config, head=self.head, device="meta", adapters=self.adapters)
+        shapes = {name: like.shape for name, like in wide.named_parameters()}
+        for name, factor in self.named_parameters():
+            if not is_factor(name):
+                continue
+            if not name.endswith(A):
+                factor.zero_()
+                continue
+            own = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
+            generator = torch.Generator().manual_seed(int.from_bytes(own, "little") >> 1)
+            drawn = (torch.rand(shapes[name], generator=generator) * 2 - 1) / math.sqrt(shapes[name][1])
+            factor.copy_(drawn[slice_of(name, self.config, self.parallel.shard)])
+
     @torch.no_grad()
     def init_weights(self, seed: int, *, std: float = 0.02, score_std: float = 0.0) -> None:
         """GPT-2's initialisation: normal(0, std), divided by sqrt(2 * layers) for projections into the residual stream;
@@ -241,7 +338,11 @@ class Transformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         shard, mine = self.parallel.shard, dict(self.named_parameters())
         whole = self if shard == Shard() else Transformer(self.config, head=self.head, device="meta")
+        if self.adapters is not None:
+            self.init_adapters(seed)
         for name, like in whole.named_parameters():
+            if is_factor(name):
+                continue
             if name.endswith("norm.weight") or name.endswith(".bias"):
                 if name in mine:
                     mine[name].fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -332,7 +433,7 @@ class Transformer(nn.Module):
     def scalar(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> one number per token [...]; those of a packed output need `collect_tokens`."""
         assert self.head == "scalar", self.head
-        return self.score(hidden).squeeze(-1)
+        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
 
     def _rope(self, positions: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
         """The frequencies, computed once per device and precision."""

@@ -233,6 +233,12 @@ def uses_trained_weights(call: ModelCall, rank: int, workload: Workload, placeme
     return same_ranks and layout.shard(rank) == training.shard(rank)
 
 
+def leaves_device(layout: Layout) -> bool:
+    """Whether the weights of a frozen model in a layout are not on the device of a rank between calls: then no other
+    model can have them in common."""
+    return layout.offload or (layout.zero == 3 and layout.dp > 1)
+
+
 def weights_layout(call: ModelCall, rank: int, workload: Workload, placement: Placement) -> Layout:
     """The layout by whose ZeRO stage a rank keeps the weights that a call runs with: that of training or its own."""
     train = workload.workflow.train_call(call.model)

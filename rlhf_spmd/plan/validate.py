@@ -119,6 +119,9 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         yield f"tp {layout.tp} is more than the rows of a weight of {model}; lower tp"
     if layout.recompute and not isinstance(call, Train):
         yield "recompute saves activations for a backward pass, which only training has; drop it here"
+    if isinstance(call, Train) and shape.adapters is not None and layout.zero == 3:
+        text = f"ZeRO 3 (by DeepSpeed) shards weights that train, and {model} trains adapters on frozen ones"
+        yield f"{text}; use ZeRO 0 or 1, split its weights by tp or pp, or drop lora.rank"
     if layout.offload and workload.workflow.train_call(model):
         yield f"offload is for frozen models, and {model} trains; drop it here"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from random import Random
 
+from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
@@ -16,7 +17,8 @@ LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their lau
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama-family model, from which seconds and bytes follow."""
+    """The sizes of a Llama-family model, from which seconds and bytes follow. adapters: those that train on its frozen
+    weights; None: all weights train, or none."""
 
     num_layers: int
     hidden_size: int
@@ -31,6 +33,7 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    adapters: Adapters | None = None
 
     def slice_sizes(self, tp: int, index: int) -> tuple[int, int, int]:
         """Attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last slice is
@@ -117,6 +120,7 @@ class Workload:
     prompt_lengths: tuple[int, ...] = ()  # for forecasts, equally frequent; empty: all prompts have max_prompt tokens
     response_lengths: tuple[int, ...] = ()  # the same for responses
     forecast_lengths: ResponseLengths | None = field(default=None, repr=False)  # None: all have max_response tokens
+    bases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
@@ -190,7 +194,12 @@ class Workload:
         assert shape is not None, f"{model} has no weights"
         return shape
 
+    def trained_number_bytes(self, model: str) -> int:
+        """Bytes of a number that training changes: of a weight in the compute precision, or of an adapter."""
+        shape = self.models[model]
+        return NUMBER_BYTES if shape is not None and shape.adapters is not None else self.param_bytes
+
     def weight_bytes(self, model: str) -> int:
-        """Bytes of one full copy of a model's weights in the compute precision."""
+        """Bytes of one full copy of a model's weights in the compute precision, without adapters."""
         shape = self.models[model]
         return shape.num_params * self.param_bytes if shape else 0

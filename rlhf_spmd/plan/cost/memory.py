@@ -5,6 +5,9 @@ parameters in a rank's shard and c bytes per weight in the compute precision, a 
 float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stages 2 and 3 are DeepSpeed's
 (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any precision; stage 2 keeps no
 gradients between steps, stage 3 those of its part and the buffer in which it reduces them.
+
+A model with adapters holds c*p weights of its base, which models may have in common, and for each of its a numbers of
+adapters 4 bytes of itself, of its gradient and of each moment.
 """
 
 import math
@@ -12,11 +15,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import weights_layout
+from rlhf_spmd.plan.placement import leaves_device, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run
 from rlhf_spmd.plan.program.pipeline import pass_bytes
-from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
+from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
@@ -30,8 +34,20 @@ LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it t
 
 @lru_cache(maxsize=65536)
 def num_params(shape: ModelShape, shard: Shard) -> int:
-    """Parameters of one shard of a model."""
+    """Parameters of one shard of a model, without adapters."""
     return sum(numbers_in(box) for weight in weights_of(shape) if (box := weight.box(shard)))
+
+
+@lru_cache(maxsize=65536)
+def num_trained(shape: ModelShape, shard: Shard) -> int:
+    """Numbers of one shard of a model that training changes: all parameters, or adapters."""
+    return sum(numbers_in(box) for weight in trained_weights_of(shape) if (box := weight.box(shard)))
+
+
+@lru_cache(maxsize=65536)
+def num_frozen(shape: ModelShape, shard: Shard) -> int:
+    """Parameters of one shard of a model that training with adapters leaves as they are."""
+    return sum(numbers_in(box) for weight in frozen_weights_of(shape) if (box := weight.box(shard)))
 
 
 @lru_cache(maxsize=65536)
@@ -63,17 +79,35 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
 
 
 def static_bytes(program: Program, rank: int) -> dict[str, int]:
-    """Bytes that a rank holds all the time, by kind; "offloaded" is host memory."""
+    """Bytes that a rank holds all the time, by kind; "offloaded" is host memory. A shard of weights that several models
+    have in common counts once."""
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
+    held: set[tuple[str, Shard]] = set()  # of bases
+
+    def base_bytes(model: str, shard: Shard) -> int:
+        """Bytes of the frozen weights of a model, unless they are there."""
+        key, shape = (workload.bases[model], shard), workload.shape(model)
+        numbers = num_params(shape, shard) if shape.adapters is None else num_frozen(shape, shard)
+        is_there = key in held
+        held.add(key)
+        return 0 if is_there else workload.param_bytes * numbers
+
     for model in program.trained(rank):
         (training,) = (layouts[call.name] for call in workload.workflow.train_calls if call.model == model)
         stays = _zero_bytes(workload, model, training, training.shard(rank), trains=True)
         for kind in ("weights", "gradients", "optimizer"):
             total[kind] += stays[kind]
+        if model in workload.bases:
+            total["weights"] += base_bytes(model, training.shard(rank))
     for (model, shard), calls in program.copies(rank).items():
-        if workload.models[model] is not None:
-            layout = layouts[calls[0]]
+        if (shape := workload.models[model]) is None:
+            continue
+        layout = layouts[calls[0]]
+        if model in workload.bases and not leaves_device(layout):
+            adapters = 0 if shape.adapters is None else num_trained(shape, shard)
+            total["weights"] += base_bytes(model, shard) + workload.trained_number_bytes(model) * adapters
+        else:
             kind = "offloaded" if layout.offload else "weights"
             total[kind] += _zero_bytes(workload, model, layout, shard, trains=False)["weights"]
     return total
@@ -167,6 +201,9 @@ def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
 
 def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *, trains: bool) -> dict[str, int]:
     shape = workload.shape(model)
+    if trains and shape.adapters is not None:  # without its base
+        layout, numbers = replace(layout, zero=min(layout.zero, 1)), num_trained(shape, shard)
+        return zero_bytes(layout, numbers, 0, workload.trained_number_bytes(model), trains=True)
     numel = reduce_numel(shape, shard) if trains else 0
     return zero_bytes(layout, num_params(shape, shard), numel, workload.param_bytes, trains=trains)
 
@@ -201,6 +238,8 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
     heads, kv_heads, intermediate = shape.slice_sizes(shard.tp, shard.tp_index)
     # a slice of inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product
     kept = 2 * h / layout.tp + 2 * (heads + kv_heads) * d + 4 * intermediate
+    if shape.adapters is not None:  # the products with A, in float32
+        kept += len(shape.adapters.targets) * shape.adapters.rank * NUMBER_BYTES / c
     gathered = 2 * h  # the norms' outputs, which all slices of q, k, v and of gate and up read: whole on each
     per_layer = h / layout.tp if layout.recompute else kept + gathered
     passes = layout.pp - shard.stage  # micro-batches in the pipeline under 1F1B

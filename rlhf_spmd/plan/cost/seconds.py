@@ -4,7 +4,8 @@ A layer's products take 2 FLOPs per weight and token, its causal attention 4 per
 half of which is masked. Under tensor parallelism with sequence parallelism each block gathers its tokens before and
 scatters their sum after (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass.
 No product hides these messages or the start of a layer. A backward pass takes two forwards, and one more with
-recomputation.
+recomputation; one less where a base is frozen, of which it computes no gradients. Adapters add 2 FLOPs per number and
+token, three times that where they train.
 
 A decode step of b rows and L layers takes max(start, max(read, products) + reduces): starting it, L decode_layer_s + 2
 L decode_reduce_s (tp > 1); reading all weights, keys and values; its products; and two all-reduces of b x h numbers per
@@ -17,11 +18,12 @@ If the calibration has tables of a shape (Measured), seconds of passes, steps an
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
-from rlhf_spmd.plan.cost.memory import num_params, sequence_bytes
+from rlhf_spmd.plan.cost.memory import num_params, num_trained, sequence_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
@@ -86,7 +88,8 @@ class Cost:
         """The table of a model's shape; None if it is not measured or its slices are on several nodes."""
         if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside:
             return None
-        return self.device(rank).table(self.workload.shape(model), layout.tp, self.workload.param_bytes)
+        shape = replace(self.workload.shape(model), adapters=None)
+        return self.device(rank).table(shape, layout.tp, self.workload.param_bytes)
 
     def message_s(self, source: int, destination: int, num_bytes: int, num_parts: int = 1) -> float:
         """Seconds of a message from rank to rank, in so many parts."""
@@ -114,20 +117,31 @@ class Cost:
         """Seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
         shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
         num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
+        adapters_s, of_weights = self.adapters_s(call.model, layout, rank, tokens), shape.adapters is None
         if (table := self.table(call.model, layout, rank)) is not None:
             forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
             if not backward:
-                return forward_s
+                return forward_s + adapters_s
             again_s = table.forward.at(num_layers, tokens, length, rest=False) if layout.recompute else 0.0
-            return max(0.0, table.train.at(num_layers, tokens, length, rest=is_last) - forward_s) + again_s
+            backward_s = max(0.0, table.train.at(num_layers, tokens, length, rest=is_last) - forward_s)
+            return backward_s / (1 if of_weights else 2) + again_s + (2 + layout.recompute) * adapters_s
         hidden_bytes = tokens * shape.hidden_size * self.workload.param_bytes
         gather_s = all_gather_s(self.link(layout.tensor_ranks(rank)), layout.tp, hidden_bytes)
         flops = layer_flops(shape, tokens, length / 2, layout.tp)
         layer_s = flops / device.matrix_flops + 4 * gather_s + device.layer_s
         head_s = head_flops(shape, tokens, layout.tp) / device.matrix_flops if is_last else 0.0
         if backward:
-            return (2 + layout.recompute) * num_layers * layer_s + 2 * head_s
-        return num_layers * layer_s + head_s
+            passes = 1 + of_weights
+            layers_s = (passes + layout.recompute) * num_layers * layer_s
+            return layers_s + passes * head_s + (2 + layout.recompute) * adapters_s
+        return num_layers * layer_s + head_s + adapters_s
+
+    def adapters_s(self, model: str, layout: Layout, rank: int, tokens: float) -> float:
+        """Seconds of the products of some tokens with the adapters on a rank's stage; 0 without adapters."""
+        shape = self.workload.shape(model)
+        if shape.adapters is None:
+            return 0.0
+        return 2 * tokens * num_trained(shape, layout.shard(rank)) / self.device(rank).matrix_flops
 
     def gather_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
         """Seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
@@ -146,12 +160,14 @@ class Cost:
     def update_s(self, model: str, layout: Layout, rank: int) -> float:
         """Seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer step,
         and under ZeRO 1 and 2 of gathering the new weights."""
-        params = num_params(self.workload.shape(model), layout.shard(rank))
-        mine = params / layout.dp if layout.zero else params
+        shape = self.workload.shape(model)
+        params = num_trained(shape, layout.shard(rank))
+        zero = layout.zero if shape.adapters is None else min(layout.zero, 1)
+        mine = params / layout.dp if zero else params
         link = self.link(layout.data_ranks(rank))
-        reduce_s = (2 if layout.zero < 2 else 1) * all_gather_s(link, layout.dp, 4 * params)
-        if layout.zero in (1, 2):
-            reduce_s += all_gather_s(link, layout.dp, self.workload.param_bytes * params)
+        reduce_s = (2 if zero < 2 else 1) * all_gather_s(link, layout.dp, 4 * params)
+        if zero in (1, 2):
+            reduce_s += all_gather_s(link, layout.dp, self.workload.trained_number_bytes(model) * params)
         if (table := self.table(model, layout, rank)) is not None:
             moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)
             return moments_s + reduce_s + table.update.at(mine)
@@ -249,8 +265,12 @@ class Cost:
         shape = workload.shape(call.model)
         num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
         table = self.table(call.model, layout, rank)
+        adapters_s = 0.0
+        if shape.adapters is not None:
+            read = NUMBER_BYTES * num_trained(shape, shard) / device.memory_bytes_per_s
+            adapters_s = max(read, self.adapters_s(call.model, layout, rank, places))
         if table is not None and table.decode is not None:
-            return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1)
+            return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1) + adapters_s
         prompt, response = workload.max_prompt, workload.max_response
         context = prompt + self._middle()
         cached = places * context / (prompt + response) * sequence_bytes(workload, call, layout, rank)
@@ -260,7 +280,7 @@ class Cost:
         num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
         link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes
         reduce_s = num_reduces * 2 * all_gather_s(link, layout.tp, hidden_bytes)
-        busy_s = max(read_s, flops / device.matrix_flops) + reduce_s
+        busy_s = max(read_s, flops / device.matrix_flops) + adapters_s + reduce_s
         return device.decode_step_s(busy_s, num_layers, num_reduces)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Bucket, cut_into_buckets, num_packets
-from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Range, Weight, box_of, overlap, weights_of
+from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Range, Weight, box_of, overlap, trained_weights_of
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
@@ -59,8 +59,8 @@ class Reallocation:
 
     @property
     def weights(self) -> dict[str, Weight]:
-        """The table of weights by name."""
-        return {weight.name: weight for weight in weights_of(self.shape)}
+        """The table of the weights that move, by name: those that training changes."""
+        return {weight.name: weight for weight in trained_weights_of(self.shape)}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -146,7 +146,8 @@ def plan_reallocation(
     node_of: Callable[[int], int],
     whole_bytes: int = WHOLE_BYTES,
 ) -> Reallocation:
-    """How the ranks of `targets` get their shards of a model that the ranks of `sources` hold together.
+    """How the ranks of `targets` get their shards of what training changes in a model that the ranks of `sources` hold
+    together.
 
     A rank may have several targets. node_of: the node of a rank. whole_bytes: the smallest share into which a box with
     several holders is cut; smaller boxes are sent whole, and the receivers are divided among the holders. Some source
@@ -154,7 +155,7 @@ def plan_reallocation(
     """
     local: list[Copy] = []
     lacked: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
-    for weight in weights_of(shape):
+    for weight in trained_weights_of(shape):
         held = [(box, rank) for rank in sorted(sources) for box in sources[rank].boxes(weight)]
         wanted = [(box, index) for index, (_, shard) in enumerate(targets) if (box := weight.box(shard))]
         of_rank: dict[int, list[Box]] = {}

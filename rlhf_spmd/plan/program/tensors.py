@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from rlhf_spmd.plan.adapters import BY_OUTPUTS, A, B
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
+SCORE = "score.weight"  # the head of one number per token, which trains beside adapters
 Range = tuple[int, int]  # first, last + 1
 Box = tuple[Range, Range, Range]  # of layers, rows and columns, counted in the whole model
 
@@ -132,7 +134,7 @@ class Holding:
 
 @lru_cache(maxsize=64)
 def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """All weights of a model, in the order of its parameters with all layers as one."""
+    """All weights of a model, in the order of its parameters with all layers as one; without adapters."""
     num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * d, shape.num_kv_heads * d
     group = shape.num_heads // shape.num_kv_heads * d  # the query heads that read one key-value head stay together
@@ -162,7 +164,37 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     linear("mlp.down_proj", hidden, inner, "columns", 1, shape.mlp_bias)
     table.append(Weight("norm.weight", 1, hidden, 1, num_dims=1, stages="last"))
     if shape.scalar_head:
-        table.append(Weight("score.weight", 1, 1, hidden, stages="last"))
+        table.append(Weight(SCORE, 1, 1, hidden, stages="last"))
     elif not shape.tied:
         table.append(Weight("lm_head.weight", 1, shape.vocab_size, hidden, cut="rows", stages="last"))
     return tuple(table)
+
+
+@lru_cache(maxsize=64)
+def trained_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
+    """What training changes: all weights, or of a model with adapters these, and a head of one number per token."""
+    adapters = shape.adapters
+    if adapters is None:
+        return weights_of(shape)
+    table: list[Weight] = []
+    for weight in weights_of(shape):
+        layer = weight.name.removesuffix(".weight")
+        if weight.name == SCORE:
+            table.append(weight)
+        if weight.num_dims == 1 or weight.cut is None or not adapters.has(layer):
+            continue
+        down, up = replace(weight, name=f"{layer}.{A}"), replace(weight, name=f"{layer}.{B}")
+        if layer.rpartition(".")[2] in BY_OUTPUTS:
+            down = replace(down, cut=None, unit=1)
+        else:
+            up = replace(up, cut=None, unit=1)
+        table += [replace(down, rows=adapters.rank), replace(up, columns=adapters.rank)]
+    return tuple(table)
+
+
+@lru_cache(maxsize=64)
+def frozen_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
+    """The base of a model with adapters: its weights that training leaves as they are; of any other model none."""
+    if shape.adapters is None:
+        return ()
+    return tuple(weight for weight in weights_of(shape) if weight.name != SCORE)

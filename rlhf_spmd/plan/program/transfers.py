@@ -159,10 +159,11 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
             workload.shape(call.model),
             {rank: holding(training, rank) for rank in training.ranks},
             targets,
-            bytes_per_number=workload.param_bytes,
+            bytes_per_number=workload.trained_number_bytes(call.model),
             node_of=cluster.node_of,
         )
-        what = f"weights of {call.model} to ranks {format_ranks(tuple(sorted({rank for rank, _ in targets})))}"
+        kind = "weights" if workload.shape(call.model).adapters is None else "adapters"
+        what = f"{kind} of {call.model} to ranks {format_ranks(tuple(sorted({rank for rank, _ in targets})))}"
         counts = plan.hop_messages(BUCKET_BYTES)
         messages = tuple(Message(*hop, (), range(0), size, counts[hop]) for hop, size in plan.hop_bytes().items())
         moves.append(Move(Transfer(what, messages, model=call.model, reallocation=plan), (call.name,), ()))

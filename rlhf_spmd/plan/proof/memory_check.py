@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.workflow import Train
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,10 @@ def waste(program: Program) -> list[Finding]:
                 f"{call.name}: {_ranks(empty, 'get')} no sequence, because mini_batch "
                 f"{program.workload.mini_batch} is smaller than dp {layout.dp}; raise mini_batch"
             )
+        shape = program.workload.models[call.model]
+        if isinstance(call, Train) and layout.zero == 2 and shape is not None and shape.adapters is not None:
+            text = f"ZeRO 2 means 1 for {call.model}, because gradients of adapters are summed whole"
+            texts.append(f"{call.name}: {text}; use zero=1")
         types = {program.cluster.nodes[program.cluster.node_of(rank)].device for rank in layout.ranks}
         if len(types) > 1:
             texts.append(f"{call.name} runs on {' and '.join(sorted(types))}: the slower type sets the pace")

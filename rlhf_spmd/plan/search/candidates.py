@@ -1,6 +1,6 @@
 """A call in a layout, in a few numbers: seconds by closed forms from seconds.py, bytes by the formulas of memory.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.plan.cluster import Cluster
@@ -8,7 +8,9 @@ from rlhf_spmd.plan.cost.memory import (
     activation_bytes,
     cache_bytes,
     gathered_bytes,
+    num_frozen,
     num_params,
+    num_trained,
     reduce_numel,
     sequence_bytes,
     zero_bytes,
@@ -149,10 +151,9 @@ class CallCosts:
         shards = [Shard(stage, layout.pp, layout.tp - 1, layout.tp) for stage in _ends(layout)]  # the largest slices
         params = max(num_params(shape, shard) for shard in shards)
         gather_s = cost.spread_s(call, layout, layout.rank_at(0, 0, layout.tp - 1))
-        options = {"whole_bytes": c * params}
-        trains = isinstance(call, Train)
-        numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
-        taken = zero_bytes(layout, params, numel, c, trains=trains)
+        moved = max(num_trained(shape, shard) for shard in shards)
+        options = {"whole_bytes": workload.trained_number_bytes(call.model) * moved}
+        trains, taken = isinstance(call, Train), self._taken(call, layout, shards)
         if trains:
             options |= {
                 "static_bytes": taken["weights"] + taken["gradients"] + taken["optimizer"],
@@ -173,6 +174,18 @@ class CallCosts:
                 least = max(sequence_bytes(self.evaluation, call, layout, rank) for rank in last)
                 options["cache_bytes"] = max(options["cache_bytes"], least)
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
+
+    def _taken(self, call: ModelCall, layout: Layout, shards: Sequence[Shard]) -> dict[str, int]:
+        """memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its base,
+        even where another model has them in common."""
+        shape, c, trains = self.workload.shape(call.model), self.workload.param_bytes, isinstance(call, Train)
+        moved = max(num_trained(shape, shard) for shard in shards)
+        if shape.adapters is None:
+            params = max(num_params(shape, shard) for shard in shards)
+            numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
+            return zero_bytes(layout, params, numel, c, trains=trains)
+        taken = zero_bytes(layout, moved, 0, self.workload.trained_number_bytes(call.model), trains=trains)
+        return taken | {"weights": taken["weights"] + c * max(num_frozen(shape, shard) for shard in shards)}
 
     def _activation_bytes(self, call: ModelCall, layout: Layout) -> int:
         key = call.name, layout.pp, layout.tp, layout.micro_batch, layout.recompute

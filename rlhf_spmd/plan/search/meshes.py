@@ -81,7 +81,8 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
         rows = -(-workload.mini_batch // dp)
         if isinstance(call, Train):
-            for zero in (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
+            most_zero = 0 if dp == 1 else 1 if pp > 1 or workload.shape(call.model).adapters is not None else 3
+            for zero in range(most_zero + 1):
                 for most in _micro_batches(rows, 2 * workload.micro_batch):
                     for recompute in (False, True):
                         yield replace(grid, zero=zero, micro_batch=most, recompute=recompute)

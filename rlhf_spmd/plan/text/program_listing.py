@@ -6,7 +6,7 @@ from dataclasses import replace
 from rlhf_spmd.plan.cost.memory import (
     STATIC,
     WORKING,
-    num_params,
+    num_trained,
     packed_bytes,
     peak_bytes,
     static_bytes,
@@ -119,7 +119,7 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
         shape = workload.models.get(call.model)
         if shape:
             layout = program.placement.layouts[call.name]
-            largest = max(num_params(shape, layout.shard(rank)) for rank in layout.model_ranks(layout.ranks[0]))
+            largest = max(num_trained(shape, layout.shard(rank)) for rank in layout.model_ranks(layout.ranks[0]))
             num_bytes = 2 * (layout.dp - 1) * 4 * largest * steps // layout.dp
             rows.append((call.model, str(layout.dp), str(steps), f"{num_bytes:,}"))
     return rows

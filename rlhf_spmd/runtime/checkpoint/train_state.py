@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.model.parallel import is_split
-from rlhf_spmd.plan.program.tensors import Range, overlap, rectangles, weights_of
+from rlhf_spmd.plan.program.tensors import Range, overlap, rectangles, trained_weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint, FileRecord, unusable, write
@@ -47,9 +47,10 @@ class FlatSlice:
 
 
 def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
-    """Parameter name -> its part in a shard, [rows, columns] of the whole; one dim counts as one column."""
+    """The parameters that train -> their parts in a shard, [rows, columns] of the whole; one dim counts as one
+    column."""
     found: dict[str, Box2] = {}
-    for weight in weights_of(shape):
+    for weight in trained_weights_of(shape):
         box = weight.box(shard)
         if box is not None:
             found |= {name: (box[1], box[2]) for _, name in weight.parameters(box[0])}

@@ -224,7 +224,7 @@ class FlatEngine:
         return nullcontext()
 
     def held(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        return {name: p.detach() for name, p in zip(self._names, self._weights, strict=True)}
 
 
 def _move_gradient(weight: Tensor, into: Tensor) -> None:

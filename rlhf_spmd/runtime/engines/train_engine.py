@@ -54,8 +54,9 @@ class TrainEngine(Protocol):
         """
 
     def held(self) -> dict[str, Tensor]:
-        """The part of each weight that this rank always holds, by parameter name, in the compute dtype; a tied weight
-        once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat part of it."""
+        """The part of each weight in training that this rank always holds, by parameter name, in the compute dtype; a
+        tied weight once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat
+        part of it."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """The number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat
@@ -73,7 +74,8 @@ def make_engine(model: Transformer, *, groups: Groups, options: EngineOptions) -
     """Makes an engine for a model, or this rank's shard of it, on the ranks of a layout. The engine owns the model.
 
     model: the same weights on every rank of groups.data; if that is None, every stage acts as stage 0, because there is
-    nothing to shard. Raises UserError for an unsupported stage or dtype; float64 is for tests.
+    nothing to shard. Parameters that need no gradient stay as they are. Raises UserError for an unsupported stage or
+    dtype; float64 is for tests.
     """
     zero, dtype = options.zero, options.dtype
     if zero not in (0, 1, 2, 3):
@@ -84,7 +86,7 @@ def make_engine(model: Transformer, *, groups: Groups, options: EngineOptions) -
         raise UserError(f"float64 is not possible with zero={zero}: DeepSpeed rejects or rounds it; choose zero=0")
     assert options.max_grad_norm is None or options.max_grad_norm > 0, options
     with torch.no_grad():
-        for p in model.parameters():  # not model.to(dtype): buffers keep their precision
+        for p in (p for p in model.parameters() if p.requires_grad):  # not model.to(dtype): frozen ones keep theirs
             p.data = p.data.to(dtype)
     decaying = options.weight_decay_on
     bare = {name for name, p in model.named_parameters() if options.weight_decay and not decays(name, p, decaying)}

@@ -87,7 +87,8 @@ def one_layer(model: Transformer, vocab_size: int | None = None) -> Transformer:
         "vocab_size": vocab_size or len(vocabulary_of(config, slice_)),
         "tie_embeddings": True,  # half the memory
     }
-    made = Transformer(replace(config, **sizes), head=model.head, dtype=model.dtype, device="meta")
+    options: dict[str, Any] = {"dtype": model.dtype, "device": "meta", "adapters": model.adapters}
+    made = Transformer(replace(config, **sizes), head=model.head, **options)
     made.take({name: torch.zeros(one.shape, dtype=one.dtype, device=device) for name, one in made.named_parameters()})
     made.recompute = model.recompute
     return made

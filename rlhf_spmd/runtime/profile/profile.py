@@ -80,7 +80,7 @@ def profile(
     kind = type_of(world.computes, config.device_type)
     machine = machines(world)[world.rank]
     num_workers = machine.cores / machine.threads if world.computes.index is None else None
-    shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
+    shapes = dict.fromkeys(replace(shape, num_layers=0, adapters=None) for shape in workload.models.values() if shape)
     wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
     others = torch.zeros(2 * last_level_cache_bytes(world.computes.index) // 4, device=world.device)
     clock = Clock(world, num_workers, wait, partial(others.add_, 1), budget_s)

@@ -8,7 +8,6 @@ would read as tags where it is put in, control characters in the whole page.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment
 from markupsafe import Markup

@@ -5,7 +5,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.config.presets import has_adapter_rate
 from rlhf_spmd.model.texts.template_time import format_time
+from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
+from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.prompts import PromptSet
@@ -31,6 +34,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     }
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
+        **({"adapters": text} if (text := _adapters(job)) else {}),
         **judged,
         **({"names": notes} if (notes := _names_of_functions(job)) else {}),
         "device": describe_device(job.world.computes, job.world.size),
@@ -42,6 +46,23 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.shown),
     }
+
+
+def _adapters(job: Job) -> str:
+    """Of each model with adapters which these are and its learning rate; and which models have a base in common."""
+    config, workload, texts = job.config, job.program.workload, []
+    for name, shape in workload.models.items():
+        if shape is None or (own := shape.adapters) is None:
+            continue
+        numbers = sum(weight.layers * weight.rows * weight.columns for weight in trained_weights_of(shape))
+        layers = ALL_LINEAR if own.targets == LINEAR_LAYERS else ", ".join(own.targets)
+        rate = f"learning rate {config.optimizer.lr[name]:g}"
+        rate += ", ten times that of full training" if has_adapter_rate(config, name) else ""
+        texts.append(f"{name} rank {own.rank}, scale {own.scale:g}, {layers}: {format_count(numbers)} numbers; {rate}")
+    for base in dict.fromkeys(workload.bases.values()):
+        names = [name for name in workload.bases if workload.bases[name] == base]
+        texts += [f"{' and '.join(names)} have their frozen weights in common"] if len(names) > 1 else []
+    return "; ".join(texts)
 
 
 def _names_of_functions(job: Job) -> str:

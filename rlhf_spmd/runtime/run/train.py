@@ -38,7 +38,7 @@ from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
-from rlhf_spmd.runtime.weights.weight_sync import whole_state
+from rlhf_spmd.runtime.weights.weight_sync import merged, whole_state
 from rlhf_spmd.runtime.world.world import World
 
 TIMELINE_ITERATIONS = 3  # the last ones are kept
@@ -276,6 +276,8 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
+                    if job.models.engines[role].model.adapters is not None:
+                        state = merged(job.models, role, state)
                     config, head = job.models.engines[role].model.config, roles[role].head
                     suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
                     save_state(state, config, head, path, source=job.models.folders.get(role), suppressed=suppressed)

@@ -20,6 +20,7 @@ from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
+from rlhf_spmd.plan.placement import leaves_device
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import ModelCall, Train
@@ -67,7 +68,8 @@ class RankModels:
     """This rank's models. Loading is local; `start` is collective, in workflow order on all ranks.
 
     engines: models that train here. copies: all other models that calls here use, by model and shard; those also in
-    `sharded` are empty until gathered, those also in `offloaded` until loaded.
+    `sharded` are empty until gathered, those also in `offloaded` until loaded. Models with a base in common have the
+    weights of a shard of it in common, but those that are sharded or offloaded, which leave the device.
     """
 
     def __init__(self, program: Program, config: Config, world: World):
@@ -80,22 +82,36 @@ class RankModels:
         self.offloaded: dict[tuple[str, Shard], OffloadedCopy] = {}
         self.arena: Arena | None = None
         self._to_train: dict[str, Transformer] = {}
+        self._bases: dict[tuple[str, Shard], Transformer] = {}
         layouts = program.placement.layouts
         for call in program.workload.workflow.train_calls:
             if world.rank in layouts[call.name].ranks:
-                self._to_train[call.model] = self._load(call.model, layouts[call.name])
+                self._to_train[call.model] = self._model(call.model, layouts[call.name])
         for (name, shard), calls in program.copies(world.rank).items():
             if config.folder(name):
-                self.copies[name, shard] = self._load(name, layouts[calls[0]]).eval().requires_grad_(False)
+                self.copies[name, shard] = self._model(name, layouts[calls[0]]).eval().requires_grad_(False)
                 if layouts[calls[0]].offload:
                     self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
 
+    def _model(self, name: str, layout: Layout) -> Transformer:
+        """This rank's shard of a model in a layout, on weights that it may have in common with other models."""
+        workload, shard = self.program.workload, layout.shard(self.world.rank)
+        base = workload.bases.get(name)
+        if base is None or leaves_device(layout):
+            return self._load(name, layout)
+        if (base, shard) not in self._bases:
+            self._bases[base, shard] = self._load(name, layout)
+        adapters = workload.shape(name).adapters
+        return self._bases[base, shard].with_adapters(adapters, self.config.seed, parallel=self._parallel(layout))
+
     def _load(self, name: str, layout: Layout) -> Transformer:
-        """Loads this rank's shard of a model in a layout from its folder."""
+        """Loads this rank's shard of a model in a layout from its folder, without adapters."""
+        workload = self.program.workload
+        same = [other for other, base in workload.bases.items() if base == workload.bases.get(name)] or [name]
         return load_model(
             self.config.folder(name),
             head=self.config.algorithm.roles[name].head,
-            fresh_head=self.program.workload.workflow.train_call(name) is not None,
+            fresh_head=all(workload.workflow.train_call(one) is not None for one in same),
             dtype=DTYPES[self.config.dtype],
             device=self.world.device,
             parallel=self._parallel(layout),
@@ -127,7 +143,10 @@ class RankModels:
                 continue
             key = call.model, layout.shard(rank)
             if isinstance(call, Train):
-                model = self._to_train.pop(call.model).train().requires_grad_(True)
+                model = self._to_train.pop(call.model).train()
+                trained = model.trained_names()
+                for name, weight in model.named_parameters():
+                    weight.requires_grad_(name in trained)
                 model.recompute = layout.recompute
                 tied = model.head == "lm" and model.config.tie_embeddings
                 self.engines[call.model] = make_engine(
@@ -141,8 +160,8 @@ class RankModels:
                         stage=layout.shard(rank).stage,
                     ),
                     options=EngineOptions(
-                        layout.zero,
-                        DTYPES[self.config.dtype],
+                        layout.zero if model.adapters is None else min(layout.zero, 1),
+                        next(p.dtype for p in model.parameters() if p.requires_grad),
                         (optimizer.beta1, optimizer.beta2),
                         optimizer.eps,
                         optimizer.weight_decay,

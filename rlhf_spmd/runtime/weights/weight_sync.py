@@ -1,11 +1,17 @@
-"""Copies a model's new weights from where it trains: to its other copies, and to one rank at the end of a run."""
+"""Copies a model's new weights from where it trains: to its other copies, and to one rank at the end of a run.
+
+Of a model with adapters these are what moves: every copy has the base from the start.
+"""
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.adapters import A, B
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Transfer
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
-from rlhf_spmd.plan.program.tensors import weights_of
+from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.program.transfers import holding
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Train
@@ -22,7 +28,7 @@ def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
         plan,
         rank,
         engine.held() if engine is not None else None,
-        [models.copies[name, plan.targets[index][1]].state_dict() for index in plan.targets_of(rank)],
+        [_trained(models.copies[name, plan.targets[index][1]]) for index in plan.targets_of(rank)],
         bucket_bytes=BUCKET_BYTES,
         tag_base=tag_base,
         device=models.world.device,
@@ -30,9 +36,15 @@ def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
     )
 
 
+def _trained(model: Transformer) -> dict[str, Tensor]:
+    """What training changes in a copy."""
+    names = model.trained_names()
+    return {name: one for name, one in model.state_dict().items() if name in names}
+
+
 def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
-    """All weights of a model in training, by parameter name, on the CPU of the first rank that trains it; None on the
-    others. Collective over these ranks; takes two buckets of extra memory."""
+    """All that trains of a model, its weights or its adapters, by parameter name, on the CPU of the first rank that
+    trains it; None on the others. Collective over these ranks; takes two buckets of extra memory."""
     layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload
     shape, writer = workload.shape(train.model), layout.ranks[0]
     engine = models.engines[train.model]
@@ -47,7 +59,7 @@ def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
     )
     target = {
         name: torch.empty((weight.rows, weight.columns)[: weight.num_dims], dtype=dtype)
-        for weight in (weights_of(shape) if rank == writer else ())
+        for weight in (trained_weights_of(shape) if rank == writer else ())
         for _, name in weight.parameters((0, weight.layers))
     }
     mover = Mover(
@@ -62,3 +74,20 @@ def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
     mover.start()
     mover.finish()
     return target or None
+
+
+def merged(models: RankModels, name: str, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights W + s B A of a model with adapters, by parameter name, on the CPU: computed in float32, from the base
+    in its folder. adapters: of `whole_state`."""
+    workload = models.program.workload
+    of_model = workload.shape(name).adapters
+    assert of_model is not None, f"{name} has no adapters"
+    base = load_model(models.folders[name], head=models.config.algorithm.roles[name].head)
+    state = base.state_dict()
+    for key, factor in adapters.items():
+        layer, _, kind = key.rpartition(".")
+        if kind == B:
+            state[f"{layer}.weight"] += of_model.scale * (factor @ adapters[f"{layer}.{A}"])
+        elif kind != A:
+            state[key] = factor
+    return state

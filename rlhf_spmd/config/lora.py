@@ -1,0 +1,94 @@
+"""Low-rank adapters as options of a run, and what they make of its models."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeVar
+
+from pydantic import Field, NonNegativeInt, PositiveFloat
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.option_tree import ByName
+from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS, A, Adapters, B
+from rlhf_spmd.plan.program.tensors import trained_weights_of
+from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workload import ModelShape
+
+Targets = tuple[Annotated[str, Field(min_length=1)], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters on frozen models (docs/lora.md)."""
+
+    rank: NonNegativeInt = 0  # of the adapters of every model that trains; 0: none, all weights train
+    alpha: PositiveFloat = 32.0  # an adapter's product is multiplied by alpha / rank
+    targets: Targets = (ALL_LINEAR,)  # layers with adapters, e.g. q_proj,v_proj; all-linear: all but the output layer
+    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
+    ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(
+        default_factory=dict
+    )  # the same of one model; none: lora.rank
+    alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(
+        default_factory=dict
+    )  # the same of one model; none: lora.alpha
+    own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(
+        default_factory=dict
+    )  # the same of one model; none: lora.targets
+    own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(
+        default_factory=dict
+    )  # the same of one model; none: lora.rslora
+
+    def of(self, role: str) -> Adapters | None:
+        """The adapters of a model that trains; None if all its weights do."""
+        rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
+        named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
+        targets = tuple(layer for layer in LINEAR_LAYERS if layer in named or ALL_LINEAR in named)
+        return Adapters(rank, alpha, targets, rslora) if rank else None
+
+    def with_roles(self, roles: Iterable[str]) -> "Lora":
+        """A copy with the options of these roles, by default none."""
+        every = [*roles]
+        return replace(
+            self,
+            ranks={role: self.ranks.get(role) for role in every},
+            alphas={role: self.alphas.get(role) for role in every},
+            own_targets={role: self.own_targets.get(role) for role in every},
+            own_rslora={role: self.own_rslora.get(role) for role in every},
+        )
+
+
+Value = TypeVar("Value")
+
+
+def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value:
+    own = of_roles.get(role)
+    return usual if own is None else own
+
+
+def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
+    """The shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
+    shape = replace(shape, adapters=adapters)
+    for weight in trained_weights_of(shape):
+        layer, _, factor = weight.name.rpartition(".")
+        least = min(weight.rows, weight.columns)
+        if factor in (A, B) and least < adapters.rank:
+            name = layer.rpartition(".")[2]
+            raise UserError(
+                f"lora.{role}.rank={adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
+                f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
+            )
+    return shape
+
+
+def bases(
+    shapes: Mapping[str, ModelShape | None], roles: Mapping[str, Role], folder: Callable[[str], str]
+) -> dict[str, str]:
+    """Models with the same frozen weights -> the name of these, where one of the models has adapters. folder: of a
+    role; empty without one, and then models that start from the same role have the same weights."""
+    found: dict[tuple[ModelShape, str], list[str]] = {}
+    for role, shape in shapes.items():
+        if shape is not None and (shape.adapters is not None or roles[role].lr is None):
+            first = next((one for one in roles[role].starts_from if one in shapes), role)
+            source = folder(role) or first
+            found.setdefault((replace(shape, adapters=None), source), []).append(role)
+    with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
+    return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

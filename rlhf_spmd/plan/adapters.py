@@ -1,0 +1,41 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): which linear layers of a frozen base have them, and their scale.
+
+    y = W x + s B (A x),    A [rank, inputs], B [outputs, rank], s = alpha / rank, or alpha / sqrt(rank) with rslora
+
+Tensor parallelism splits what it splits of W: of a layer whose outputs it splits (q, k, v, gate, up) the rows of B, of
+one whose inputs it splits (o, down) the columns of A. The other factor is whole on every slice.
+"""
+
+import math
+from dataclasses import dataclass
+
+A, B = "lora_A", "lora_B"  # the names of the factors in their layer
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_INPUTS = ("o_proj", "down_proj")
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"  # of targets: all of these, but not the output layer
+NUMBER_BYTES = 4  # adapters are float32 in any precision of the base
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a model. targets: the names of layers that have them, of LINEAR_LAYERS."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = LINEAR_LAYERS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """s in the formula above."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def has(self, layer: str) -> bool:
+        """Whether a linear layer, by its name or path, has adapters."""
+        return layer.rpartition(".")[2] in self.targets
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter."""
+    return name.endswith((f".{A}", f".{B}"))

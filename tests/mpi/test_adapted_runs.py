@@ -1,0 +1,121 @@
+"""PPO with adapters of actor and critic: tokens and adapters of every placement are those of one rank; exact resume.
+
+python tests/run_mpi.py 2 4 -- tests/mpi/test_adapted_runs.py
+"""
+
+import pytest
+import torch
+
+from rlhf_spmd.config import options as configs
+from rlhf_spmd.plan.adapters import is_factor
+from rlhf_spmd.plan.program.tensors import trained_weights_of
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.runtime.execute.handlers.infer import Inference
+from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error
+from tests.mpi.test_restore import Runs, folder, stored_numbers, weights_of  # noqa: F401 (folder is a fixture)
+from tests.runs import OneRank, RunOf, compiled
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.ranks(2, 4),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+LORA = ("lora.rank=4", "lora.alpha=8", "ppo.epochs=1", "iterations=2")
+PLACEMENTS = {2: ("flattening", "separation"), 4: ("zero 1", "reallocation", "separation")}
+
+
+def bases_of(run: RunOf) -> dict[str, torch.Tensor]:
+    """The frozen weights of the models on this rank."""
+    models = [(name, engine.model) for name, engine in run.job.models.engines.items()]
+    models += [(f"{name} {shard}", copy) for (name, shard), copy in run.job.models.copies.items()]
+    return {
+        f"{where} {name}": one
+        for where, model in models
+        for name, one in model.state_dict().items()
+        if not is_factor(name) and (model.adapters is None or name != "score.weight")
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(world, folder):  # noqa: F811
+    """The run on one rank, which every rank makes."""
+    settings = configs.overridden(Runs(world, folder, None).settings, LORA)
+    run = RunOf(settings, OneRank(), compiled(settings))
+    return run.iterations(), weights_of(run)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_group):  # noqa: F811
+    if number >= len(PLACEMENTS[world.size]):
+        pytest.skip("no more placements at this number of ranks")
+    run = Runs(world, folder, make_group, *LORA).make(PLACEMENTS[world.size][number])
+    assert [finding for finding in check(run.program) if finding.severity == "error"] == []
+    before = {name: one.clone() for name, one in bases_of(run).items()}
+    history, (expected, adapters) = run.iterations(), alone
+    assert [one["tokens_sha256"] for one in history] == [one["tokens_sha256"] for one in expected]
+    for mine, theirs in zip(history, expected, strict=True):
+        for name in mine.keys() - {"tokens_sha256", *NOT_COMPARED}:
+            assert error(mine[name], theirs[name]) <= TOLERANCE, (name, mine[name], theirs[name])
+    for name, one in weights_of(run).items():
+        assert is_factor(name) or name == "critic.score.weight"
+        torch.testing.assert_close(one, adapters[name], rtol=TOLERANCE, atol=TOLERANCE)
+    assert all(torch.equal(before[name], one) for name, one in bases_of(run).items())
+    shapes = run.program.workload.models
+    for transfer in run.program.transfers:
+        if transfer.reallocation is not None:  # adapters alone, in float32
+            names = {piece.weight for route in transfer.reallocation.routes for piece in route.pieces}
+            assert names <= {weight.name for weight in trained_weights_of(shapes[transfer.model])}
+            assert transfer.reallocation.bytes_per_number == 4
+
+
+def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, monkeypatch):  # noqa: F811
+    """Where actor and reference have the same shard they have one memory, and the reference computes the base's bits,
+    however far the actor is trained."""
+    kept, real = [], Inference.close
+
+    def close(self):
+        if self.call.model == "reference":
+            kept.append(torch.cat(self.results).clone())
+        real(self)
+
+    run = Runs(world, folder, make_group, *LORA).make("flattening")
+    models = run.job.models
+    ((key, reference),) = [(key, copy) for key, copy in models.copies.items() if key[0] == "reference"]
+    of_actor = dict(models.engines["actor"].model.named_parameters())
+    assert all(of_actor[name].data_ptr() == one.data_ptr() for name, one in reference.named_parameters())
+    monkeypatch.setattr(Inference, "close", close)
+    run.iteration()
+    (first,) = kept
+    call = next(call for call in run.program.workload.workflow.placed_calls if call.model == "reference")
+    plain = run.job.models._load("reference", run.program.placement.layouts[call.name])
+    models.copies[key] = plain.eval().requires_grad_(False)
+    step = next(one for one in run.program.instructions[world.rank] if getattr(one, "call", "") == call.name)
+    passes = Inference(run.job, call, step, run.data)
+    for index, batch in enumerate(passes.batches):
+        with torch.no_grad():
+            passes.read(index, plain(batch.tokens_N, context=batch.context(plain)))
+    assert torch.equal(torch.cat(passes.results), first)
+
+
+@pytest.mark.parametrize(("before", "after"), [("zero 1", "zero 1"), ("reallocation", "one")])
+@pytest.mark.ranks(4)
+def test_resume(before, after, world, folder, make_group):  # noqa: F811
+    """Every bit in the same layout; the same tokens in another one. The checkpoint holds adapters alone."""
+    runs = Runs(world, folder, make_group, *LORA)
+    undisturbed = runs.make(before)
+    undisturbed.iteration()
+    runs.save(undisturbed)
+    shapes = undisturbed.program.workload.models
+    numbers = sum(
+        w.layers * w.rows * w.columns for model in ("actor", "critic") for w in trained_weights_of(shapes[model])
+    )
+    assert stored_numbers(folder) == 3 * numbers
+    theirs = undisturbed.iteration()
+    resumed = runs.resumed(after)
+    mine = resumed.iteration()
+    assert mine["tokens_sha256"] == theirs["tokens_sha256"]
+    found, wanted = weights_of(resumed), weights_of(undisturbed)
+    for name in found.keys() & wanted.keys():
+        limit = 0.0 if before == after else TOLERANCE
+        torch.testing.assert_close(found[name], wanted[name], rtol=limit, atol=limit)

@@ -1,0 +1,122 @@
+"""Runs with adapters before they start: options, learning rates, what is refused, bytes and seconds."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.config.file import read_config_file
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import has_adapter_rate, load
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
+from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.memory import num_frozen, num_params, num_trained, static_bytes
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.strategies import flattening, separation
+from tests.runs import load as load_run
+
+WHOLE = Shard()
+
+
+def program_of(
+    *words: str, place=flattening.place, layout: str = "1x1", preset: str = "llama-7b", **options
+) -> Program:
+    workload, cluster = make_workload(load(preset, words)), Cluster.parse(layout, "a100-80g")
+    return compile_program(workload, place(workload, cluster, **options), cluster)
+
+
+def test_options_of_all_models_and_of_one():
+    lora = load_run(["lora.rank=8", "lora.actor.targets=v_proj,q_proj", "lora.critic.rank=0"]).lora
+    assert lora.of("actor") == Adapters(8, 32.0, ("q_proj", "v_proj"))
+    assert lora.of("critic") is None
+    lora = load_run(["lora.actor.rank=4", "lora.actor.alpha=8", "lora.actor.rslora=true"]).lora
+    assert lora.of("actor") == Adapters(4, 8.0, rslora=True)
+    assert lora.of("critic") is None
+
+
+def test_a_file_may_have_the_options_of_a_role_in_a_group(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("lora:\n  rank: 4\n  actor:\n    rank: 8\n    targets: [v_proj]\n", encoding="utf-8")
+    lora = load("tiny", file=read_config_file(str(path))).lora
+    assert (lora.of("actor"), lora.of("critic")) == (Adapters(8, 32.0, ("v_proj",)), Adapters(4, 32.0))
+
+
+def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
+    usual = load("tiny").optimizer.lr
+    config = load("tiny", ["lora.rank=8", f"optimizer.critic_lr={usual['critic']}"])
+    assert config.optimizer.lr == {"actor": 0.003, "critic": usual["critic"]}
+    assert has_adapter_rate(config, "actor") and not has_adapter_rate(config, "critic")
+    assert load("tiny", ["lora.critic.rank=8"]).optimizer.lr == usual | {"critic": 0.0015}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["lora.rank=4", "lora.targets=q_prj"],
+            "lora.targets: no layer .* called q_prj .did you mean 'q_proj'..; choose",
+        ),
+        (
+            ["lora.actor.rank=4", "lora.actor.targets=lm_head"],
+            "lora.actor.targets: .* called lm_head; choose from q_proj",
+        ),
+        (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
+        (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
+    ],
+)
+def test_refused_options(words, said):
+    with pytest.raises(UserError, match=said):
+        make_workload(load("tiny", words))
+
+
+def test_zero_3_is_refused_and_2_means_1():
+    with pytest.raises(UserError, match="actor_train.*ZeRO 3 .by DeepSpeed.*adapters.*use ZeRO 0 or 1.*lora.rank"):
+        program_of("lora.actor.rank=8", layout="1x2", zero=3)
+    one, two = (program_of("lora.rank=8", layout="1x2", zero=stage) for stage in (1, 2))
+    assert static_bytes(one, 0) == static_bytes(two, 0)
+    said = [finding.message for finding in check(two) if "ZeRO 2 means 1" in finding.message]
+    assert [text.partition(":")[0] for text in said] == ["actor_train", "critic_train"]
+
+
+def test_a_base_counts_once_and_training_holds_adapters_only():
+    """Four models of one shape: the actor's base is the reference, the critic's the reward model but for its head."""
+    program = program_of("lora.rank=16")
+    shapes = program.workload.models
+    actor, critic = (num_trained(shapes[name], WHOLE) for name in ("actor", "critic"))
+    frozen = num_frozen(shapes["actor"], WHOLE) + num_frozen(shapes["critic"], WHOLE)
+    assert num_frozen(shapes["actor"], WHOLE) == num_params(shapes["reference"], WHOLE)
+    assert critic - 4096 == actor == 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    wanted = {"weights": 2 * frozen + 4 * (actor + critic), "gradients": 4 * (actor + critic)}
+    assert static_bytes(program, 0) == wanted | {"optimizer": 8 * (actor + critic), "offloaded": 0}
+    apart = replace(program, workload=replace(program.workload, bases={"actor": "a", "critic": "c"}))
+    assert static_bytes(apart, 0)["weights"] > 1.9 * wanted["weights"]
+
+
+def test_a_second_layout_of_a_base_counts_again():
+    workload, cluster = make_workload(load("llama-7b", ["lora.rank=16"])), Cluster.parse("1x2", "a100-80g")
+    split, whole = Layout((0, 1), dp=1, tp=2), Layout.data_parallel((0, 1))
+    layouts = {call.name: whole for call in workload.workflow.placed_calls}
+    alike = static_bytes(compile_program(workload, Placement(layouts), cluster), 0)["weights"]
+    layouts["actor_generate"] = split
+    second = static_bytes(compile_program(workload, Placement(layouts), cluster), 0)["weights"]
+    shape, half = workload.shape("actor"), Shard(0, 1, 0, 2)
+    assert second - alike == 2 * num_frozen(shape, half) + 4 * num_trained(shape, half)
+
+
+def test_only_adapters_move_and_a_step_takes_less():
+    full, adapted = (program_of(*words, place=separation.place, layout="1x4") for words in ((), ("lora.rank=16",)))
+    for transfer in (one for one in adapted.transfers if one.model):
+        (before,) = (one for one in full.transfers if one.model == transfer.model)
+        shape = adapted.workload.shape(transfer.model)
+        whole = before.num_bytes / num_params(shape, WHOLE) / 2
+        assert transfer.num_bytes == whole * 4 * num_trained(shape, WHOLE)
+        assert transfer.what.startswith(f"adapters of {transfer.model}")
+    calibration = load_calibration("a100-80g")
+    assert forecast(adapted, calibration).makespan_s < forecast(full, calibration).makespan_s

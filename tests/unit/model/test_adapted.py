@@ -1,0 +1,112 @@
+"""Models with adapters against a slow twin, whose dense weights are W + s B A."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.linear import Copies
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.runtime.generation.rollout import generate_rows
+from tests.unit.kernels.test_products import small
+
+SIZES = {"num_heads": 10, "num_kv_heads": 5, "hidden_size": 30, "intermediate_size": 13, "num_layers": 2, "head_dim": 4}
+CONFIG = ModelConfig(model_type="llama", vocab_size=37, attention_bias=True, attention_output_bias=True, **SIZES)
+ADAPTERS = {
+    "all": Adapters(3, 6.0),
+    "some": Adapters(2, 8.0, ("v_proj", "o_proj", "up_proj"), rslora=True),
+}
+
+
+def made(adapters: Adapters, head="lm", dtype=torch.float64, base: Transformer | None = None) -> Transformer:
+    """With random factors."""
+    base = base or Transformer(CONFIG, head=head, dtype=dtype, seed=1)
+    model, generator = base.with_adapters(adapters, seed=3), torch.Generator().manual_seed(5)
+    for name, one in model.named_parameters():
+        if name in model.trained_names():
+            one.data = torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.dtype).mul_(0.3)
+            one.requires_grad_(True)
+    return model
+
+
+def dense(model: Transformer) -> dict[str, Tensor]:
+    """Plain weights by name, differentiable in the factors."""
+    weights = dict(model.named_parameters())
+    layers = [name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A")]
+    scale = model.adapters.scale
+    merged = {
+        f"{name}.weight": weights[f"{name}.weight"] + scale * (weights[f"{name}.lora_B"] @ weights[f"{name}.lora_A"])
+        for name in layers
+    }
+    return {name: one for name, one in weights.items() if ".lora_" not in name} | merged
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("which", ADAPTERS)
+def test_outputs_and_gradients_of_the_dense_twin(which, head, recompute):
+    model = made(ADAPTERS[which], head)
+    model.recompute = recompute
+    tokens_BT = torch.arange(18).view(3, 6) * 5 % 37
+    plain = Transformer(CONFIG, head=head, dtype=torch.float64)
+
+    def read(of: Transformer, hidden: Tensor) -> Tensor:
+        return (of.logits(hidden) if head == "lm" else of.scalar(hidden)).sin().sum()
+
+    loss = read(model, model(tokens_BT))
+    loss.backward()
+    names = sorted(model.trained_names())
+    found = {name: dict(model.named_parameters())[name].grad for name in names}
+    weights = dense(model)
+    hidden = functional_call(plain, weights, (tokens_BT,))
+    head_VD = weights["lm_head.weight" if head == "lm" else "score.weight"]
+    twin = (hidden @ head_VD.T).sin().sum()
+    wanted = torch.autograd.grad(twin, [dict(model.named_parameters())[name] for name in names])
+    torch.testing.assert_close(loss, twin, rtol=1e-12, atol=1e-12)
+    for name, gradient in zip(names, wanted, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: name + m)
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in found)
+
+
+def test_a_fresh_adapter_changes_no_bit_and_shares_the_base():
+    for dtype in (torch.float32, torch.bfloat16):
+        base = Transformer(CONFIG, head="lm", dtype=dtype, seed=1)
+        before = {name: one.clone() for name, one in base.named_parameters()}
+        model = base.with_adapters(ADAPTERS["all"], seed=3)
+        tokens_BT = torch.arange(18).view(3, 6)
+        assert torch.equal(model(tokens_BT), base(tokens_BT))
+        own = dict(model.named_parameters())
+        assert all(own[name].data_ptr() == one.data_ptr() for name, one in base.named_parameters())
+        assert {own[name].dtype for name in model.trained_names()} == {torch.float32}
+        other = made(ADAPTERS["all"], base=base)
+        assert not torch.equal(other(tokens_BT), base(tokens_BT))
+        assert all(torch.equal(before[name], one) for name, one in base.named_parameters())
+
+
+def test_factors_of_a_layer_depend_on_no_other_target():
+    base = Transformer(CONFIG, head="lm")
+    some, every = (
+        dict(base.with_adapters(one, seed=3).named_parameters())
+        for one in (Adapters(3, 1.0, ("o_proj",)), Adapters(3, 1.0))
+    )
+    name = "layers.1.self_attn.o_proj.lora_A"
+    assert torch.equal(some[name], every[name])
+    assert not torch.equal(every[name], every["layers.0.self_attn.o_proj.lora_A"])
+    assert every[name].abs().max() <= every[name].shape[1] ** -0.5
+    assert every[name].std() == pytest.approx((3 * every[name].shape[1]) ** -0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", ADAPTERS)
+def test_generation_has_the_logprobs_of_a_forward_pass(which, dtype):
+    """In bfloat16 decode steps join the weights of a layer."""
+    model = made(ADAPTERS[which], base=small(dtype)).requires_grad_(False)
+    assert (Copies(model).joined is not None) == (dtype == torch.bfloat16)
+    prompts_BP, bits_BG = torch.arange(12).view(4, 3), torch.randint(2**62, (4, 5), generator=torch.manual_seed(0))
+    responses_BG, found_BG, _ = generate_rows(model, prompts_BP, bits_BG, eos_ids=())
+    tokens_BT = torch.cat((prompts_BP, responses_BG), 1)
+    logits = model.logits(model(tokens_BT)).float().log_softmax(-1)
+    wanted_BG = logits[:, 2:-1].gather(-1, responses_BG[..., None].long()).squeeze(-1)
+    torch.testing.assert_close(found_BG, wanted_BG, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
