@@ -20,22 +20,19 @@ Targets = tuple[Annotated[str, Field(min_length=1)], ...]
 class Lora:
     """Low-rank adapters on frozen models (docs/lora.md)."""
 
-    rank: NonNegativeInt = 0  # of the adapters of every model that trains; 0: none, all weights train
-    alpha: PositiveFloat = 32.0  # an adapter's product is multiplied by alpha / rank
-    targets: Targets = (ALL_LINEAR,)  # layers with adapters, e.g. q_proj,v_proj; all-linear: all but the output layer
-    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
-    ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.rank
-    alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.alpha
-    own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.targets
-    own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(
-        default_factory=dict
-    )  # the same of one model; none: lora.rslora
+    rank: NonNegativeInt = 0  # rank of the adapters of every model that trains; 0: none, all weights train
+    alpha: PositiveFloat = 32.0  # scale of the adapters, whose product is multiplied by alpha / rank
+    # layers with adapters, e.g. q_proj,v_proj; all-linear: every linear layer but the output layer
+    targets: Targets = (ALL_LINEAR,)
+    rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
+    # rank of the adapters of one model; none: lora.rank
+    ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
+    # scale of the adapters of one model; none: lora.alpha
+    alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(default_factory=dict)
+    # layers with adapters of one model; none: lora.targets
+    own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(default_factory=dict)
+    # whether one model multiplies by alpha / sqrt(rank); none: lora.rslora
+    own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(default_factory=dict)
 
     def of(self, role: str) -> Adapters | None:
         """The adapters of a model that trains; None if all its weights do."""
