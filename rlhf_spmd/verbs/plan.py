@@ -137,7 +137,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
 
-    from rlhf_spmd.runtime.run.loop import iteration_s
+    from rlhf_spmd.runtime.run.measure import iteration_s
 
     seconds = [iteration_s(config, program, world) for program in programs]
     if world.rank > 0:
