@@ -37,7 +37,6 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/migration/test_translate.py": ("migration.rules", "migration.sources", "verbs.coming_from"),
     "e2e/test_evaluations.py": ("command_line.starts", "verbs.evaluate"),
     "e2e/test_odd_surroundings.py": ("verbs.algorithms",),
-    "e2e/test_plan.py": ("runtime.run.measure",),
     "unit/command_line/test_fitting_strategies.py": ("command_line.checks",),
     "unit/config/test_file.py": ("command_line.words",),
     "unit/config/test_options.py": ("pages.option_tree",),

@@ -50,7 +50,7 @@ def measure(preset: str) -> int:
     except UserError as error:
         print(f"bench scan: error: {error}", file=sys.stderr)
         return 2
-    from rlhf_spmd.runtime.run.measure import iteration_s
+    from rlhf_spmd.verbs.plan import iteration_s
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()

@@ -4,8 +4,11 @@ Needs neither torch nor MPI. `train --strategy auto` plans by the same functions
 """
 
 import argparse
+import gc
 import shlex
+import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,13 @@ from rlhf_spmd.command_line.words import config_words, read
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 
+COUNTED = 3  # measured iterations, after one that warms up; the same for all plans, because responses differ in length
 MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
 
 
@@ -136,9 +141,6 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             check_program(world.computes, program)
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
-
-    from rlhf_spmd.runtime.run.measure import iteration_s
-
     seconds = [iteration_s(config, program, world) for program in programs]
     if world.rank > 0:
         return
@@ -161,3 +163,34 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         "ok": True,
     }
     print_json(result, parsed.json)
+
+
+def iteration_s(config: Config, program: Program, world: Any) -> float:
+    """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
+    groups. Frees the models before it returns."""
+    run = iteration_runner(config, program, world)
+    seconds = [run(number) for number in range(1 + COUNTED)][1:]
+    del run
+    gc.collect()
+    return statistics.median(seconds)
+
+
+def iteration_runner(config: Config, program: Program, world: Any) -> Callable[[int], float]:
+    """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0,
+    and returns the seconds of the slowest rank. The world must have the program's groups."""
+    from rlhf_spmd.runtime.execute.executor import Executor
+    from rlhf_spmd.runtime.observe.device_clock import clock_of
+    from rlhf_spmd.runtime.observe.trace import Tracer
+    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
+
+    job = prepare(config, program, world)
+    executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
+
+    def iteration(number: int) -> float:
+        data = make_iteration(job, number)
+        world.barrier("the start of an iteration")
+        began = time.perf_counter()
+        executor.iteration(data)
+        return max(world.allgather(time.perf_counter() - began, "the seconds of an iteration"))
+
+    return iteration
