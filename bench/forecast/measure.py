@@ -50,8 +50,8 @@ def measure(preset: str) -> int:
     except UserError as error:
         print(f"bench scan: error: {error}", file=sys.stderr)
         return 2
-    from rlhf_spmd.verbs.plan import iteration_s
     from rlhf_spmd.runtime.world.world import World
+    from rlhf_spmd.verbs.plan import iteration_s
 
     world = World.discover()
     world.use_device("auto")

@@ -129,8 +129,8 @@ def run_on_ranks(file: Path, case: Case, words: Sequence[str], size: int) -> lis
 
 def measure_on_ranks(file: Path) -> None:
     """What each rank does: holds all programs, and runs an iteration of each in turn."""
-    from rlhf_spmd.verbs.plan import iteration_runner
     from rlhf_spmd.runtime.world.world import World
+    from rlhf_spmd.verbs.plan import iteration_runner
 
     world = World.discover()
     world.use_device("cpu")
