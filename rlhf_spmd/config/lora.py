@@ -25,6 +25,7 @@ class Lora:
     # layers with adapters, e.g. q_proj,v_proj; all-linear: every linear layer but the output layer
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
+    base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
     # rank of the adapters of one model; none: lora.rank
     ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
     # scale of the adapters of one model; none: lora.alpha
@@ -59,6 +60,33 @@ Value = TypeVar("Value")
 def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value:
     own = of_roles.get(role)
     return usual if own is None else own
+
+
+def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
+    """The adapters of a role that goes on training those in a folder. Raises UserError for an option that contradicts
+    them."""
+    named = tuple(layer for layer in LINEAR_LAYERS if layer in lora.targets or ALL_LINEAR in lora.targets)
+    wanted = {"rank": lora.rank, "alpha": lora.alpha, "targets": named, "rslora": lora.rslora}
+    usual, own = Lora(), {"rank": lora.ranks, "alpha": lora.alphas, "targets": lora.own_targets}
+    own["rslora"] = lora.own_rslora
+    for name, value in wanted.items():
+        mine, has, key = own[name].get(role), getattr(found, name), f"lora.{name}"
+        if mine is not None:
+            value, key = mine, f"lora.{role}.{name}"
+            if name == "targets":
+                value = tuple(layer for layer in LINEAR_LAYERS if layer in mine or ALL_LINEAR in mine)
+        elif getattr(lora, name) == getattr(usual, name):
+            continue
+        if value != has:
+            raise UserError(
+                f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has {_text(has)}; "
+                f"drop the option, or merge the adapter (convert {folder} MERGED --merge) and give MERGED"
+            )
+    return found
+
+
+def _text(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:

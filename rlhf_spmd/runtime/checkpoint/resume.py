@@ -129,8 +129,8 @@ def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) ->
     """Raises UserError if a command line starts another run than the one that it is to continue (`--resume auto`).
     given: its config. names_model: it names the folder of the main model."""
     run, config = resumed.folder, resumed.config
-    there = {"preset": config.preset, "algorithm": config.algorithm.name, "model": config.main_folder}
-    here = {"preset": given.preset, "algorithm": given.algorithm.name, "model": given.main_folder}
+    there = {"preset": config.preset, "algorithm": config.algorithm.name, "model": config.models[config.main_role]}
+    here = {"preset": given.preset, "algorithm": given.algorithm.name, "model": given.models[given.main_role]}
     for name in there:
         if here[name] != there[name] and (names_model or name != "model"):
             raise UserError(f"{run} was started with {name} {there[name]}, not {here[name]}: give --name a new name")

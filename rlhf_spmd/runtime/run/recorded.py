@@ -65,6 +65,8 @@ def inputs(job: Job) -> dict[str, str]:
     found |= functions_fingerprints(config)
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
+    for folder in dict.fromkeys(filter(None, map(config.adapter, config.algorithm.roles))):
+        found[f"adapter in {folder}"] = folder_fingerprint(Path(folder))
     for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
         found[f"model in {folder}"] = folder_fingerprint(Path(folder))
         others = [Path(folder) / name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
