@@ -67,6 +67,7 @@ def train(
     start, library = (resumed.started, resumed.products) if resumed else ("", None)
     job = prepare(config, program, world, evaluation, started=start, products=library)
     config = job.config  # with the iterations that data.epochs are
+    job.base_sums = recorded.base_sums(job)
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)

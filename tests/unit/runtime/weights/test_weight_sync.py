@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.plan.adapters import is_factor
-from rlhf_spmd.runtime.run.recorded import inputs
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_other_inputs
+from rlhf_spmd.runtime.run.recorded import base_sums, inputs
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from tests.folders import write_all
 from tests.runs import RunOf, load
@@ -68,3 +71,18 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     assert read == {f"adapter in {tmp_path / role}" for role in states} | {f"model in {root / 'actor'}"} | {
         f"model in {root / 'reward'}"
     }
+
+
+def test_a_base_with_one_other_bit_is_refused_at_a_resume(root, tmp_path):
+    run = RunOf(load(write_all(root), *WORDS, "lora.critic.rank=0"))
+    before = run.job.base_sums = base_sums(run.job)
+    assert before.keys() == {"actor"}
+    resumed = Resumed(
+        tmp_path, run.config, "flattening", Checkpoint(tmp_path, 1, {}, 0), {"inputs": inputs(run.job)}, ()
+    )
+    refuse_other_inputs(inputs(run.job), resumed)
+    weight = run.job.models.engines["actor"].model.layers["0"].mlp.up_proj.weight
+    weight.data.view(torch.int32)[3, 5] ^= 1
+    run.job.base_sums = base_sums(run.job)
+    with pytest.raises(UserError, match="the base below the adapters of the actor changed since"):
+        refuse_other_inputs(inputs(run.job), resumed)
