@@ -66,8 +66,7 @@ def train(
     resumed = origin.resumed
     start, library = (resumed.started, resumed.products) if resumed else ("", None)
     job = prepare(config, program, world, evaluation, started=start, products=library)
-    config = job.config  # with the iterations that data.epochs are
-    job.base_sums = recorded.base_sums(job)
+    config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
