@@ -100,7 +100,9 @@ def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, mon
     assert torch.equal(torch.cat(passes.results), first)
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero 1", "zero 1"), ("reallocation", "one")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("zero 1", "zero 1"), pytest.param("reallocation", "one", marks=pytest.mark.slow)]
+)
 @pytest.mark.ranks(4)
 def test_resume(before, after, world, folder, make_group):  # noqa: F811
     """Every bit in the same layout; the same tokens in another one. The checkpoint holds adapters alone."""
