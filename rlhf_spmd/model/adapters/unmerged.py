@@ -25,7 +25,7 @@ def save_adapter(state: Mapping[str, Tensor], adapters: Adapters, head: Head, fo
     saved = {hf.to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
     config = AdapterConfig(
         adapters.rank,
-        adapters.alpha,
+        int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,  # as peft writes it
         adapters.rslora,
         tuple(sorted(adapters.targets)),
         modules_to_save=tuple(sorted(name.removesuffix(".weight") for name in saved)),
