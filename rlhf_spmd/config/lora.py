@@ -26,13 +26,13 @@ class Lora:
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
     base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
-    # rank of the adapters of one model; none: lora.rank
+    # rank of the adapters of one model; empty: lora.rank
     ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
-    # scale of the adapters of one model; none: lora.alpha
+    # scale of the adapters of one model; empty: lora.alpha
     alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(default_factory=dict)
-    # layers with adapters of one model; none: lora.targets
+    # layers with adapters of one model; empty: lora.targets
     own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(default_factory=dict)
-    # whether one model multiplies by alpha / sqrt(rank); none: lora.rslora
+    # whether one model multiplies by alpha / sqrt(rank); empty: lora.rslora
     own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(default_factory=dict)
 
     def of(self, role: str) -> Adapters | None:

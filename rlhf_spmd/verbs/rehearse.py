@@ -35,7 +35,9 @@ PROCESSES_PER_RANK, FILES_PER_RANK = 3, 8  # the launcher holds the files
 
 def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     """Replaces this process by mpirun with as many ranks as the layout has. Raises UserError."""
-    _, cluster, _ = read_calibrated(parsed)
+    config, cluster, _ = read_calibrated(parsed)
+    ((_, program),) = compile_all([parsed.strategy], make_workload(config), cluster, config.strategy).items()
+    faults_of(parsed, program)
     num = cluster.num_devices
     check_room(num)
     beside = Path(sys.executable).parent / "mpirun"
