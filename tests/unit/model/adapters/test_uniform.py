@@ -25,7 +25,7 @@ def test_the_base_is_named_or_given(tmp_path):
     one = tmp_path / "one"
     shutil.copytree(ADAPTERS / "peft-0.21-rslora", one)
     assert base_folder("") == "" and base_folder(BASE, "other") == BASE
-    with pytest.raises(UserError, match=r"holds an adapter for base, which is no folder here; .*: lora.base=FOLDER"):
+    with pytest.raises(UserError, match=r"holds an adapter for base, which is not a folder here; .*: lora.base=FOLDER"):
         base_folder(str(one))
     assert base_folder(str(one), BASE) == BASE
     change(one, base_model_name_or_path=BASE)
