@@ -39,8 +39,7 @@ class Lora:
         """The adapters of a model that trains; None if all its weights do."""
         rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
         named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
-        targets = tuple(layer for layer in LINEAR_LAYERS if layer in named or ALL_LINEAR in named)
-        return Adapters(rank, alpha, targets, rslora) if rank else None
+        return Adapters(rank, alpha, _layers(named) or (), rslora) if rank else None
 
     def with_roles(self, roles: Iterable[str]) -> "Lora":
         """A copy with the options of these roles, by default none."""
@@ -65,24 +64,29 @@ def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value
 def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
     """The adapters of a role that goes on training those in a folder. Raises UserError for an option that contradicts
     them."""
-    named = tuple(layer for layer in LINEAR_LAYERS if layer in lora.targets or ALL_LINEAR in lora.targets)
-    wanted = {"rank": lora.rank, "alpha": lora.alpha, "targets": named, "rslora": lora.rslora}
-    usual, own = Lora(), {"rank": lora.ranks, "alpha": lora.alphas, "targets": lora.own_targets}
-    own["rslora"] = lora.own_rslora
-    for name, value in wanted.items():
-        mine, has, key = own[name].get(role), getattr(found, name), f"lora.{name}"
-        if mine is not None:
-            value, key = mine, f"lora.{role}.{name}"
-            if name == "targets":
-                value = tuple(layer for layer in LINEAR_LAYERS if layer in mine or ALL_LINEAR in mine)
-        elif getattr(lora, name) == getattr(usual, name):
-            continue
-        if value != has:
+    usual = Lora()
+    given: dict[str, tuple[object, object, object]] = {  # of all models, as by default, of this one
+        "rank": (lora.rank, usual.rank, lora.ranks.get(role)),
+        "alpha": (lora.alpha, usual.alpha, lora.alphas.get(role)),
+        "targets": (_layers(lora.targets), _layers(usual.targets), _layers(lora.own_targets.get(role))),
+        "rslora": (lora.rslora, usual.rslora, lora.own_rslora.get(role)),
+    }
+    for name, (of_all, by_default, own) in given.items():
+        has, key = getattr(found, name), f"lora.{name}" if own is None else f"lora.{role}.{name}"
+        value = of_all if own is None else own
+        if value != has and (own is not None or of_all != by_default):
             raise UserError(
                 f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has {_text(has)}; "
                 f"drop the option, or merge the adapter (convert {folder} MERGED --merge) and give MERGED"
             )
     return found
+
+
+def _layers(targets: Targets | None) -> Targets | None:
+    """The names of layers that an option means."""
+    if targets is None:
+        return None
+    return tuple(layer for layer in LINEAR_LAYERS if layer in targets or ALL_LINEAR in targets)
 
 
 def _text(value: object) -> str:

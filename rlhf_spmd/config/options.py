@@ -269,6 +269,8 @@ class Config(OptionTree):
 
     def adapter(self, role: str) -> str:
         """The folder of the adapter that a role begins with; empty if it begins with a whole model."""
+        if not any(map(is_adapter, filter(None, self.models.values()))):  # so tokenizers need not be compared
+            return ""
         given = self._given(role)
         return given if given and is_adapter(given) else ""
 
