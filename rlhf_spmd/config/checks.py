@@ -185,6 +185,8 @@ def _of_lora(config: Config) -> list[Rule]:
             )
         )
         rules.append((targets == (), f"{key} is empty: name a layer, or drop the option"))
+    vain = lora.base and not any(map(config.adapter, config.algorithm.roles))
+    rules.append((vain, f"lora.base={lora.base}: no model is given as the folder of an adapter; drop the option"))
     return rules
 
 

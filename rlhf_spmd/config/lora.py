@@ -25,6 +25,7 @@ class Lora:
     # layers with adapters, e.g. q_proj,v_proj; all-linear: every linear layer but the output layer
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
+    base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
     # rank of the adapters of one model; empty: lora.rank
     ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
     # scale of the adapters of one model; empty: lora.alpha
@@ -38,8 +39,7 @@ class Lora:
         """The adapters of a model that trains; None if all its weights do."""
         rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
         named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
-        targets = tuple(layer for layer in LINEAR_LAYERS if layer in named or ALL_LINEAR in named)
-        return Adapters(rank, alpha, targets, rslora) if rank else None
+        return Adapters(rank, alpha, _layers(named) or (), rslora) if rank else None
 
     def with_roles(self, roles: Iterable[str]) -> "Lora":
         """A copy with the options of these roles, by default none."""
@@ -59,6 +59,38 @@ Value = TypeVar("Value")
 def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value:
     own = of_roles.get(role)
     return usual if own is None else own
+
+
+def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
+    """The adapters of a role that goes on training those in a folder. Raises UserError for an option that contradicts
+    them."""
+    usual = Lora()
+    given: dict[str, tuple[object, object, object]] = {  # of all models, as by default, of this one
+        "rank": (lora.rank, usual.rank, lora.ranks.get(role)),
+        "alpha": (lora.alpha, usual.alpha, lora.alphas.get(role)),
+        "targets": (_layers(lora.targets), _layers(usual.targets), _layers(lora.own_targets.get(role))),
+        "rslora": (lora.rslora, usual.rslora, lora.own_rslora.get(role)),
+    }
+    for name, (of_all, by_default, own) in given.items():
+        has, key = getattr(found, name), f"lora.{name}" if own is None else f"lora.{role}.{name}"
+        value = of_all if own is None else own
+        if value != has and (own is not None or of_all != by_default):
+            raise UserError(
+                f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has {_text(has)}; "
+                f"drop the option, or merge the adapter (convert {folder} MERGED --merge) and give MERGED"
+            )
+    return found
+
+
+def _layers(targets: Targets | None) -> Targets | None:
+    """The names of layers that an option means."""
+    if targets is None:
+        return None
+    return tuple(layer for layer in LINEAR_LAYERS if layer in targets or ALL_LINEAR in targets)
+
+
+def _text(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:

@@ -1,6 +1,6 @@
 """Which checkpoint folder each role of an algorithm is read from, and the sizes of the model in a folder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rlhf_spmd.model.config import read_config_json
@@ -9,14 +9,14 @@ from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import ModelShape
 
 
-def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role]) -> str:
+def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], whole: Callable[[str], str]) -> str:
     """A role's own folder, or that of the first role that it starts from and that has one with the first role's
-    tokenizer; empty if there is none."""
+    tokenizer; empty if there is none. whole: the folder of the base of an adapter, which has the tokenizer."""
     if folders[role]:
         return folders[role]
     main = folders[next(iter(roles))]
     found = (folders[other] for other in roles[role].starts_from if folders[other])
-    return next((folder for folder in found if same_tokenizer(folder, main)), "")
+    return next((folder for folder in found if same_tokenizer(whole(folder), whole(main))), "")
 
 
 def same_tokenizer(one: str, other: str) -> bool:

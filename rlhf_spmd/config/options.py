@@ -13,11 +13,12 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveIn
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
-from rlhf_spmd.config.lora import Lora, adapted, bases
+from rlhf_spmd.config.lora import Lora, adapted, bases, of_folder
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN, named_parts
+from rlhf_spmd.model.adapters.uniform import adapters_in, base_folder, is_adapter
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_tree import (
     ByName,
@@ -30,6 +31,7 @@ from rlhf_spmd.pages.option_tree import (
     with_value,
 )
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, check_length
+from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, ModelShape, Workload
 
@@ -248,7 +250,7 @@ class Config(OptionTree):
 
     @property
     def main_folder(self) -> str:
-        return self.models[self.main_role]
+        return self._whole(self.models[self.main_role])
 
     @property
     def title(self) -> str:
@@ -261,9 +263,36 @@ class Config(OptionTree):
         return bool(self.reward_function) and self.reward_function_mode == "replace"
 
     def folder(self, role: str) -> str:
-        """The folder of a role; empty if a reward function replaces the role, or if no folder is known."""
+        """The folder of a role, of one with an adapter that of its base; empty if a reward function replaces the role,
+        or if no folder is known."""
+        return self._whole(self._given(role))
+
+    def adapter(self, role: str) -> str:
+        """The folder of the adapter that a role begins with; empty if it begins with a whole model."""
+        if not any(map(is_adapter, filter(None, self.models.values()))):  # so tokenizers need not be compared
+            return ""
+        given = self._given(role)
+        return given if given and is_adapter(given) else ""
+
+    def adapters(self, role: str) -> Adapters | None:
+        """The adapters of a role, by its folder or by options; None if it has none. Raises UserError."""
+        trains = role in self.algorithm.trained_roles
+        if folder := self.adapter(role):
+            found, _ = adapters_in(folder, self.folder(role))
+            return of_folder(self.lora, role, found, folder) if trains else found
+        return self.lora.of(role) if trains else None
+
+    def has_own_head(self, role: str) -> bool:
+        """Whether the adapter of a role holds the head of one number per token, which its base may lack."""
+        folder = self.adapter(role)
+        return bool(folder) and adapters_in(folder, self.folder(role))[1].head == "scalar"
+
+    def _whole(self, folder: str) -> str:
+        return base_folder(folder, self.lora.base)
+
+    def _given(self, role: str) -> str:
         roles = self.algorithm.roles
-        return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles)
+        return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles, self._whole)
 
     @property
     def tokenizer_folders(self) -> list[str]:
@@ -383,7 +412,7 @@ def make_workload(config: Config) -> Workload:
         else:
             shape = shape_of_folder(_known_folder(config, role))
         shape = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
-        if workflow.train_call(role) and (adapters := config.lora.of(role)):
+        if (adapters := config.adapters(role)) and (workflow.train_call(role) or config.adapter(role)):
             shape = adapted(role, shape, adapters)
         shapes[role] = shape
     return Workload(

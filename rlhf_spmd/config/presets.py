@@ -16,6 +16,7 @@ from rlhf_spmd.config.file import ConfigFile
 from rlhf_spmd.config.options import LR, Config, DataOptions, Evaluation, Generation, Optimizer, overridden
 from rlhf_spmd.config.role_shapes import named_shapes, shape_text, shapes_by_role
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.uniform import base_folder
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_suggestions import did_you_mean
@@ -182,14 +183,19 @@ def load(
     preset = named or ("model" if model else "tiny")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
-    before = for_model(loaded, model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset](loaded)
+    overrides = [*overrides]
+    words = settings_of(overrides)
+    if preset == "model":
+        base = next((str(one.value) for one in reversed([*file.given, *words]) if one.key == "lora.base"), "")
+        before = for_model(loaded, base_folder(model, base) if model else model, on_gpu=on_gpu)
+    else:
+        before = PRESETS[preset](loaded)
     config = before = _with_samples(before)
     if model:
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
-    overrides = [*overrides]
     config = overridden(config, overrides, file.given)
-    config = _with_adapter_rates(config, {one.key for one in (*file.given, *settings_of(overrides))})
+    config = _with_adapter_rates(config, {one.key for one in (*file.given, *words)})
     if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
         config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=""))  # of other rows
     if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
@@ -210,7 +216,7 @@ def _with_adapter_rates(config: Config, given: set[str]) -> Config:
     """The rates of adapters are ten times those of full training ("LoRA without regret", 2025). given: the keys of
     options that the user gives, whose rates stay."""
     rates = {
-        role: _ten_times(rate) if config.lora.of(role) and f"optimizer.{role}{LR}" not in given else rate
+        role: _ten_times(rate) if config.adapters(role) and f"optimizer.{role}{LR}" not in given else rate
         for role, rate in config.optimizer.lr.items()
     }
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=rates))

@@ -17,6 +17,7 @@ from rlhf_spmd.files.data_files import KNOWN, files_of
 from rlhf_spmd.migration.sources import Source, Value, number_of, text_of
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.pages.other_names import Kind, Name
+from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
 
 ALGORITHMS = {  # advantage estimators of verl and OpenRLHF -> algorithm, and its options
     "gae": ("ppo", {}),
@@ -45,6 +46,9 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float3
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TRL_GENERATIONS = 8  # TRL's default of num_generations
 GPUS = 8  # of a node, where nothing says how many (OpenRLHF's default)
+MEGATRON_LAYERS = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
+MEGATRON_LAYERS |= {"linear_q": "q_proj", "linear_k": "k_proj", "linear_v": "v_proj", "linear_fc2": "down_proj"}
+MEGATRON_LAYERS |= {"linear_fc1_gate": "gate_proj", "linear_fc1_up": "up_proj"}
 FREE = re.compile(r"[\w.-]+")  # names of run folders
 VERL_OPTIMIZER = "actor_rollout_ref.actor.optim"
 Options = Mapping[str, Value]
@@ -622,6 +626,69 @@ def recompute(here: Here, value: Value) -> Options:
     return {"strategy.recompute": "true"}
 
 
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapters(here: Here, value: Value) -> Options:
+    """Their rank, or TRL's switch: with scale and targets, whose defaults are other ones there."""
+    group, rank, alpha, targets = _adapters(here)
+    found = {f"{group}.rank": rank, f"{group}.alpha": alpha, f"{group}.targets": targets}
+    of_critic = [here.source.number(f"critic.model.{one}") for one in ("lora_rank", "lora.rank")]
+    trains_critic = here.source.program != "openrlhf" and "critic" in here.algorithm.trained_roles
+    if group == "lora" and trains_critic and not any(of_critic):
+        found["lora.critic.rank"] = "0"  # there, critics have adapters of their own or none
+    return found
+
+
+def of_adapters(here: Here, value: Value) -> Options:
+    """Their scale, layers, or rank beside TRL's switch."""
+    group, rank, alpha, targets = _adapters(here)
+    of_key = {"alpha": alpha, "modules": targets, "r": rank}
+    return {f"{group}.{here.ours[0].rpartition('.')[2]}": of_key[re.split(r"[._]", here.key)[-1]]}
+
+
+def rslora(here: Here, value: Value) -> Options:
+    """Of TRL."""
+    group, *_ = _adapters(here)
+    if text_of(value) != "true":
+        raise Differs("no_effect", "it is off")
+    return {f"{group}.rslora": "true"}
+
+
+def _adapters(here: Here) -> tuple[str, str, str, str]:
+    """The group of their options here, rank, alpha and targets. Raises Differs if there are none."""
+    source, program = here.source, here.source.program
+    of_critic = here.key.startswith("critic.")
+    if of_critic and "critic" not in here.algorithm.trained_roles:
+        raise Differs("no_effect", f"{here.algorithm.name} has no critic")
+    at = {"trl": "lora_", "verl": f"{'critic' if of_critic else 'actor_rollout_ref'}.model.lora_", "openrlhf": "lora_"}
+    of_all = {"trl": "lora_target_modules", "verl": f"{at['verl'].removesuffix('lora_')}target_modules"}
+    before, targets = at[program], of_all.get(program, "target_modules")
+    rank, alpha = f"{before}{'r' if program == 'trl' else 'rank'}", f"{before}alpha"
+    other = {"verl": f"{before[:-1]}.", "openrlhf": "ds.lora."}.get(program, "")
+    if other and rank not in source.values:
+        rank, alpha, targets = f"{other}rank", f"{other}alpha", f"{other}target_modules"
+    default = {"trl": "16"}.get(program, "0")
+    is_on = program != "trl" or source.text("use_peft") == "true"
+    number = int(source.number(rank, number_of(default)))
+    if not is_on or number <= 0:
+        raise Differs("no_effect", "all weights train")
+    usual = "32" if program == "trl" or rank.endswith("lora.rank") and program == "verl" else "16"
+    group = "lora.critic" if of_critic else "lora"
+    return group, str(number), source.text(alpha) or usual, _targets(here, source.text(targets))
+
+
+def _targets(here: Here, text: str) -> str:
+    """The names of layers. Raises Differs for one that has no adapters here."""
+    given = [one.strip(" '\"[]") for one in re.split(r"[,\s]+", text) if one.strip(" '\"[]")]
+    if not given:
+        return "q_proj,v_proj" if here.source.program == "trl" else "all-linear"
+    found = [part for one in given for part in MEGATRON_LAYERS.get(one, one).split(",")]
+    if unknown := [one for one in found if one not in (*LINEAR_LAYERS, ALL_LINEAR)]:
+        raise Differs("unavailable", f"{unknown[0]} has no adapters here; give lora.rank and lora.targets")
+    return ALL_LINEAR if ALL_LINEAR in found else ",".join(one for one in LINEAR_LAYERS if one in found)
+
+
 def parallel(here: Here, value: Value) -> Options:
     """Parallel sizes, which the strategy `reallocation` takes for training and generation apart."""
     if number_of(value, 1) <= 1:
@@ -668,7 +735,7 @@ RULES: Mapping[str, Rule] = {
         *(schedule, betas),
         *(weight_decay_of_matrices, algorithm, kl_of, verl_kl_loss, verl_kl_reward, beta, clip, clip_pair, discount),
         *(aggregation, trl_loss_type, overlong, overlong_penalty, top_k, eval_temperature, wandb_project, run_name),
-        *(dtype, recompute, parallel, token_budget, layout),
+        *(dtype, recompute, parallel, token_budget, layout, adapters, of_adapters, rslora),
     )
 }
 

@@ -171,6 +171,9 @@ def _complete(source: Source, options: dict[str, Value], later: dict[str, tuple[
     if "strategy.zero" not in options:
         options["strategy.zero"] = "2" if source.program == "openrlhf" else "3"
         chosen["strategy.zero"] = "the default of OpenRLHF" if source.program == "openrlhf" else "weights are divided"
+    if options["strategy.zero"] != "1" and {"lora.rank", "lora.critic.rank"} & options.keys():
+        options["strategy.zero"] = "1"
+        chosen["strategy.zero"] = "adapters train on a base that is whole, or split by tp or pp"
     options["strategy"] = options.pop("strategy", "flattening")
     chosen["strategy"] = "`plan --config FILE` searches a faster placement"
     needs = {"data.epochs": "data.prompts", "reward_weights": "reward_function"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement, uses_trained_weights
+from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import Workload
@@ -122,6 +122,9 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
     if isinstance(call, Train) and shape.adapters is not None and layout.zero == 3:
         text = f"ZeRO 3 (by DeepSpeed) shards weights that train, and {model} trains adapters on frozen ones"
         yield f"{text}; use ZeRO 0 or 1, split its weights by tp or pp, or drop lora.rank"
+    if workload.workflow.train_call(model) is None and shape.adapters is not None and leaves_device(layout):
+        text = f"{model} is frozen and its folder holds adapters, beside which the base has to stay on the device"
+        yield f"{text}; drop ZeRO 3 and offload here, or merge them: convert FOLDER MERGED --merge"
     if layout.offload and workload.workflow.train_call(model):
         yield f"offload is for frozen models, and {model} trains; drop it here"
 

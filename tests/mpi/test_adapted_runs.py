@@ -11,6 +11,7 @@ from rlhf_spmd.plan.adapters import is_factor
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.handlers.infer import Inference
+from rlhf_spmd.runtime.run.recorded import base_sums
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error
 from tests.mpi.test_restore import Runs, folder, stored_numbers, weights_of  # noqa: F401 (folder is a fixture)
 from tests.runs import OneRank, RunOf, compiled
@@ -42,7 +43,7 @@ def alone(world, folder):  # noqa: F811
     """The run on one rank, which every rank makes."""
     settings = configs.overridden(Runs(world, folder, None).settings, LORA)
     run = RunOf(settings, OneRank(), compiled(settings))
-    return run.iterations(), weights_of(run)
+    return run.iterations(), weights_of(run), base_sums(run.job)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -52,7 +53,8 @@ def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_grou
     run = Runs(world, folder, make_group, *LORA).make(PLACEMENTS[world.size][number])
     assert [finding for finding in check(run.program) if finding.severity == "error"] == []
     before = {name: one.clone() for name, one in bases_of(run).items()}
-    history, (expected, adapters) = run.iterations(), alone
+    history, (expected, adapters, sums) = run.iterations(), alone
+    assert base_sums(run.job) == sums and sums.keys() == {"actor", "critic"}
     assert [one["tokens_sha256"] for one in history] == [one["tokens_sha256"] for one in expected]
     for mine, theirs in zip(history, expected, strict=True):
         for name in mine.keys() - {"tokens_sha256", *NOT_COMPARED}:
@@ -98,7 +100,9 @@ def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, mon
     assert torch.equal(torch.cat(passes.results), first)
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero 1", "zero 1"), ("reallocation", "one")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("zero 1", "zero 1"), pytest.param("reallocation", "one", marks=pytest.mark.slow)]
+)
 @pytest.mark.ranks(4)
 def test_resume(before, after, world, folder, make_group):  # noqa: F811
     """Every bit in the same layout; the same tokens in another one. The checkpoint holds adapters alone."""

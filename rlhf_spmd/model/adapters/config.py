@@ -84,9 +84,13 @@ class AdapterConfig:
         """The rank r of a layer's factors."""
         return _by_pattern(self.rank_pattern, path, self.rank)
 
+    def alpha_of(self, path: str) -> float:
+        """The alpha of a layer's factors."""
+        return _by_pattern(self.alpha_pattern, path, self.alpha)
+
     def scale_of(self, path: str) -> float:
         """What a layer's product B A is multiplied with."""
-        alpha, rank = _by_pattern(self.alpha_pattern, path, self.alpha), self.rank_of(path)
+        alpha, rank = self.alpha_of(path), self.rank_of(path)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def saves(self, tensor: str) -> bool:
@@ -110,7 +114,7 @@ def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | st
     _refuse(values, folder)
     targets = values.get("target_modules") or ()
     try:
-        outside = [path for path in paths if not _is_target(values, path)]
+        outside = [path for path in paths if not is_target(values, path)]
     except re.error as error:
         raise UserError(f"target_modules or another key is not a regular expression ({error}); correct it") from None
     if outside:
@@ -205,7 +209,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _WORDS: dict[type, str] = {list: "a list", dict: "an object", str: "a text"}
 
 
-def _is_target(values: Mapping[str, Any], path: str) -> bool:
+def is_target(values: Mapping[str, Any], path: str) -> bool:
     """Whether peft adapts a layer (check_target_module_exists of its tuners_utils.py)."""
     targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
     if isinstance(excluded, str) and re.fullmatch(excluded, path):

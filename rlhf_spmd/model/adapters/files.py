@@ -19,11 +19,6 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 Factors = dict[str, tuple[Tensor, Tensor]]  # by path: A [r, in], B [out, r]
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter that read_adapter reads, or says why not."""
-    return any((folder / name).is_file() for name in (WEIGHTS, PICKLED))
-
-
 def read_adapter(folder: str | Path) -> tuple[AdapterConfig, Factors, dict[str, Tensor]]:
     """-> its description, the factors by path, and the tensors that are stored as a whole.
 

@@ -51,8 +51,9 @@ CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.jso
 PRODUCTS = "products"  # in PROGRAM: the library of matrix products of the run
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
+BASE = "base below the adapters of the "  # an input: the sum of all bits of a frozen base
 # Beginnings of the names of inputs that checkpoints of earlier versions do not have.
-LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm", "reward function rlhf_spmd.")
+LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm", "reward function rlhf_spmd.", BASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,8 @@ def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) ->
     """Raises UserError if a command line starts another run than the one that it is to continue (`--resume auto`).
     given: its config. names_model: it names the folder of the main model."""
     run, config = resumed.folder, resumed.config
-    there = {"preset": config.preset, "algorithm": config.algorithm.name, "model": config.main_folder}
-    here = {"preset": given.preset, "algorithm": given.algorithm.name, "model": given.main_folder}
+    there = {"preset": config.preset, "algorithm": config.algorithm.name, "model": config.models[config.main_role]}
+    here = {"preset": given.preset, "algorithm": given.algorithm.name, "model": given.models[given.main_role]}
     for name in there:
         if here[name] != there[name] and (names_model or name != "model"):
             raise UserError(f"{run} was started with {name} {there[name]}, not {here[name]}: give --name a new name")

@@ -44,9 +44,10 @@ def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, s
     found["generation.min_new_tokens"] = str(generation.min_new_tokens)
     if padded := padded_models(config, known):
         found[SUPPORT] = f"{known.count} of {', '.join(f'{rows} ({role})' for role, rows in padded.items())}"
-    return found | {
-        f"the {call.model}": folder_fingerprint(Path(config.folder(call.model))) for call in calls_of(config)
-    }
+    for role in (call.model for call in calls_of(config)):
+        of_both = [folder_fingerprint(Path(one)) for one in (config.folder(role), config.adapter(role)) if one]
+        found[f"the {role}"] = " ".join(of_both)
+    return found
 
 
 def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:

@@ -63,6 +63,7 @@ class Job:
     products: Mapping[str, Any] = field(default_factory=dict)  # facts of the library of products, if it was chosen
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
+    base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
     @property

@@ -14,7 +14,9 @@ import torch
 from rlhf_spmd.config.model_folders import same_tokenizer
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder
-from rlhf_spmd.model.hf import load_model, read_config
+from rlhf_spmd.model.adapters.uniform import whole_folder
+from rlhf_spmd.model.adapters.unmerged import load_any
+from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
@@ -47,7 +49,8 @@ class Judge:
         self.key = options.data.key or "prompt"
         if is_folder(reward):
             dtype = DTYPES[options.dtype]
-            self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
+            self.model = load_any(reward, head="scalar", dtype=dtype, device=device).eval()
+            reward, model = whole_folder(reward), whole_folder(model)
             if not same_tokenizer(reward, model):
                 self.texts = RewardTexts(reward, self.model.config, self.key, "reward model", started=started)
                 self.texts.try_on(prompt.columns for prompt in prompts)

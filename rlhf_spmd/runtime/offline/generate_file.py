@@ -27,7 +27,9 @@ from rlhf_spmd.files.data_files import files_of
 from rlhf_spmd.files.json_text import json_lines, json_text
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
+from rlhf_spmd.model.adapters.uniform import whole_folder
+from rlhf_spmd.model.adapters.unmerged import load_any
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.texts.template_time import time_of_start
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
@@ -206,13 +208,13 @@ def make_replica(
     options: GenerateOptions,
     started: str = "",
 ) -> Replica | None:
-    """This rank's copy of the model with its share of the prompts; None without prompts. started: the time that chat
-    templates write. Collective over the copy."""
+    """This rank's copy of the model with its share of the prompts; None without prompts. folder: of the model, or of an
+    adapter. started: the time that chat templates write. Collective over the copy."""
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
         parallel = Parallel(layout.shard(world.rank), group=world.group(group_name(group)) if len(group) > 1 else None)
-        dtype, config = DTYPES[options.dtype], read_config(folder)
-        model = load_model(folder, head="lm", dtype=dtype, device=world.device, parallel=parallel)
+        dtype, config = DTYPES[options.dtype], read_config(whole_folder(folder))
+        model = load_any(folder, head="lm", dtype=dtype, device=world.device, parallel=parallel)
     generation, samples, index = options.generation, options.samples_per_prompt, layout.dp_index(world.rank)
     mine = prompts[index :: layout.dp]
     if not mine:
@@ -249,20 +251,21 @@ def generate_file(
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
-        tokenizer = load_tokenizer(model)
         has_judge = options.best_of and is_folder(options.best_of)
-        notes = tokenizer_notes(world, [model, options.best_of] if has_judge else [model])
-        template = ChatTemplate(model, options.data.chat_template, started=started)
-        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, template)
+        whole, *judges = [whole_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
+        tokenizer = load_tokenizer(whole)
+        notes = tokenizer_notes(world, [whole, *judges])
+        template = ChatTemplate(whole, options.data.chat_template, started=started)
+        asked = read_offline_prompts(prompts, tokenizer, read_config(whole), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     with world.together("reading the model's sizes"):
-        shapes = [shape_of_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
+        shapes = [shape_of_folder(folder) for folder in (whole, *judges)]
     table, note = choose(world, options.products, options.dtype, shapes)
     copied = shapes[0].num_params // layout.tp * DTYPES[options.dtype].itemsize  # at most
     notes += filter(None, [note, limit_packing(world, table, copied)])
     replica = make_replica(model, asked, tokenizer, layout, world, options, started)
-    if has_judge and not same_tokenizer(options.best_of, model):
+    if judges and not same_tokenizer(judges[0], whole):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")
     for note in notes if world.rank == 0 else ():
         print(f"note: {note}", flush=True)

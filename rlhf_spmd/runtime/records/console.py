@@ -179,7 +179,9 @@ class Console:
         facts["run folder"] = path
         facts["files in it"] = ", ".join(["metrics.jsonl", "timeline.png", *(["samples.txt"] if generated else [])])
         for role in result.saved:
-            facts[f"trained {role}"] = f"{path / role} (a Hugging Face folder)"
+            is_adapter = (path / role / "adapter_config.json").is_file()
+            kind = "an adapter, as peft stores it" if is_adapter else "a Hugging Face folder"
+            facts[f"trained {role}"] = f"{path / role} ({kind})"
         ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
         iterations = "1 iteration" if result.iterations == 1 else f"{result.iterations} iterations"
         self._print(self._style(f"\nDone: {iterations} of {result.strategy} on {ranks}", BOLD))

@@ -11,10 +11,20 @@ import torch
 
 from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.merge import bit_sum
+from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import PRODUCTS, PROGRAM, STARTED, Resumed, refuse_older, refuse_other_inputs
+from rlhf_spmd.runtime.checkpoint.resume import (
+    BASE,
+    PRODUCTS,
+    PROGRAM,
+    STARTED,
+    Resumed,
+    refuse_older,
+    refuse_other_inputs,
+)
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.execute.job import Job, RunState
@@ -65,12 +75,38 @@ def inputs(job: Job) -> dict[str, str]:
     found |= functions_fingerprints(config)
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
+    found |= {f"{BASE}{role}": text for role, text in job.base_sums.items()}
+    for folder in dict.fromkeys(filter(None, map(config.adapter, config.algorithm.roles))):
+        found[f"adapter in {folder}"] = folder_fingerprint(Path(folder))
     for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
         found[f"model in {folder}"] = folder_fingerprint(Path(folder))
         others = [Path(folder) / name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
         parts = [f"{path.name} ".encode() + path.read_bytes() for path in others if path.is_file()]
         found[f"tokenizer files in {folder}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return found
+
+
+def base_sums(job: Job) -> dict[str, str]:
+    """The sum of all bits of the base of each model that trains adapters, the same in any layout. Collective."""
+    workflow, rank, mine = job.program.workload.workflow, job.world.rank, dict[str, int]()
+    for call in workflow.train_calls:
+        layout = job.layout(call)
+        if job.program.workload.shape(call.model).adapters is None or rank not in layout.ranks or layout.dp_index(rank):
+            continue
+        model = job.models.engines[call.model].model
+        shard, trained = model.parallel.shard, model.trained_names()
+        mine[call.model] = bit_sum(
+            *(
+                weight
+                for name, weight in model.named_parameters()
+                if name not in trained
+                and (shard.tp_index == 0 or is_split(name))
+                and not (shard.stage and name == "embed_tokens.weight")  # the copy of tied ones
+            )
+        )
+    every = job.world.allgather(mine, "the sums of the bases")
+    roles = [call.model for call in workflow.train_calls if any(call.model in theirs for theirs in every)]
+    return {role: str(sum(theirs.get(role, 0) for theirs in every) % 2**64) for role in roles}
 
 
 def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:

@@ -56,8 +56,9 @@ def _adapters(job: Job) -> str:
             continue
         numbers = sum(weight.layers * weight.rows * weight.columns for weight in trained_weights_of(shape))
         layers = ALL_LINEAR if own.targets == LINEAR_LAYERS else ", ".join(own.targets)
-        rate = f"learning rate {config.optimizer.lr[name]:g}"
+        rate = f"learning rate {config.optimizer.lr[name]:g}" if name in config.optimizer.lr else "frozen"
         rate += ", ten times that of full training" if has_adapter_rate(config, name) else ""
+        rate += f"; from {folder}" if (folder := config.adapter(name)) else ""
         texts.append(f"{name} rank {own.rank}, scale {own.scale:g}, {layers}: {format_count(numbers)} numbers; {rate}")
     for base in dict.fromkeys(workload.bases.values()):
         names = [name for name in workload.bases if workload.bases[name] == base]

@@ -10,6 +10,7 @@ import psutil
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names
+from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
@@ -38,7 +39,7 @@ from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
-from rlhf_spmd.runtime.weights.weight_sync import merged, whole_state
+from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 
 TIMELINE_ITERATIONS = 3  # the last ones are kept
@@ -65,7 +66,7 @@ def train(
     resumed = origin.resumed
     start, library = (resumed.started, resumed.products) if resumed else ("", None)
     job = prepare(config, program, world, evaluation, started=start, products=library)
-    config = job.config  # with the iterations that data.epochs are
+    config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
@@ -265,8 +266,8 @@ def _compared(running: Running, folder: RunFolder, title: str, calibration: Cali
 
 
 def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
-    """Writes the trained models that the algorithm keeps as Hugging Face folders, on the first rank of each. parent:
-    the folder in the run folder; empty: the run folder."""
+    """Writes the trained models that the algorithm keeps as Hugging Face folders, those with adapters as peft's, on the
+    first rank of each. parent: the folder in the run folder; empty: the run folder."""
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
     for train in (call for call in workflow.train_calls if roles[call.model].saved):
@@ -276,8 +277,9 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    if job.models.engines[role].model.adapters is not None:
-                        state = merged(job.models, role, state)
-                    config, head = job.models.engines[role].model.config, roles[role].head
-                    suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
-                    save_state(state, config, head, path, source=job.models.folders.get(role), suppressed=suppressed)
+                    model, head, source = job.models.engines[role].model, roles[role].head, job.models.folders[role]
+                    if model.adapters is not None:
+                        save_adapter(state, model.adapters, head, path, base=source)
+                    else:
+                        suppressed = job.known.missing(model.config.vocab_size) if head == "lm" else ()
+                        save_state(state, model.config, head, path, source=source, suppressed=suppressed)

@@ -15,6 +15,7 @@ from rlhf_spmd.config.model_folders import same_tokenizer
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.adapters.unmerged import take_adapter
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
@@ -102,7 +103,10 @@ class RankModels:
         if (base, shard) not in self._bases:
             self._bases[base, shard] = self._load(name, layout)
         adapters = workload.shape(name).adapters
-        return self._bases[base, shard].with_adapters(adapters, self.config.seed, parallel=self._parallel(layout))
+        made = self._bases[base, shard].with_adapters(adapters, self.config.seed, parallel=self._parallel(layout))
+        if folder := self.config.adapter(name):
+            take_adapter(made, folder)
+        return made
 
     def _load(self, name: str, layout: Layout) -> Transformer:
         """Loads this rank's shard of a model in a layout from its folder, without adapters."""
@@ -111,7 +115,7 @@ class RankModels:
         return load_model(
             self.config.folder(name),
             head=self.config.algorithm.roles[name].head,
-            fresh_head=all(workload.workflow.train_call(one) is not None for one in same),
+            fresh_head=all(workload.workflow.train_call(one) or self.config.has_own_head(one) for one in same),
             dtype=DTYPES[self.config.dtype],
             device=self.world.device,
             parallel=self._parallel(layout),

@@ -6,9 +6,7 @@ Of a model with adapters these are what moves: every copy has the base from the 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.adapters import A, B
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Transfer
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import trained_weights_of
@@ -74,20 +72,3 @@ def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
     mover.start()
     mover.finish()
     return target or None
-
-
-def merged(models: RankModels, name: str, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights W + s B A of a model with adapters, by parameter name, on the CPU: computed in float32, from the base
-    in its folder. adapters: of `whole_state`."""
-    workload = models.program.workload
-    of_model = workload.shape(name).adapters
-    assert of_model is not None, f"{name} has no adapters"
-    base = load_model(models.folders[name], head=models.config.algorithm.roles[name].head)
-    state = base.state_dict()
-    for key, factor in adapters.items():
-        layer, _, kind = key.rpartition(".")
-        if kind == B:
-            state[f"{layer}.weight"] += of_model.scale * (factor @ adapters[f"{layer}.{A}"])
-        elif kind != A:
-            state[key] = factor
-    return state

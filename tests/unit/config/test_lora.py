@@ -20,7 +20,10 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.strategies import flattening, separation
+from tests.folders import write_all
 from tests.runs import load as load_run
+from tests.unit.model.adapters.test_files import change
+from tests.unit.model.adapters.test_merge import make_adapter
 
 WHOLE = Shard()
 
@@ -120,3 +123,46 @@ def test_only_adapters_move_and_a_step_takes_less():
         assert transfer.what.startswith(f"adapters of {transfer.model}")
     calibration = load_calibration("a100-80g")
     assert forecast(adapted, calibration).makespan_s < forecast(full, calibration).makespan_s
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Options of a run whose actor begins with an adapter; its base is not where the adapter says."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found = write_all(folder)
+    make_adapter(folder / "adapter", folder / "actor")
+    change(folder / "adapter", base_model_name_or_path="elsewhere")
+    return [*found, f"models.actor={folder / 'adapter'}", f"lora.base={folder / 'actor'}"]
+
+
+def test_an_adapter_in_a_folder_has_its_own_rank_and_so_has_the_reference(words):
+    config = load_run(words, "lora.critic.rank=2")
+    wanted = Adapters(3, 6.0, ("q_proj", "o_proj", "gate_proj", "down_proj"))
+    assert [config.adapters(role) for role in ("actor", "reference", "reward")] == [wanted, wanted, None]
+    assert config.main_folder == config.folder("reference") and config.main_folder.endswith("actor")
+    workload = make_workload(config)
+    assert workload.shape("reference") == workload.shape("actor") and workload.bases["reference"] == "actor"
+    assert load_run(words, "lora.actor.rank=3", "lora.rank=2").adapters("actor") == wanted
+
+
+@pytest.mark.parametrize("option", ["rank=4", "actor.rank=0", "actor.alpha=32", "targets=o_proj", "rslora=true"])
+def test_an_option_that_contradicts_an_adapter_is_refused(option, words):
+    key, _, value = option.partition("=")
+    with pytest.raises(
+        UserError, match=f"^lora.{key}=(?i:{value}), but the actor goes on from the adapter in .* MERGED$"
+    ):
+        load_run(words, f"lora.{option}")
+
+
+def test_a_base_without_an_adapter_is_refused():
+    with pytest.raises(UserError, match=r"lora.base=x: no model is given as the folder of an adapter; drop the option"):
+        load("tiny", ["lora.base=x"])
+
+
+def test_a_frozen_adapter_does_not_leave_the_device(words):
+    workload, cluster = make_workload(load_run(words)), Cluster.parse("1x2")
+    placement = flattening.place(workload, cluster)
+    name = next(call.name for call in workload.workflow.placed_calls if call.model == "reference")
+    moved = Placement(placement.layouts | {name: replace(placement.layouts[name], offload=True)})
+    with pytest.raises(UserError, match="reference is frozen and its folder holds adapters.*; drop ZeRO 3 and offload"):
+        compile_program(workload, moved, cluster)

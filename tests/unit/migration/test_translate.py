@@ -221,3 +221,76 @@ def test_an_estimator_that_is_not_here_is_refused(tmp_path):
 def test_a_missing_file_is_refused(capsys):
     assert main(["coming-from", "nowhere.yaml"]) == 2
     assert "nowhere.yaml: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("trl_grpo.yaml", ("use_peft=true",), {"rank": "16", "alpha": "32", "targets": "q_proj,v_proj"}),
+        ("trl_grpo.yaml", ("lora_r=8", "use_peft=false"), {}),
+        (
+            "trl_sft.yaml",
+            ("use_peft=true", "lora_r=8", "lora_alpha=4", "lora_target_modules=all-linear", "use_rslora=true"),
+            {"rank": "8", "alpha": "4", "targets": "all-linear", "rslora": "true"},
+        ),
+        (
+            "verl_grpo.sh",
+            ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=[q_proj,up_proj]"),
+            {"rank": "32", "alpha": "16", "targets": "q_proj,up_proj"},
+        ),
+        (
+            "verl_grpo.sh",
+            (
+                "actor_rollout_ref.model.lora.rank=8",
+                "actor_rollout_ref.model.lora.target_modules=[linear_fc1,linear_q]",
+            ),
+            {"rank": "8", "alpha": "32", "targets": "q_proj,gate_proj,up_proj"},
+        ),
+        ("verl_ppo.yaml", ("actor_rollout_ref.model.lora_rank=0", "critic.model.lora_alpha=3"), {}),
+        (
+            "verl_ppo.yaml",
+            ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=4"),
+            {"rank": "8", "alpha": "4", "targets": "all-linear", "critic.rank": "0"},
+        ),
+        (
+            "verl_ppo.yaml",
+            ("critic.model.lora_rank=2", "critic.model.lora_alpha=3", "actor_rollout_ref.model.lora_rank=8"),
+            {"rank": "8", "alpha": "16", "targets": "all-linear"}
+            | {"critic.rank": "2", "critic.alpha": "3", "critic.targets": "all-linear"},
+        ),
+        (
+            "openrlhf_reinforce.sh",
+            ("lora_rank=4", "lora_alpha=8", "lora_dropout=0"),
+            {"rank": "4", "alpha": "8", "targets": "all-linear"},
+        ),
+        (
+            "openrlhf_reinforce.sh",
+            ("ds.lora.rank=4", "ds.lora.target_modules=q_proj,v_proj"),
+            {"rank": "4", "alpha": "16", "targets": "q_proj,v_proj"},
+        ),
+    ],
+)
+def test_adapters(name, words, expected, tmp_path):
+    found = {key.removeprefix("lora."): one for key, one in options_of(name, *words).items() if key.startswith("lora.")}
+    assert found == expected
+    path = tmp_path / "options.yaml"
+    made = translate(read_source(str(Path(__file__).with_name("examples") / name), words))
+    path.write_text(made.text(name), encoding="utf-8")
+    assert main(["check", "--config", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("use_peft=true", "lora_dropout=0.05"), "lora_dropout: 0.05 (adapters have no dropout"),
+        (
+            ("use_peft=true", "lora_target_modules=lm_head"),
+            "use_peft: true (lm_head has no adapters here; give lora.rank",
+        ),
+        (("use_peft=true", "use_dora=true"), "use_dora: true (of adapters, this program has rank"),
+        (("lora_alpha=4",), "lora_alpha: 4 (all weights train)"),
+    ],
+)
+def test_what_of_adapters_is_not_here(words, says):
+    path = Path(__file__).with_name("examples") / "trl_grpo.yaml"
+    assert f"# {says}" in translate(read_source(str(path), words)).text("x")

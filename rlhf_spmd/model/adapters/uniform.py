@@ -1,0 +1,73 @@
+"""Adapters in folders as a run has them: the same rank, scale and targets in all layers. Plain Python without torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.config import CONFIG, SCORES, AdapterConfig, base_of, from_peft, is_target
+from rlhf_spmd.model.config import naming, read_config_json, read_json
+from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
+
+FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+WHOLE = ("model.safetensors", "model.safetensors.index.json")  # a folder with one of them holds a whole model
+OF_ATTENTION = LINEAR_LAYERS[:4]
+
+
+def is_adapter(folder: Path | str) -> bool:
+    """Whether a folder holds an adapter and no whole model."""
+    has = [(Path(folder) / name).is_file() for name in (*FILES, *WHOLE)]
+    return any(has[: len(FILES)]) and not any(has[len(FILES) :])
+
+
+def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER") -> str:
+    """The folder of the base of an adapter; of a whole model its own. base: what the options give. option: what may
+    give it. Raises UserError."""
+    if not folder or not is_adapter(folder):
+        return folder
+    named = read_json(Path(folder) / CONFIG).get("base_model_name_or_path")
+    config = AdapterConfig(base=named if isinstance(named, str) else "")
+    return str(base_of(Path(folder), config, base, option=option))
+
+
+def whole_folder(folder: str) -> str:
+    """The folder of the base that an adapter names; of a whole model its own. Raises UserError."""
+    return base_folder(folder, option="base_model_name_or_path in its adapter_config.json")
+
+
+def layer_paths(num_layers: int) -> dict[str, list[str]]:
+    """The layers that can have adapters -> their paths."""
+    inside = {name: "self_attn" if name in OF_ATTENTION else "mlp" for name in LINEAR_LAYERS}
+    return {
+        name: [f"model.layers.{layer}.{block}.{name}" for layer in range(num_layers)] for name, block in inside.items()
+    }
+
+
+def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
+    """The adapters in a folder. base: the folder of their base. Raises UserError for what is not supported, and if they
+    are not the same in all layers."""
+    values, paths = (
+        read_json(Path(folder) / CONFIG),
+        layer_paths(read_config_json(Path(base) / "config.json").num_layers),
+    )
+    with naming(Path(folder) / CONFIG):
+        every = [path for some in paths.values() for path in some]
+        config = from_peft(values, [path for path in every if is_target(values, path)], folder)
+        return as_of_run(config, paths, folder), config
+
+
+def as_of_run(config: AdapterConfig, paths: Mapping[str, list[str]], folder: str) -> Adapters:
+    """An adapter as options of a run describe it. Raises UserError if they cannot."""
+    targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
+    adapted = [path for name in targets for path in paths[name]]
+    merge = f"merge it: python -m rlhf_spmd convert {folder} MERGED --merge, and give MERGED"
+    if without := next((path for path in adapted if not config.adapts(path)), ""):
+        raise UserError(f"it adapts {without.rpartition('.')[2]} in some layers alone ({without} has none); {merge}")
+    found = {(config.rank_of(path), config.alpha_of(path)) for path in adapted}
+    if len(found) > 1:
+        raise UserError(f"its layers have different ranks or alphas (rank_pattern, alpha_pattern); {merge}")
+    if not found:
+        raise UserError(f"it adapts no layer of its base; give the base that it was made for, or {merge}")
+    if other := next((name for name in config.modules_to_save if name not in SCORES), ""):
+        raise UserError(f"it holds a trained copy of {other} (modules_to_save), which a run can't adapt; {merge}")
+    ((rank, alpha),) = found
+    return Adapters(rank, float(alpha), targets, config.rslora)

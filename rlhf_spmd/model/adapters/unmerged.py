@@ -1,0 +1,75 @@
+"""Adapters beside the weights of a model, as runs have them: to peft's folder, and from it into a shard of a model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import hf
+from rlhf_spmd.model.adapters.config import AdapterConfig
+from rlhf_spmd.model.adapters.files import check_base, read_adapter, write_adapter
+from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter, whole_folder
+from rlhf_spmd.model.config import naming
+from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
+from rlhf_spmd.model.transformer import Head, Transformer
+from rlhf_spmd.plan.adapters import A, Adapters, B
+
+
+def save_adapter(state: Mapping[str, Tensor], adapters: Adapters, head: Head, folder: Path, *, base: Path) -> None:
+    """Writes what trains of a model with adapters, by parameter name, as peft's folder. base: the folder that it
+    names."""
+    layers = sorted(name.removesuffix(f".{A}") for name in state if name.endswith(f".{A}"))
+    factors = {hf.to_hf_name(layer): (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
+    saved = {hf.to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
+    config = AdapterConfig(
+        adapters.rank,
+        int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,  # as peft writes it
+        adapters.rslora,
+        tuple(sorted(adapters.targets)),
+        modules_to_save=tuple(sorted(name.removesuffix(".weight") for name in saved)),
+        task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+        base=str(base),
+    )
+    write_adapter(folder, config, factors, saved)
+
+
+@torch.no_grad()
+def take_adapter(model: Transformer, folder: str | Path) -> None:
+    """Gives a shard of a model the adapter in a folder, whose rank and targets it has. Raises UserError."""
+    config, factors, saved = read_adapter(folder)
+    whole = Transformer(model.config, head=model.head, device="meta")
+    with naming(f"{folder} does not fit its base"):
+        if config.head == "scalar" and model.head == "lm":
+            raise UserError("it is of a critic or reward model (SEQ_CLS), and a language model is wanted")
+        check_base(config, factors, saved, {hf.to_hf_name(name): one.shape for name, one in whole.state_dict().items()})
+        if config.head == "scalar" and not saved:
+            raise UserError("it lacks score.weight; copy its files again")
+    values = {
+        f"{path.removeprefix('model.')}.{kind}": one
+        for path, two in factors.items()
+        for kind, one in zip((A, B), two, strict=True)
+    } | saved
+    for name, weight in model.named_parameters():
+        if name in values:
+            weight.copy_(values[name][slice_of(name, model.config, model.parallel.shard)])
+
+
+def load_any(
+    folder: str,
+    *,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    parallel: Parallel = WHOLE,
+) -> Transformer:
+    """The frozen model in a folder, or one shard of it; of an adapter with its base, unmerged. Raises UserError."""
+    below = whole_folder(folder)
+    adapted = adapters_in(folder, below) if is_adapter(folder) else None
+    fresh = adapted is not None and adapted[1].head == "scalar"
+    model = hf.load_model(below, head=head, fresh_head=fresh, dtype=dtype, device=device, parallel=parallel)
+    if adapted is not None:
+        model = model.with_adapters(adapted[0])
+        take_adapter(model, folder)
+    return model

@@ -1,0 +1,66 @@
+"""Which folders are adapters, where their base is, and which of them a run can have."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.uniform import adapters_in, base_folder, is_adapter
+from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
+from tests.unit.model.adapters.test_files import ADAPTERS, change
+
+BASE = str(ADAPTERS / "base")
+
+
+def test_a_folder_with_weights_of_its_own_is_no_adapter(tmp_path):
+    one = tmp_path / "one"
+    shutil.copytree(ADAPTERS / "peft-0.21-rslora", one)
+    assert is_adapter(one) and not is_adapter(BASE) and not is_adapter(tmp_path / "none")
+    shutil.copy(ADAPTERS / "base" / "model.safetensors", one)
+    assert not is_adapter(one)
+
+
+def test_the_base_is_named_or_given(tmp_path):
+    one = tmp_path / "one"
+    shutil.copytree(ADAPTERS / "peft-0.21-rslora", one)
+    assert base_folder("") == "" and base_folder(BASE, "other") == BASE
+    with pytest.raises(UserError, match=r"holds an adapter for base, which is not a folder here; .*: lora.base=FOLDER"):
+        base_folder(str(one))
+    assert base_folder(str(one), BASE) == BASE
+    change(one, base_model_name_or_path=BASE)
+    assert base_folder(str(one)) == BASE
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("peft-0.17-all-linear", Adapters(1, 4.0, LINEAR_LAYERS)),
+        ("peft-0.21-all-linear", Adapters(1, 4.0, LINEAR_LAYERS)),
+        ("peft-0.21-reward", Adapters(2, 8.0, ("q_proj", "v_proj"))),
+    ],
+)
+def test_the_adapters_of_peft(name, expected, tmp_path):
+    assert adapters_in(str(ADAPTERS / name), BASE)[0] == expected
+    one = tmp_path / "one"
+    shutil.copytree(ADAPTERS / name, one)
+    change(one, use_rslora=True)
+    assert adapters_in(str(one), BASE)[0] == replace(expected, rslora=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers_to_transform": [0]}, "it adapts q_proj in some layers alone .*layers.1.self_attn.q_proj has none"),
+        ({"alpha_pattern": {"q_proj": 3}}, "different ranks or alphas .* convert .* MERGED --merge"),
+        ({"modules_to_save": ["lm_head"]}, "a trained copy of lm_head"),
+        ({"target_modules": ["nothing"]}, "it adapts no layer of its base"),
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
+    ],
+)
+def test_what_a_run_cannot_have_is_refused(changes, message, tmp_path):
+    one = tmp_path / "one"
+    shutil.copytree(ADAPTERS / "peft-0.21-reward", one)
+    change(one, **changes)
+    with pytest.raises(UserError, match=message):
+        adapters_in(str(one), BASE)

@@ -1,0 +1,61 @@
+"""Adapters beside the weights: peft's logits, the folder that a run writes, and the slices of shards."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import hf
+from rlhf_spmd.model.adapters.files import read_adapter
+from rlhf_spmd.model.adapters.uniform import adapters_in
+from rlhf_spmd.model.adapters.unmerged import load_any, save_adapter, take_adapter
+from rlhf_spmd.model.parallel import Parallel, slice_of
+from rlhf_spmd.plan.shard import Shard
+from tests.folders import write_model
+from tests.unit.model.adapters.test_files import ADAPTERS, logits_of
+
+BASE = ADAPTERS / "base"
+UNIFORM = ("peft-0.17-all-linear", "peft-0.17-last-names", "peft-0.21-reward")
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
+    folder = ADAPTERS / name
+    config, factors, saved = read_adapter(folder)
+    tokens_BT, expected = logits_of(folder)
+    first = load_any(str(folder), head=config.head, dtype=torch.float32)
+    state = {key: one for key, one in first.state_dict().items() if key in first.trained_names()}
+    save_adapter(state, first.adapters, config.head, tmp_path, base=BASE)
+    for model in (first, load_any(str(tmp_path), head=config.head, dtype=torch.float32)):
+        with torch.no_grad():
+            hidden = model(tokens_BT)
+            got = model.logits(hidden) if config.head == "lm" else model.scalar(hidden)[:, -1:]
+        torch.testing.assert_close(got.reshape(expected.shape), expected, atol=1e-5, rtol=0)
+    _, again, saved_again = read_adapter(tmp_path)
+    assert again.keys() == factors.keys() and saved_again.keys() == saved.keys()
+    assert all(torch.equal(one, other) for path in again for one, other in zip(again[path], factors[path], strict=True))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_shard_has_its_slices(index):
+    folder, shard = ADAPTERS / "peft-0.21-all-linear", Shard(tp=2, tp_index=index)
+    whole = load_any(str(folder), head="lm", dtype=torch.float32).state_dict()
+    part = hf.load_model(BASE, head="lm", parallel=Parallel(shard, group=SimpleNamespace(size=lambda: 2)))
+    part = part.with_adapters(adapters_in(str(folder), str(BASE))[0])
+    take_adapter(part, folder)
+    for name, one in part.state_dict().items():
+        assert torch.equal(one, whole[name][slice_of(name, part.config, shard)]), name
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"does not fit its base: it is of a critic or reward model \(SEQ_CLS\)"):
+        load_any(str(ADAPTERS / "peft-0.21-reward"), head="lm", dtype=torch.float32)
+    other = write_model(tmp_path, hidden_size=64)
+    model = hf.load_model(other, head="lm").with_adapters(
+        adapters_in(str(ADAPTERS / "peft-0.17-last-names"), str(BASE))[0]
+    )
+    with pytest.raises(UserError, match="does not fit its base: it adapts .* give the base that it was made for"):
+        take_adapter(model, ADAPTERS / "peft-0.17-last-names")
+    with pytest.raises(UserError, match="so it is not a reward model"):  # its own scores are missing, too
+        load_any(str(ADAPTERS / "peft-0.17-last-names"), head="scalar", dtype=torch.float32)
