@@ -399,6 +399,6 @@ def write_all_once(folder: Path) -> list[str]:
 
 
 def test_a_message_stays_the_last_line_of_a_terminal():
-    command = [sys.executable, "-m", "rlhf_spmd", "train", "generation.temperature=-1"]
-    said = on_terminal(command, 80, TERM="xterm")
+    command = f"{sys.executable} -m rlhf_spmd train generation.temperature=-1; true"
+    said = on_terminal(["sh", "-c", command], 80, TERM="xterm")
     assert said.endswith("rlhf_spmd: error: generation.temperature=-1: give a value greater than 0\n"), said
