@@ -102,7 +102,7 @@ CONFIG = (
     _argument("--preset", "named configuration to start from (default: tiny, or with --model the preset `model`)"),
     _argument("--model", "Hugging Face folder of the model in the first role, such as PPO's actor", "FOLDER"),
 )
-SHOW_CONFIG = _flag("--show-config", "with a report: print the resolved configuration, as a file for --config")
+SHOW_CONFIG = _flag("--show-config", "print the resolved configuration with the report, as a file for --config")
 LAYOUT = (
     _argument("--layout", "assume N nodes of G devices (default: 1x4)", "NxG", type=_given),
     _argument("--cluster", "read nodes of several device types from a file, instead of --layout", "FILE.toml"),

@@ -25,13 +25,13 @@ class Lora:
     # layers with adapters, e.g. q_proj,v_proj; all-linear: every linear layer but the output layer
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
-    # rank of the adapters of one model; none: lora.rank
+    # rank of the adapters of one model; empty: lora.rank
     ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
-    # scale of the adapters of one model; none: lora.alpha
+    # scale of the adapters of one model; empty: lora.alpha
     alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(default_factory=dict)
-    # layers with adapters of one model; none: lora.targets
+    # layers with adapters of one model; empty: lora.targets
     own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(default_factory=dict)
-    # whether one model multiplies by alpha / sqrt(rank); none: lora.rslora
+    # whether one model multiplies by alpha / sqrt(rank); empty: lora.rslora
     own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(default_factory=dict)
 
     def of(self, role: str) -> Adapters | None:

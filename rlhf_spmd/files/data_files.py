@@ -55,7 +55,7 @@ def files_of(part: str | Path) -> list[Path]:
     try:
         found = sorted(one for one in _matches(text) if not is_folder(one))
     except (ValueError, NotImplementedError, OSError) as error:
-        raise UserError(f"{text} is no pattern of files ({error}): write one such as data/*.jsonl") from None
+        raise UserError(f"{text} is not a pattern of files ({error}): write one such as data/*.jsonl") from None
     if not found:
         raise UserError(f"no file matches {text} (looked in {Path.cwd()}): change the pattern, or name a file")
     return found
@@ -69,6 +69,8 @@ def every_file(parts: Sequence[str]) -> list[Path]:
 def read_data(path: Path, most: int | None = None) -> bytes:
     """The content of a file of text, decompressed. most: only so many lines, the first ones. Raises OSError, and
     UserError for a file that cannot be decompressed."""
+    if most is None and not is_packed(path):
+        return path.read_bytes()
     try:
         with gzip.GzipFile(path) if is_packed(path) else path.open("rb") as file:
             return file.read() if most is None else b"".join(islice(file, most))

@@ -67,7 +67,7 @@ class AdapterConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise UserError(f"the pattern {pattern!r} is no regular expression ({error}); correct it") from None
+                raise UserError(f"the pattern {pattern!r} is not a regular expression ({error}); correct it") from None
         if self.task_type not in TASKS:
             raise UserError(f"task_type is {self.task_type!r}, but must be {' or '.join(TASKS)}")
 
@@ -112,7 +112,7 @@ def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | st
     try:
         outside = [path for path in paths if not _is_target(values, path)]
     except re.error as error:
-        raise UserError(f"target_modules or another key is no regular expression ({error}); correct it") from None
+        raise UserError(f"target_modules or another key is not a regular expression ({error}); correct it") from None
     if outside:
         raise UserError(f"target_modules does not name {outside[0]}, whose factors are stored beside it; {_AGAIN}")
     listed = not isinstance(targets, str) and not any(values.get(key) for key in ("exclude_modules", "layers_pattern"))
@@ -161,7 +161,7 @@ def base_of(folder: Path, config: AdapterConfig, given: Path | str | None, *, op
     places = (Path(config.base), folder / config.base, folder.parent / config.base) if config.base else ()
     found = Path(given) if given else next((path for path in places if is_folder(path)), None)
     if found is None:
-        which = f"{config.base}, which is no folder here" if config.base else "a base that it does not name"
+        which = f"{config.base}, which is not a folder here" if config.base else "a base that it does not name"
         raise UserError(f"{folder} holds an adapter for {which}; give the folder of the base: {option}")
     return found
 

@@ -92,7 +92,7 @@ def check_base(
     for path, (a, b) in factors.items():
         if path not in layers:
             raise UserError(
-                f"it adapts {path}, which is no linear layer of the base; give the base that it was made for"
+                f"it adapts {path}, which is not a linear layer of the base; give the base that it was made for"
             )
         num_out, num_in = layers[path]
         if (a.shape[1], b.shape[0]) != (num_in, num_out):

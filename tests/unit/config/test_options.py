@@ -18,13 +18,23 @@ NEEDED = {  # options that make no sense without others
     **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
     "checkpoint.best": ["eval.prompts=x"],
     "rollouts.format": ["rollouts.every=1"],
+    # else they change, too
+    **dict.fromkeys(
+        ("lora.rank", "lora.actor.rank", "lora.critic.rank"), ["optimizer.actor_lr=1e-5", "optimizer.critic_lr=1e-5"]
+    ),
     "optimizer.min_lr_ratio": ["optimizer.schedule=linear"],
     **dict.fromkeys(("logging.entity", "logging.group", "logging.tags"), ["wandb=p"]),
     "eval.samples_per_prompt": ["eval.prompts=x", "eval.temperature=1"],
 }
 EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]
 PAGES = {"mini_batch_tokens": "sft"}  # of options that do not go with PPO
-VALUES = {"ppo.rejection_range": "0.5,2", "checkpoint.best": "pass@1", "data.chat_template_kwargs": '{"a": 1}'}
+VALUES = {
+    "lora.targets": "q_proj",
+    "ppo.rejection_range": "0.5,2",
+    "checkpoint.best": "pass@1",
+    "data.chat_template_kwargs": '{"a": 1}',
+}
+VALUES |= {f"lora.{role}.targets": "q_proj" for role in ("actor", "critic", "reward")}
 
 
 def test_every_key_can_be_overridden():

@@ -87,7 +87,7 @@ def test_plan_and_check_place_them(capsys, tmp_path):
     assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", out]) == 0
     planned = capsys.readouterr().out
     assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 1x8" in planned
-    assert main(["check", out, *words]) == 0
+    assert main(["check", out, *words, "--show-config"]) == 0
     shown = capsys.readouterr().out
     assert 'shape: "actor=llama-13b,critic=llama-7b,' in shown or "shape: actor=llama-13b,critic=llama-7b," in shown
     assert json.loads(shown.splitlines()[-1])["ok"] is True

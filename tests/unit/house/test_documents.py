@@ -168,7 +168,7 @@ FILES = [(named(path), block) for path in PROMISING for language, block in block
 
 
 def read_block(block: str, folder: Path) -> ConfigFile:
-    """The file of --config that a block shows, without its model, which is no folder here."""
+    """The file of --config that a block shows, without its model, which is not a folder here."""
     path = folder / "run.yaml"
     path.write_text(block, encoding="utf-8")
     file = read_config_file(str(path))

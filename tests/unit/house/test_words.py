@@ -26,7 +26,7 @@ LEAST_WORDS = 4
 # the beginning of a phrase that lacks its noun
 DANGLING = re.compile(r"(of|as|for|in|to|that|those|them|it|its|most|with)\b", re.IGNORECASE)
 DOES = ("Train", "Generate", "Print", "Search", "Forecast", "Draw", "Compute", "Evaluate", "Measure", "Show", "Write")
-DOES += ("List", "Turn")
+DOES += ("List", "Run", "Turn")
 
 
 def user_texts(source: str) -> list[str]:
@@ -110,7 +110,7 @@ def test_a_help_begins_with_a_sentence_and_has_an_example(name, capsys):
     with pytest.raises(SystemExit):
         parser(program.__doc__).parse_args([name, "--help"])
     usage, does, *_ = capsys.readouterr().out.split("\n\n")
-    assert usage.startswith("usage: python -m rlhf_spmd ") and does.split()[0] in DOES and does.endswith(".")
+    assert usage.startswith("usage: rlhf-spmd ") and does.split()[0] in DOES and does.endswith(".")
     examples = [line for line in program.__doc__.splitlines() if f"python -m rlhf_spmd {name} " in f"{line} "]
     assert examples, "an example in the docstring of __main__.py"
     for line in examples:

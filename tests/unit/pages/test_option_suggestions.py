@@ -31,7 +31,7 @@ from rlhf_spmd.pages.strategy import load_strategy
         ("wandb_group=a", "did you mean 'logging.group'?"),
         ("wandb_tags=a", "did you mean 'logging.tags'?"),
         ("ppo_max_token_len_per_gpu=4096", "did you mean 'strategy.tokens'?"),
-        ("lora_rank=8", "(LoRA: all weights are trained"),
+        ("lora_rank=8", "give lora.rank, lora.alpha and lora.targets"),
         ("push_to_hub=true", "(uploads: send the folder"),
         ("vllm_num_engines=4", "(one generation engine runs in the same processes)"),
         ("temprature=0.7", "did you mean 'generation.temperature'?"),

@@ -277,13 +277,22 @@ def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp
     ("changes", "says"),
     [
         ([], ""),
-        ([("scores_B, mask_BG, *, scale", "rewards_B, mask_BG, *, scale")], "token_weights() asks for rewards_B"),
-        ([("def surrogate(logprobs_BG,", "def surrogate(logprobs_BG, rate,")], "surrogate() asks for rate"),
+        (
+            [("scores_B, mask_BG, *, scale", "rewards_B, mask_BG, *, scale")],
+            "token_weights(): no value for parameter 'rewards_B'",
+        ),
+        (
+            [("def surrogate(logprobs_BG,", "def surrogate(logprobs_BG, rate,")],
+            "surrogate(): no value for parameter 'rate'",
+        ),
         (
             [("def surrogate(", "def surrogate_prepare(rate): ...\n\n\ndef surrogate(")],
-            "surrogate_prepare() asks for rate",
+            "surrogate_prepare(): no value for parameter 'rate'",
         ),
-        ([('train("surrogate"', 'train("policy_loss"')], "policy_loss() asks for "),  # of surrogates.py, which is read
+        (
+            [('train("surrogate"', 'train("policy_loss"')],
+            "policy_loss(): no value for parameter ",
+        ),  # of surrogates.py, which is read
         ([("def surrogate(", "def other(")], "no function surrogate is in the page or in advantages.py"),
     ],
 )

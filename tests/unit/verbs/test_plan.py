@@ -123,7 +123,7 @@ def test_three_verbs_forecast_the_same_memory(planned, capsys):
     for verb in ("check", "forecast"):
         assert main([verb, str(path), *options]) == 0
         out = capsys.readouterr().out
-        heading, _, *rows = out.partition("Bytes per rank")[2].partition("\n\n")[0].splitlines()[1:]
+        heading, _, *rows = out.partition("Memory per rank")[2].partition("\n\n")[0].splitlines()[1:]
         at = heading.index("peak")
         assert max(float(one[at:].split()[0]) for one in rows) == float(peak.split()[0])
     assert f"{json.loads(out.splitlines()[-1])['peak_bytes'] / 2**30:.1f} GiB" == peak

@@ -1,5 +1,6 @@
 """`python -m rlhf_spmd rehearse`: what it refuses before it starts any process, and what a fault names."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def test_memory(monkeypatch):
         (["flattening", "--iterations", "none"], "whole number"),
     ],
 )
-def test_bad_words(words, told, capsys):
+def test_bad_words(words, told, capsys, monkeypatch):
+    monkeypatch.setattr(os, "execve", None)  # nothing is started
     assert main(["rehearse", *words]) == 2
     assert told in capsys.readouterr().err

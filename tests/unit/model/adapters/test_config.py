@@ -104,8 +104,8 @@ def test_what_changes_the_mathematics_is_refused_by_name(key):
         ({"r": 0}, r"the rank of an adapter is 0 \(r\)"),
         ({"rank_pattern": {"q_proj": 1.5}}, r"the rank of an adapter is 1.5 \(q_proj\)"),
         ({"lora_alpha": None}, "the alpha of an adapter is None"),
-        ({"alpha_pattern": {"(": 1}}, r"'\(' is no regular expression"),
-        ({"target_modules": "("}, "no regular expression"),
+        ({"alpha_pattern": {"(": 1}}, r"'\(' is not a regular expression"),
+        ({"target_modules": "("}, "not a regular expression"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\], but must be an object"),
         ({"target_modules": [1]}, "1 is none; correct target_modules"),
         ({"modules_to_save": "score"}, "modules_to_save is 'score', but must be a list"),
@@ -136,7 +136,7 @@ def test_where_the_base_is(tmp_path, monkeypatch):
     folder = tmp_path / "adapters" / "one"
     config = AdapterConfig(base="base")
     with pytest.raises(
-        UserError, match=re.escape(f"{folder} holds an adapter for base, which is no folder here; give")
+        UserError, match=re.escape(f"{folder} holds an adapter for base, which is not a folder here; give")
     ):
         base_of(folder, config, None, option="--base FOLDER")
     with pytest.raises(UserError, match="a base that it does not name; give the folder of the base: lora.base=FOLDER"):

@@ -133,7 +133,11 @@ def test_another_base():
     check_base(config, factors, {"lm_head.weight": torch.zeros(32, 8)}, shapes)
     wide = {path: (torch.zeros(9, 8), torch.zeros(16, 9)) for path in factors}
     for factors_here, saved, words in (
-        ({"lm_head": factors[Q.format(0)]}, {}, "adapts lm_head, which is no linear layer of the base; give the base"),
+        (
+            {"lm_head": factors[Q.format(0)]},
+            {},
+            "adapts lm_head, which is not a linear layer of the base; give the base",
+        ),
         (factors | {Q.format(2): factors[Q.format(0)]}, {}, "model.layers.2.self_attn.q_proj, which is no"),
         ({Q.format(0): (torch.zeros(2, 16), torch.zeros(8, 2))}, {}, "from 16 to 8 numbers, and the base has 8 and 16"),
         (wide, {}, r"rank 9 of .* is larger than the layer \(16 x 8\); choose a rank of at most 8"),

@@ -83,7 +83,7 @@ def test_what_rounding_to_bfloat16_loses_is_told(tmp_path, capsys):
     words = ["convert", str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge"]
     assert main(words) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
+    told = json.loads(out.splitlines()[-1])
     old, new = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert {tensor.dtype for tensor in new.values()} == {torch.bfloat16}
     changed = sum(int((old[name] != new[name]).sum()) for name in old)
@@ -91,7 +91,7 @@ def test_what_rounding_to_bfloat16_loses_is_told(tmp_path, capsys):
     assert 0.1 < told["lost"] / told["updated"] < 0.9
     assert f"loses the update of {told['lost']:,} of {told['updated']:,} weights; merge into a base in float32" in err
     assert main([*words[:2], str(tmp_path / "wide"), "--merge", "--base", str(write_model(tmp_path / "other"))]) == 0
-    assert json.loads(capsys.readouterr().out)["lost"] == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["lost"] == 0
 
 
 def test_mistakes(tmp_path, capsys):

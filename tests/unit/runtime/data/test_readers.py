@@ -40,7 +40,7 @@ def test_bytes_that_are_no_text_are_called_bytes(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(arrow.table({"prompt": arrow.array([b"abc", b"\xe9"])}), tmp_path / "p.parquet")
-    with pytest.raises(UserError, match=r"p.parquet, row 2: the value of 'prompt' is bytes that are no UTF-8, not a"):
+    with pytest.raises(UserError, match=r"p.parquet, row 2: the value of 'prompt' is bytes that are not UTF-8, not a"):
         load_prompts(tmp_path / "p.parquet", Words(), max_prompt_tokens=8)
 
 
@@ -91,7 +91,7 @@ def test_changed_columns_change_their_fingerprint_only(tmp_path):
 def test_kinds():
     values = [None, True, 1, 1.5, "a", [], {}, b"\xff", decimal.Decimal(1), DATE, datetime.timedelta(1), 1j]
     assert [kind_of(value) for value in values] == [
-        *("null", "a boolean", "a number", "a number", "a string", "a list", "an object", "bytes that are no UTF-8"),
+        *("null", "a boolean", "a number", "a number", "a string", "a list", "an object", "bytes that are not UTF-8"),
         *("a decimal number", "a date", "a length of time", "a value of the type complex"),
     ]
     assert number_of("x", {"a": decimal.Decimal("1.5")}, "a", None) == 1.5
