@@ -81,7 +81,6 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
     ),
     "networks": ("networks", by_place, RATES_ON_EACH),
     "graphs": ("graphs", by_place, RATES_ON_EACH),
-    "graphs": ("graphs", by_place, RATES_ON_EACH),
     "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
     "validate_searched": (
         "validate",
