@@ -40,7 +40,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/command_line/test_fitting_strategies.py": ("command_line.checks",),
     "unit/config/test_file.py": ("command_line.words",),
     "unit/config/test_options.py": ("pages.option_tree",),
-    "unit/verbs/test_check.py": ("__main__", "plan.text.program_listing", "verbs.convert"),
+    "unit/verbs/test_check.py": ("__main__", "verbs.convert"),
     "unit/verbs/test_plan.py": ("command_line.arguments", "command_line.outputs", "machines.cluster_file"),
     "unit/verbs/test_draw.py": ("runtime.pictures.placement_map",),
     "unit/verbs/test_report.py": ("runtime.records.run_files", "runtime.records.web_page"),

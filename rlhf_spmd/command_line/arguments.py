@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.printing import command_lines
 
 PROGRAM, AS_MODULE = "rlhf-spmd", "python -m rlhf_spmd"
 OWN_JSON = ("rollouts", "coming-from")  # verbs that print no line of JSON as the others do
@@ -395,25 +396,42 @@ def _words_help(words: str) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
+def _fitted(example: str) -> str:
+    """The command of an example, on lines of the terminal, with an indent of two."""
+    return command_lines(example.split(" "), shutil.get_terminal_size().columns, before=2)
+
+
+def _fitted_text(text: str) -> str:
+    """Paragraphs and examples, on lines of the terminal."""
+    width, parts = shutil.get_terminal_size().columns, text.strip().split("\n\n")
+    return "\n\n".join(
+        textwrap.fill(part, width) if part[:1].isupper() else "\n".join(map(_fitted, part.split("\n")))
+        for part in parts
+    )
+
+
 class _Version(argparse.Action):
     """Prints the versions, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from rlhf_spmd.command_line.version import version_text
+        from rlhf_spmd.runtime.guard.terminal import table_width
 
-        print(version_text())
+        columns = table_width()
+        for line in version_text().split("\n"):
+            print(textwrap.fill(line, columns) if columns else line)
         parser.exit()
 
 
 def parser(text: str) -> argparse.ArgumentParser:
     """The parser of all verbs; text: what help says below them, with a line for each example of a command."""
     settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    found = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=text, **settings)
+    found = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=_fitted_text(text), **settings)
     found.add_argument("--version", action=_Version, nargs=0, help="print the versions of the program and its packages")
     verbs = found.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND", title="subcommands")
     for name, verb in VERBS.items():
         does = textwrap.fill(f"{verb.help[0].upper()}{verb.help[1:]}.", shutil.get_terminal_size().columns - 2)
-        examples = "".join(f"\n  {line}" for line in text.split("\n") if f"{AS_MODULE} {name} " in f"{line} ")
+        examples = "".join(f"\n  {_fitted(line)}" for line in text.split("\n") if f"{AS_MODULE} {name} " in f"{line} ")
         of_verb = verbs.add_parser(
             name, help=verb.help, description=does, epilog=examples and f"examples:{examples}", **settings
         )

@@ -18,7 +18,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 
@@ -149,11 +149,12 @@ def print_report(
     the exit status. may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the
     run's evaluations. length: of the run, see words.length_note. as_json: --json or
     --no-json."""
-    print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank))
+    columns = table_width()
+    print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank, columns=columns))
     if may_pack and (packed := show_packed(program)):
         print(packed)
     if evaluation := evaluate(program):
-        print(show_evaluation(evaluation))
+        print(show_evaluation(evaluation, columns))
     if config is not None:
         print(f"\n{CONFIG_HEADING}\n{config}")
     if findings:

@@ -167,8 +167,8 @@ def _nearest(shipped: Sequence[Row]) -> str:
     return f"The nearest shipped strategy is {least.name}: a device lacks {missing} even with the smallest KV cache"
 
 
-def plans_table(rows: Sequence[Row], calibration: Calibration) -> str:
-    """Seconds, waste and bytes of every row; then the seconds of each call and what limits it."""
+def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | None = None) -> str:
+    """Seconds, waste and bytes of every row; then the seconds of each call and what limits it. columns: of `table`."""
     shown = [row for row in rows if isinstance(row, Alternative)]
     limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
     first: list[tuple[str, ...]] = [
@@ -187,7 +187,7 @@ def plans_table(rows: Sequence[Row], calibration: Calibration) -> str:
         seconds, limit = call_s(row.forecast), limits(row.program, calibration)
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" for call in calls)))
     heading = "Seconds of each call in an iteration, and what limits it"
-    return "\n".join([table(first), "", heading, table(second)])
+    return "\n".join([table(first, columns), "", heading, table(second, columns)])
 
 
 def _device(program: Program) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """What is printed: foreign text (model output, errors, names), and numbers."""
 
 import re
+from collections.abc import Sequence
 
 # What moves a cursor, gives orders to a terminal, or turns the direction of a line; not line feeds and tabs.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -14,6 +15,18 @@ def printable(text: str) -> str:
 def on_one_line(text: str) -> str:
     """Text with escapes for all that is not printed as itself, line breaks included."""
     return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def command_lines(words: Sequence[str], columns: int | None, before: int = 0) -> str:
+    """A command of quoted words for a shell, which a backslash continues on the next line where one would be wider than
+    so many columns (None: no limit). before: places that are taken in the first line."""
+    lines, room = [words[0]], float("inf") if columns is None else columns - 2
+    for word in words[1:]:
+        if before * (len(lines) == 1) + len(lines[-1]) + 1 + len(word) > room:
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def formatted(value: float, form: str = "{:.4g}") -> str:

@@ -244,7 +244,7 @@ def column(here: Here, value: Value) -> Options:
 
 
 def reward_function(here: Here, value: Value) -> Options | Later:
-    """Functions: of a file, or names that another program knows."""
+    """Functions: of a file, of modules, or names that another program knows."""
     text = text_of(value)
     if text.startswith("http"):
         return Later({"reward_function": "FILE.py:score"}, f"write `score = rlhf_spmd.rewards.remote({text!r})`")
@@ -252,7 +252,10 @@ def reward_function(here: Here, value: Value) -> Options | Later:
         return _function(text, "reward_func")
     if not text:
         raise Differs("no_effect", "it is not set")
-    names = ",".join(f"FILE.py:{one}" for one in text.split(","))
+    named = [one.strip() for one in text.split(",")]
+    if all("." in one for one in named):  # of modules
+        return {"reward_function": ",".join(":".join(one.rsplit(".", 1)) for one in named)}
+    names = ",".join(f"FILE.py:{one}" for one in named)
     return Later({"reward_function": names}, "write these functions into a file")
 
 

@@ -24,7 +24,7 @@ from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
-from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
+from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, no_chat_template
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -251,10 +251,7 @@ class ChatTemplate:
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         if not self.file and not tokenizer.chat_template:
-            raise UserError(
-                f"{where}: the prompt is a list of messages, and the tokenizer in {self.folder} has no chat template; "
-                "give data.chat_template=FILE, or write the prompts as text"
-            )
+            raise no_chat_template(where, self.folder)
         self._tokenizer = tokenizer
 
 

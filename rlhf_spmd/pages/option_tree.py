@@ -164,7 +164,7 @@ def assigned(tree: Tree, one: Setting) -> Tree:
         raise UserError(f"unknown option {one.key!r}: {group} has no parts; set {group}=value")
     here = of_group or list(dict.fromkeys(key.partition(".")[0] for key in keys_of(tree)))
     hint = suggest_option(one.key, [*here, *one.also], [*keys_of(tree), *one.also])
-    raise UserError(f"unknown option {one.key!r}{hint}; known here: {', '.join(here)}")
+    raise UserError(f"unknown option {one.key!r}{hint or '; known here: ' + ', '.join(here)}")
 
 
 def settings_of(words: Iterable[str]) -> list[Setting]:

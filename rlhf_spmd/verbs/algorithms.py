@@ -1,25 +1,30 @@
 """The algorithms verb: the algorithms that come with the package, with their roles and calls."""
 
 import argparse
+import sys
+import textwrap
 
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints every algorithm and, last, a line of JSON -> the exit status."""
-    found = {}
+    found, columns = {}, table_width() or sys.maxsize
     for name in algorithm_names():
         algorithm = load_algorithm(name)
         workflow = algorithm.workflow(algorithm.options())
         roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)
-        columns = [algorithm.prompts, *algorithm.responses.values()]
-        columns += [f"{number.column} (a number)" for number in algorithm.row_numbers.values()]
-        print(f"{name}: {algorithm.title}; {roles}; data {', '.join(columns)}")
+        data = [algorithm.prompts, *algorithm.responses.values()]
+        data += [f"{number.column} (a number)" for number in algorithm.row_numbers.values()]
+        title = f"{name}: {algorithm.title}; {roles}; data {', '.join(data)}"
+        print(textwrap.fill(title, columns, subsequent_indent="  "))
         for call in workflow.calls:
             does = f"{call.model}.{call.kind}({call.function})" if call.model else f"compute({call.function})"
             made = ", ".join(call.outputs) or f"new weights of the {call.model}"
-            print(f"  {call.name:<22} {does:<34} {', '.join(call.inputs)} -> {made}")
+            print(f"  {call.name:<26}  {does}")
+            text = f"{', '.join(call.inputs)} -> {made}"
+            print(textwrap.fill(text, columns, initial_indent=" " * 6, subsequent_indent=" " * 8))
         found[name] = [call.name for call in workflow.calls]
     print_json({"algorithms": found, "ok": True}, parsed.json)
     return 0

@@ -23,7 +23,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 from rlhf_spmd.runtime.pictures.picture import Picture
 from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
@@ -47,7 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
     title = f"{stems[0] if len(stems) == 1 else f'{len(stems)} strategies'}, {where}"
     maps = parsed.only != "timelines"
     save(out, lambda path: picture_of(programs, forecasts, title=title, maps=maps, by=by).save(path))
-    print(forecast_table(programs, forecasts))
+    print(forecast_table(programs, forecasts, table_width()))
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
     print_json({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}, parsed.json)
     return 0
@@ -97,11 +97,13 @@ def note(program: Program) -> str:
     return f"does not fit: a device lacks {format_bytes(missing)}" if missing > 0 else ""
 
 
-def forecast_table(programs: Mapping[str, Program], forecasts: Mapping[str, Forecast]) -> str:
-    """The forecast of each program, if there is one, in numbers."""
+def forecast_table(
+    programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], columns: int | None = None
+) -> str:
+    """The forecast of each program, if there is one, in numbers. columns: of `table`."""
     rows: list[tuple[str, ...]] = [("strategy", "seconds", "bubble", "note")]
     for name, program in programs.items():
         found = forecasts.get(name)
         seconds = (f"{found.makespan_s:.4g}", f"{abs(bubble(found)):.0%}") if found else ("-", "-")
         rows.append((name, *seconds, note(program)))
-    return table(rows)
+    return table(rows, columns)

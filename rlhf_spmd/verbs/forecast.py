@@ -16,7 +16,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 from rlhf_spmd.verbs.draw import compile_all, picture_of
 
 
@@ -37,10 +37,12 @@ def run(parsed: argparse.Namespace) -> int:
     where = f"preset {config.title} on {cluster} ({', '.join(cluster.device_types)})"
     print(f"{name}, {where}, seconds by calibration {calibration.name}")
     print(f"  {found.makespan_s:.4g} s per iteration, {rate:.4g} sequences/s, bubble {idle:.0%}")
-    print(f"\nSeconds of each call in an iteration, and what limits it\n{call_table(program, seconds, limit)}")
-    print(f"\nMemory per rank: resident, and what calls need besides at their peak\n{memory_table(program)}")
+    columns = table_width()
+    by_call, by_rank = call_table(program, seconds, limit, columns), memory_table(program, columns)
+    print(f"\nSeconds of each call in an iteration, and what limits it\n{by_call}")
+    print(f"\nMemory per rank: resident, and what calls need besides at their peak\n{by_rank}")
     if evaluation:
-        print(show_evaluation(evaluation))
+        print(show_evaluation(evaluation, columns))
         when = f"before training, every {config.eval.every} iterations and at the end"
         print(f"  {evaluation_s:.4g} s per evaluation ({when}), not included in the seconds per iteration")
     print(show_findings(findings) if findings else "")

@@ -30,11 +30,12 @@ from rlhf_spmd.command_line.plans import (
 from rlhf_spmd.command_line.words import config_words, read
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.printing import command_lines
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import table
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 
 COUNTED = 3  # measured iterations, after one that warms up; the same for all plans, because responses differ in length
@@ -58,11 +59,12 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     if calibration.sources:
         print(f"sources of its constants: {calibration.sources_text}")
-    print(plans_table(rows, calibration))
+    print(plans_table(rows, calibration, table_width()))
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source, encoding="utf-8"))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
-    print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_check_words(parsed, cluster), *parsed.overrides])}")
+    words = ["python", "-m", "rlhf_spmd", "check", str(out), *_check_words(parsed, cluster), *parsed.overrides]
+    print(f"  {command_lines(list(map(shlex.quote, words)), table_width(), before=2)}")
     if parsed.timeline:
         from rlhf_spmd.runtime.pictures.timeline import write_png
 
@@ -132,7 +134,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             shown = {row.name for row in rows[: parsed.top] + rows[len(found.plans) :] + best}
             rows = [row for row in rows if row.name in shown]
             told = [[row.name, module_source(row, config, calibration, _words(parsed))] for row in best]
-            print(plans_table(rows, calibration), flush=True)
+            print(plans_table(rows, calibration, table_width()), flush=True)
     world.use_device(config.device)
     told = world.bcast(told, what="the plans")
     with world.together("compiling the plans"):
@@ -150,7 +152,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
     save(out, lambda path: path.write_text(told[first][1], encoding="utf-8"))
     where = describe_device(world.computes, world.size)
-    print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
+    print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast, table_width())}")
     print(f"\nThe fastest, {told[first][0]}, is written to {out}")
     measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}
     result = {

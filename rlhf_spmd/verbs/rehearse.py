@@ -21,6 +21,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.text.program_listing import format_bytes
+from rlhf_spmd.runtime.guard import progress
 from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.verbs.draw import MOST_LANES, compile_all
 
@@ -50,6 +51,7 @@ def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
     command = [mpirun, "-n", str(num), sys.executable, "-m", "rlhf_spmd", *words]
+    progress.stop()  # its line would stay before the first one of the ranks
     sys.stdout.flush()
     os.execve(mpirun, command, {**os.environ, **more})
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.diagnosis.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, newest_checkpoint
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 from rlhf_spmd.runtime.observe.flight_recorder import Record
 from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
 
@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
     if slowest is not None:
         rank, share = slowest
         print(f"  slowest     rank {rank}: it waits least, {share:.0%} of its time")
-    print(table([COLUMNS, *(_row(record, now) for record in records)]))
+    print(table([COLUMNS, *(_row(record, now) for record in records)], table_width()))
     result = {
         "run": str(run),
         "state": state,

@@ -14,6 +14,7 @@ import pytest
 from tests.folders import write_all, write_model
 from tests.run_mpi import mpi_command, run_limited
 from tests.unchanged import contents
+from tests.unit.runtime.guard.test_terminal import on_terminal
 
 LIMIT_S = 60.0  # for a hang
 PROMISED_S = 10.0  # of a rank's processor time: by the clock a job takes longer beside other tests
@@ -395,3 +396,9 @@ def write_all_once(folder: Path) -> list[str]:
         "mini_batch=12",
         "iterations=2",
     ]
+
+
+def test_a_message_stays_the_last_line_of_a_terminal():
+    command = f"{sys.executable} -m rlhf_spmd train generation.temperature=-1; true"
+    said = on_terminal(["sh", "-c", command], 80, TERM="xterm")
+    assert said.endswith("rlhf_spmd: error: generation.temperature=-1: give a value greater than 0\n"), said

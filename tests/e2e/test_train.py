@@ -103,7 +103,8 @@ def test_run_folder(finished):
 
 
 def test_on_a_terminal(overrides, tmp_path):
-    """No line of the table is longer than the terminal is wide, the cursor stays where it is, and there is no JSON."""
+    """No line of the table or the next command is longer than the terminal is wide, unless one word is, the cursor
+    stays where it is, and there is no JSON."""
     words = [*overrides, "iterations=2", "--runs", str(tmp_path), "--name", "shown"]
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *words]
     said = on_terminal(command, 80, NO_COLOR="1")
@@ -112,7 +113,10 @@ def test_on_a_terminal(overrides, tmp_path):
     (heading,) = [line for line in lines if line.startswith("iteration   ")]
     assert len(heading) <= 80 and heading.split()[-2:] == ["seconds", "left"]
     assert {len(line) for line in lines if re.match(" +[12]/2 ", line)} == {len(heading)}
-    assert lines[-2].startswith("Next: ") and lines[-1] == "" and '{"' not in said
+    following = said[said.index("\nNext: ") + 1 :]
+    assert lines[-1] == "" and '{"' not in said
+    assert all(len(line) <= 80 or len(line.split()) <= 2 for line in following.split("\n"))
+    assert following.replace("\\\n", "").split()[:5] == ["Next:", "python", "-m", "rlhf_spmd", "report"]
 
 
 def test_timeline_has_a_lane_per_rank(finished):

@@ -42,6 +42,14 @@ def has_chat_template(folder: Path) -> bool:
     return (folder / TEMPLATE).is_file() or bool(_read(folder / CONFIG).get("chat_template"))
 
 
+def no_chat_template(where: str, folder: str | Path) -> UserError:
+    """The error for a row that is a list of messages, if the tokenizer in the folder has no chat template."""
+    return UserError(
+        f"{where}: the prompt is a list of messages, and the tokenizer in {folder} has no chat template; "
+        "give data.chat_template=FILE, or write the prompts as text"
+    )
+
+
 def read_backend(folder: Path, *, named: bool = True) -> Any:
     """The tokenizer of tokenizer.json (of the package `tokenizers`), with the added tokens that the other files list
     and, if `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token different

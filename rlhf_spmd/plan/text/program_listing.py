@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
+from textwrap import wrap
 
 from rlhf_spmd.plan.cost.memory import (
     STATIC,
@@ -20,6 +22,7 @@ from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.workflow import Train
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
+NARROWEST_TEXT = 16  # the fewest places of a last column that is wrapped
 
 
 def format_bytes(num: float) -> str:
@@ -31,22 +34,51 @@ def format_bytes(num: float) -> str:
     raise AssertionError
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows (the first is the heading) with aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+def table(rows: Sequence[tuple[str, ...]], columns: int | None = None) -> str:
+    """Rows (the first is the heading) with aligned columns. columns: how wide lines may be (None: no limit). In a wider
+    table, headings and cells of the last column are wrapped; if that is not enough, its columns stand in several
+    tables, each of which begins with the first column."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    if columns is not None and _total(widths) > columns:
+        by_word = [max(map(len, heading.split())) for heading in rows[0]]
+        by_cell = [max(map(len, cells), default=0) for cells in list(zip(*rows[1:], strict=True)) or [()] * len(widths)]
+        widths[:-1] = [max(both) for both in zip(by_word, by_cell, strict=True)][:-1]
+        least = max(by_word[-1], min(by_cell[-1], NARROWEST_TEXT), columns - _total([*widths[:-1], 0]))
+        widths[-1] = min(widths[-1], least)
+        if _total(widths) > columns and len(widths) > 2:
+            fit = max(num for num in range(2, len(widths)) if num == 2 or _total(widths[:num]) <= columns)
+            parts = [row[:fit] for row in rows], [(row[0], *row[fit:]) for row in rows]
+            return "\n\n".join(table(part, columns) for part in parts)
+    heading, *lines = ("\n".join(_lines(row, widths)) for row in rows)
+    return "\n".join([heading, "  " + "  ".join("-" * width for width in widths), *lines])
+
+
+def _total(widths: Sequence[int]) -> int:
+    """The width of a table with an indent of two and two spaces between columns."""
+    return sum(widths) + 2 * len(widths)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """A row of a table, on more lines if a cell is wider than its column."""
+    cells = [[cell] if len(cell) <= width else wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip_longest(*cells, fillvalue="")
     ]
-    return "\n".join([lines[0], "  " + "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def show_program(program: Program, *, title: str, rank: int) -> str:
-    """The placement as a table, the transfers, bytes per rank, and the instruction list of one rank."""
+def show_program(program: Program, *, title: str, rank: int, columns: int | None = None) -> str:
+    """The placement as a table, the transfers, bytes per rank, and the instruction list of one rank. columns: of
+    `table`."""
     workload, placement = program.workload, program.placement
-    parts = [title, table(_calls(program)), "", "Transfers per iteration"]
-    parts.append(_transfers(program))
-    parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
-    parts += ["", "Memory per rank: resident, and what calls need besides at their peak", memory_table(program)]
+    parts = [title, table(_calls(program), columns), "", "Transfers per iteration"]
+    parts.append(_transfers(program, columns))
+    parts += ["", "Gradients all-reduced per iteration", table(_gradients(program), columns)]
+    parts += [
+        "",
+        "Memory per rank: resident, and what calls need besides at their peak",
+        memory_table(program, columns),
+    ]
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         if isinstance(call, Train) and is_pipelined(call, layout):
@@ -60,13 +92,13 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     return "\n".join(parts)
 
 
-def show_evaluation(program: Program) -> str:
-    """Where the calls of an evaluation run, and what moves between them."""
+def show_evaluation(program: Program, columns: int | None = None) -> str:
+    """Where the calls of an evaluation run, and what moves between them. columns: of `table`."""
     workload = program.workload
     samples = workload.samples_per_prompt
     title = f"An evaluation of {workload.rollout_batch} prompts, with {samples} sample{'s' * (samples > 1)} of each"
-    parts = ["", title, table(_calls(program))]
-    return "\n".join([*parts, *(["", _transfers(program)] if program.transfers else [])])
+    parts = ["", title, table(_calls(program), columns)]
+    return "\n".join([*parts, *(["", _transfers(program, columns)] if program.transfers else [])])
 
 
 def _calls(program: Program) -> list[tuple[str, ...]]:
@@ -95,7 +127,7 @@ def _stages(layout: Layout, num_micro_batches: int) -> str:
     return "\n".join(lines)
 
 
-def _transfers(program: Program) -> str:
+def _transfers(program: Program, columns: int | None) -> str:
     """The transfers, with one line for the same move of all mini-batches."""
     if not program.transfers:
         return "  nothing moves between layouts: 0 bytes"
@@ -107,7 +139,7 @@ def _transfers(program: Program) -> str:
     for what, found in [*((what, found) for (what, _), found in same.items()), ("all", program.transfers)]:
         messages, num_bytes = sum(t.num_messages for t in found), sum(t.num_bytes for t in found)
         rows.append((what, str(len(found)), str(messages), f"{num_bytes:,}"))
-    return table(rows)
+    return table(rows, columns)
 
 
 def _gradients(program: Program) -> list[tuple[str, ...]]:
@@ -125,18 +157,21 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
     return rows
 
 
-def call_table(program: Program, seconds: Mapping[str, float], limits: Mapping[str, str]) -> str:
-    """Of each placed call: its forecast seconds, what limits it, and where it runs."""
+def call_table(
+    program: Program, seconds: Mapping[str, float], limits: Mapping[str, str], columns: int | None = None
+) -> str:
+    """Of each placed call: its forecast seconds, what limits it, and where it runs. columns: of `table`."""
     cells: list[tuple[str, ...]] = [("call", "seconds", "limited by", "ranks", "layout")]
     for name, layout in program.placement.layouts.items():
         ranks = format_ranks(layout.ranks)
         ranks = ranks if len(ranks) < 30 else f"{len(layout.ranks)} of them"
         cells.append((name, f"{seconds[name]:.4g}", limits[name], ranks, str(layout)))
-    return table(cells)
+    return table(cells, columns)
 
 
-def memory_table(program: Program) -> str:
-    """Bytes of ranks by kind, with the reserve and the memory of their devices: a row for each set of equal ranks."""
+def memory_table(program: Program, columns: int | None = None) -> str:
+    """Bytes of ranks by kind, with the reserve and the memory of their devices: a row for each set of equal ranks.
+    columns: of `table`."""
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
@@ -147,7 +182,8 @@ def memory_table(program: Program) -> str:
     rows: list[tuple[str, ...]] = [("ranks", *STATIC, *WORKING, "peak", "reserve", "device")]
     for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
-    return table([(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows])
+    shown = [(row[0], *(cell for cell, is_used in zip(row[1:], used, strict=True) if is_used)) for row in rows]
+    return table(shown, columns)
 
 
 def show_packed(program: Program) -> str:

@@ -1,11 +1,14 @@
 """The first rows of data files, read as a run reads them, but without its tokenizer: `check` starts no torch."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.options import Config, prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import PARQUET, every_file, kind_of_file
+from rlhf_spmd.model.texts.tokenizer_files import has_chat_template, no_chat_template
 from rlhf_spmd.runtime.data.readers import Message, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, check_form, read_row
 
@@ -31,12 +34,14 @@ def check_first_rows(config: Config) -> None:
     depends on the tokenizer and the chat template (lengths, tokens) is not checked."""
     algorithm, forms = config.algorithm, dict[str, str]()
     tokenizer: Any = Characters()
+    folder = config.main_folder
+    lacks = folder if folder and not config.data.chat_template and not has_chat_template(Path(folder)) else ""
     reading = Reading(
         tokenizer,
         max_prompt_tokens=config.data.max_prompt,
         key=config.data.key or algorithm.prompts,
         columns=algorithm.responses,
-        render=_rendered,
+        render=partial(_rendered, lacks),
         turns=config.data.turns,
         marks=bool(algorithm.assistant_tokens),
         template_kwargs=config.data.chat_template_kwargs,
@@ -55,8 +60,11 @@ def check_first_rows(config: Config) -> None:
                     number_of(where, record, number.column, number.default)
 
 
-def _rendered(where: str, messages: Sequence[Message], *, answers: bool = True, **_: Any) -> str:
-    """A conversation as text that grows with its messages, as chat templates write it."""
+def _rendered(lacks: str, where: str, messages: Sequence[Message], *, answers: bool = True, **_: Any) -> str:
+    """A conversation as text that grows with its messages, as chat templates write it. lacks: the folder of a tokenizer
+    without a chat template."""
+    if lacks:
+        raise no_chat_template(where, lacks)
     return "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
 
 

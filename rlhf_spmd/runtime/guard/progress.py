@@ -57,9 +57,14 @@ def during(text: str) -> Iterator[None]:
         _text = before
 
 
-def stop() -> None:
-    """From now on this process says nothing of its own."""
+def end() -> None:
+    """From now on this process says nothing of its own; what is printed next takes the last line away. Never waits."""
     _over.set()
+
+
+def stop() -> None:
+    """From now on this process says nothing of its own, and its last line is away."""
+    end()
     streams.show_passing("")
 
 

@@ -51,6 +51,13 @@ def width(stream: TextIO | None = None) -> int:
     return found.columns if found else _columns(0)
 
 
+def table_width() -> int | None:
+    """How many columns a table may have on standard output; None: any number, because it is a file or a pipe. Messages
+    are not wrapped: they hold commands and paths, which stay whole where the terminal breaks their lines."""
+    found = terminal()
+    return found.columns if found else None
+
+
 def print_json(values: Mapping[str, Any], asked: bool | None = None) -> None:
     """Prints values for machines as a line of JSON, unless people look at a terminal. asked: --json or --no-json."""
     if wants_json(asked, terminal()):

@@ -25,6 +25,7 @@ from rlhf_spmd.config.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import files_of
 from rlhf_spmd.files.json_text import json_lines, json_text
+from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.adapters.uniform import whole_folder
@@ -319,6 +320,7 @@ def print_summary(result: Mapping[str, Any], layout: Layout) -> None:
     print(f"  tokens   {result['tokens']:,} in {result['seconds']:.1f} s: {result['tokens_per_s']:,.0f} tokens/s")
     print(f"  lengths  {result['mean_length']:.1f} tokens on average; {result['ended_share']:.0%} ended by themselves")
     if "score" in result:
-        print(f"  scores   {result['score']:.4f} of the best samples, {result['mean_score']:.4f} of all")
+        best, mean = (formatted(result[name], "{:.4f}") for name in ("score", "mean_score"))
+        print(f"  scores   {best} of the best samples, {mean} of all")
     print(f"  device   {result['device']}")
     print(f"  file     {result['out']}", flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -20,13 +21,14 @@ from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.files.json_text import finite
-from rlhf_spmd.files.printing import formatted
+from rlhf_spmd.files.printing import command_lines, formatted
 from rlhf_spmd.runtime.guard import progress, streams, terminal
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 NUMBER, LEFT = "iteration", "left"  # columns that are no metrics: the number, and the time that is left
 MOST_TEXT = 120  # columns of samples
+NEXT = "Next: "
 RECENT = 10  # iterations by whose seconds the time that is left is estimated
 
 
@@ -157,7 +159,7 @@ class Console:
         for line in format_samples(samples, width).removesuffix("\n").split("\n"):
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
-    def closing(self, result: Result, folder: RunFolder, next_command: str = "") -> None:
+    def closing(self, result: Result, folder: RunFolder, next_command: Sequence[str] = ()) -> None:
         """Prints what was learned, where it is, what to do next and, where that is wanted, the result as JSON."""
         path = folder.shown
         facts: dict[str, object] = {}
@@ -189,7 +191,9 @@ class Console:
         for text in folder.notes:
             self._print(f"  note: {text}")
         if next_command:
-            self._print(streams.Styled.joined(self._style("Next: ", BOLD), next_command))
+            columns, words = self.terminal.columns if self.terminal else None, list(map(shlex.quote, next_command))
+            text = command_lines(words, columns, before=len(NEXT))
+            self._print(streams.Styled.joined(self._style(NEXT, BOLD), text))
         if terminal.wants_json(self.as_json, self.terminal):
             self._print(result.to_json())
 

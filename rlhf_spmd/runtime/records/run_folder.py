@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_values
-from rlhf_spmd.files.printing import on_one_line
+from rlhf_spmd.files.printing import formatted, on_one_line
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.guard.failures import advice
@@ -322,4 +322,4 @@ def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
 
 
 def _signed(reward: float | None) -> str:
-    return "" if reward is None else f"{reward:+.3f}"
+    return "" if reward is None else formatted(reward, "{:+.3f}")

@@ -99,7 +99,7 @@ if options is mapping and options.prompts %}
 {% for when in ("before", "after") if sample.get(when) is not none %}
 {% set score = points([(0, sample["reward_" ~ when])]) %}
 <tr><td class="text">{% if when == "before" %}{{ sample.prompt }}{% endif %}</td><td>{{ when }}</td>
-<td>{% if score %}{{ "%+.3f" | format(score[0][1]) }}{% endif %}</td><td class="text">{{ sample[when] }}</td></tr>
+<td>{% if score %}{{ number(score[0][1], "{:+.3f}") }}{% endif %}</td><td class="text">{{ sample[when] }}</td></tr>
 {% endfor %}
 {% endfor %}
 </table>

@@ -1,7 +1,6 @@
 """What a run says of itself at its beginning and at its end."""
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.config.epochs import length_of
@@ -134,10 +133,10 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def next_command(folder: RunFolder) -> str:
-    """The command to try after a run."""
+def next_command(folder: RunFolder) -> list[str]:
+    """The words of the command to try after a run."""
     page = folder.shown / "report.html"
-    return shlex.join(["python", "-m", "rlhf_spmd", "report", str(folder.shown), "--out", str(page)])
+    return ["python", "-m", "rlhf_spmd", "report", str(folder.shown), "--out", str(page)]
 
 
 def result(

@@ -15,10 +15,7 @@ from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
-from rlhf_spmd.runtime.checkpoint.resume import (
-    not_compared,
-    refuse_fewer,
-)
+from rlhf_spmd.runtime.checkpoint.resume import not_compared, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT, Watch
-from rlhf_spmd.runtime.guard import failures, launcher, streams
+from rlhf_spmd.runtime.guard import failures, launcher, progress, streams
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
@@ -225,6 +225,7 @@ class World:
         self._exchange(what, json.dumps(failure).encode(), failed=failure is not None)
 
     def _leave(self, by_rank: Mapping[int, Mapping[str, str]]) -> NoReturn:
+        progress.end()  # or its line would come back below the message
         if self.rank == min(by_rank):
             go_on = resume_hint(self.flight.run, self.size)
             text = "\n".join(filter(None, (failures.merge_messages(by_rank, self.hosts), go_on)))
@@ -246,6 +247,7 @@ class World:
             assert isinstance(error.code, int)  # the status of _leave()
             _end_job(error.code, self.flight)
         status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else CRASH_STATUS
+        progress.end()
         try:
             if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
                 time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause

@@ -234,7 +234,7 @@ def test_all_mistakes_of_a_file_and_of_words_are_told_at_once(tmp_path):
     assert [line.removeprefix(str(tmp_path)).partition(": ")[0] for line in message.split("\n")] == [
         "/run.yaml, line 1",
         "/run.yaml, line 2",
-        "unknown option 'itertions' (did you mean 'iterations'?); known here",
+        "unknown option 'itertions' (did you mean 'iterations'?)",
         "ppo.gamma=2",
     ]
     assert "(did you mean 'layout'?)" in message

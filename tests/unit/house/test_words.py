@@ -124,3 +124,12 @@ def test_helps_of_arguments_are_phrases():
             for argument in [one] if isinstance(one, Argument) else one:
                 text = argument.settings["help"]
                 assert len(text.split()) > 2 and not DANGLING.match(text) and not NOT_PLAIN.search(text), text
+
+
+@pytest.mark.parametrize("name", ["", *VERBS])
+def test_a_help_is_not_wider_than_its_terminal(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parser(program.__doc__).parse_args([*name.split(), "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.split("\n"))) <= 80 and "python -m rlhf_spmd " in text

@@ -112,6 +112,12 @@ def test_values_of_openrlhf():
     assert given["mini_batch"] == given["rollout_batch"] == "128"
 
 
+def test_reward_functions_of_modules_are_options(tmp_path):
+    text = "num_generations: 4\nreward_funcs: [mine.rewards.right, mine.brief]\n"
+    found = translate(source_of(tmp_path, text, "trl.yaml")).options
+    assert found["reward_function"] == "mine.rewards:right,mine:brief"
+
+
 def test_another_algorithm_may_be_named():
     assert options_of("trl_grpo.yaml", algorithm="rloo")["rloo.kl_coef"] == "0.01"
 

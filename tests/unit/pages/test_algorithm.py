@@ -91,7 +91,8 @@ def test_the_verb_lists_them(capsys):
     assert found["ok"] and set(found["algorithms"]) == set(algorithm_names()) and "ppo" in algorithm_names()
     heads = "actor (lm head), reference (lm head), reward (scalar head), critic (scalar head)"
     assert f"ppo: PPO; {heads}; data prompt" in text
-    assert any("compute(estimate_advantages)" in line and line.endswith("-> advantages, returns") for line in text)
+    number = text.index(f"  {'estimate_advantages':<26}  compute(estimate_advantages)")
+    assert text[number + 1].startswith("      ") and text[number + 1].endswith("-> advantages, returns")
 
 
 # ---- what functions get ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -92,3 +93,11 @@ def test_bad_words(words, told, capsys, monkeypatch):
     monkeypatch.setattr(os, "execve", None)  # nothing is started
     assert main(["rehearse", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_passing_line_is_away_when_the_ranks_start(monkeypatch):
+    shown, over = list[bool](), threading.Event()
+    monkeypatch.setattr(rehearse.progress, "_over", over)
+    monkeypatch.setattr(os, "execve", lambda *words: shown.append(not over.is_set()))
+    main(["rehearse", "flattening"])
+    assert shown == [False]

@@ -14,7 +14,10 @@ ASKED = {"role": "user", "content": "a"}
 
 def check(algorithm: str, *files: Path, words: tuple[str, ...] = ()) -> None:
     names = ",".join(map(str, files))
-    check_first_rows(presets.load("tiny", [f"data.prompts={names}", *words], algorithm=algorithm))
+    template = files[0].with_name("template.jinja")
+    template.write_text("", encoding="utf-8")
+    words = (f"data.prompts={names}", f"data.chat_template={template}", *words)
+    check_first_rows(presets.load("tiny", words, algorithm=algorithm))
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -56,6 +59,15 @@ def test_what_a_run_refuses_is_refused(algorithm, rows, says, tmp_path):
     with pytest.raises(UserError) as told:
         check(algorithm, write(tmp_path / "p.jsonl", *rows))
     assert says in str(told.value)
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    file = write(tmp_path / "p.jsonl", {"prompt": [ASKED]})
+    with pytest.raises(
+        UserError, match=r"p.jsonl, line 1: the prompt is a list of messages, .* has no chat template; "
+    ):
+        check("grpo", file, words=("data.chat_template=",))
+    check("grpo", write(file, {"prompt": "a"}), words=("data.chat_template=",))
 
 
 def test_only_the_first_rows_of_each_file_are_read(tmp_path):

@@ -118,6 +118,11 @@ def test_files(tmp_path):
     }  # nothing half written
 
 
+def test_a_score_that_is_zero_when_rounded_has_no_minus():
+    text = format_samples([Sample(0, "a", "b", -1e-5, "c", -0.0)])
+    assert text.count("  +0.000  | ") == 2
+
+
 def test_metrics_are_on_disk_after_every_iteration(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"reward": 0.5, "policy_loss": math.nan, "mine": 3, "hash": "abc"}, GROUPS)
