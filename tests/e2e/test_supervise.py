@@ -13,9 +13,12 @@ from tests.run_mpi import environment_alone
 
 LIMIT_S = 60.0
 PREFIX = "rlhf_spmd: error: "
-PROGRAM = (
-    "import os, signal, sys, time\nfrom rlhf_spmd.runtime.guard.supervise import supervised\nflight = supervised()\n"
-)
+PROGRAM = """
+import os, signal, sys, time
+from rlhf_spmd.runtime.guard.supervise import supervised
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which the background of a shell ignores
+flight = supervised()
+"""
 READY = "print(os.getpid(), os.getppid(), flush=True)\n"
 LAUNCHED = {"PMI_SIZE": "4", "PMI_RANK": "2"}  # what a launcher tells
 

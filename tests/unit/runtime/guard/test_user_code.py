@@ -183,7 +183,7 @@ class Mine(BaseException):
 @pytest.mark.parametrize("kind", [Mine, GeneratorExit, SystemExit, KeyboardInterrupt])
 def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
     monkeypatch.setattr(signals, "_interrupts", [])
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     signals.remember_interrupts()
 
     def score(prompts, responses):
