@@ -228,7 +228,7 @@ VERBS = {
             _argument("--kill", "end a rank when it begins a call", "RANK@CALL"),
             _argument("--slow", "make a rank compute FACTOR times slower", "RANK=FACTOR", action="append", default=[]),
             _argument("--drop", "lose the messages of the first transfer with this text in its name", "TEXT"),
-            _argument("--out", "folder for the timeline, and the records that `postmortem` reads", "FOLDER"),
+            _argument("--out", "new folder for the timeline, and the records that `postmortem` reads", "FOLDER"),
             *CONFIG,
         ),
         "run",

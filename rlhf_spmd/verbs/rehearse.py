@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhf_spmd.command_line.words import read_calibrated
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.text.program_listing import format_bytes
@@ -39,6 +40,7 @@ def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     config, cluster, _ = read_calibrated(parsed)
     ((_, program),) = compile_all([parsed.strategy], make_workload(config), cluster, config.strategy).items()
     faults_of(parsed, program)
+    check_folder(parsed.out)
     num = cluster.num_devices
     check_room(num)
     beside = Path(sys.executable).parent / "mpirun"
@@ -71,6 +73,20 @@ def check_room(num_ranks: int) -> None:
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and num_ranks * per_rank > soft:
             raise UserError(f"{num_ranks} ranks need {num_ranks * per_rank} {what}, and {soft} are allowed: {smaller}")
+
+
+def check_folder(out: str | None) -> None:
+    """Raises UserError if --out names a file, or a folder with files, such as that of a run, whose records would be
+    replaced."""
+    if out is None:
+        return
+    if not out.strip():
+        raise UserError("--out is empty: name a new folder")
+    folder = Path(out)
+    if is_folder(folder) and any(folder.iterdir()):
+        raise UserError(f"--out {out}: the folder is not empty: name a new one")
+    if folder.exists() and not is_folder(folder):
+        raise UserError(f"--out {out} is a file: name a new folder")
 
 
 def free_bytes() -> int:
@@ -128,6 +144,7 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
         forecast_s, times = forecast(program, calibration).makespan_s, times_of(program, calibration)
         faults, factor = faults_of(parsed, program), forecast_s / parsed.seconds
         if parsed.out and world.rank == 0:
+            check_folder(parsed.out)
             Path(parsed.out).mkdir(parents=True, exist_ok=True)
     world.set_deadline(parsed.deadline)
     say = partial(print, flush=True) if world.rank == 0 else _nothing

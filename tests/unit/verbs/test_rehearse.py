@@ -101,3 +101,13 @@ def test_the_passing_line_is_away_when_the_ranks_start(monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *words: shown.append(not over.is_set()))
     main(["rehearse", "flattening"])
     assert shown == [False]
+
+
+@pytest.mark.parametrize(("out", "told"), [("file", "is a file"), ("run", "is not empty"), (" ", "is empty")])
+def test_nothing_is_replaced(out, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "execve", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "flight").mkdir(parents=True)
+    assert main(["rehearse", "flattening", "--out", out]) == 2
+    assert told in capsys.readouterr().err
