@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGES.md", "SECURITY.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGES.md", "SECURITY.md", "examples/README.md")
 PAGES += ("bench/RESULTS.md", "bench/LOG.md", "bench/data/README.md")
 SHIM = "assets/iframe-worker.js"  # without it, pages that are opened as files have no search
 REFERENCE = """\
