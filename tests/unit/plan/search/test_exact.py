@@ -16,7 +16,7 @@ from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.planner import choose, simulated
-from tests.unit.plan.search.test_planner import A100, CLUSTERS, SMALL, llama, model_of
+from tests.unit.plan.search.test_planner import A100, CLUSTERS, llama, model_of
 
 
 def brute_force_s(space: Space) -> float:
@@ -67,13 +67,13 @@ def test_streaming_wins_somewhere():
     assert wins
 
 
-@pytest.mark.parametrize("num_bytes", [40_000_000, 28_000_000])
-def test_caches_that_are_alive_at_the_same_time_count_while_streaming(num_bytes):
+@pytest.mark.parametrize("gib", [80, 96])
+def test_caches_that_are_alive_at_the_same_time_count_while_streaming(gib):
     """ReMax generates twice. Plans that streamed needed more than a device has, because the larger cache counted."""
-    workload = make_workload(presets.load("tiny", algorithm="remax"))
-    nodes = tuple(replace(node, device_bytes=num_bytes) for node in CLUSTERS["1x4"])
-    model, num_refused = CallModel(Cost(SMALL, workload, Cluster(nodes))), 0
-    for seed in (1, 3):
+    workload, cluster = make_workload(presets.load("llama-7b", algorithm="remax")), Cluster.parse("1x4", "a100-80g")
+    nodes = tuple(replace(node, device_bytes=gib * 2**30) for node in cluster.nodes)
+    model, num_refused = CallModel(Cost(A100, workload, Cluster(nodes))), 0
+    for seed in (0, 1):
         draw, lists = random.Random(seed), []
         for call in model.calls:  # training on ranks of its own
             mesh = (2, 4) if call.kind == "train" else (0, 2)
@@ -83,7 +83,7 @@ def test_caches_that_are_alive_at_the_same_time_count_while_streaming(num_bytes)
         fitting = [chosen for chosen in product(*space.candidates) if model.excess_bytes(chosen) <= 0]
         num_refused += sum(model.streams(chosen) and not model.may_stream(chosen) for chosen in fitting)
         assert exact(space, best, Budget()) == best.seconds == min(map(model.score_s, fitting))
-        plans = simulated(space, best, "exact", SMALL)
+        plans = simulated(space, best, "exact", A100)
         assert plans and all(most_bytes(plan.program) <= model.limits[0] for plan in plans)
         assert any(plan.placement.stream for plan in plans) == any(map(model.may_stream, fitting))
     assert num_refused
