@@ -64,7 +64,6 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/runtime/execute/test_executor.py": (
         "runtime.diagnosis.peer_errors",
         "runtime.execute.instruction_loop",
-        "runtime.execute.post_and_wait",
     ),
     "unit/runtime/execute/test_iteration.py": ("runtime.execute.response_hashes",),
     "unit/runtime/execute/handlers/test_compute.py": ("runtime.execute.job", "runtime.observe.metric_sums"),

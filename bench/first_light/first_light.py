@@ -9,7 +9,7 @@ that the machine lacks may be in a prefix of their own whose site-packages are o
 (rows as in bench/results/), logs.txt, traces of decoding, a calibration.
 
 Cost: nine minutes at most on one GPU of 80 GB (--budget-s); with two GPUs some steps more, which otherwise are skipped;
-with --dry everything small on a CPU, three minutes at most.
+with --dry everything small on a CPU, three minutes at most, and no more of a processor.
 Command: python -m bench first-light --out FOLDER [--steps kernels,decode | correctness | speed] [--dry]
 """
 
@@ -266,5 +266,7 @@ def main(arguments: list[str]) -> int:
     print(f"\n{show(verdicts)}\n{parsed.out}: verdicts.json, rows.jsonl, logs.txt")
     ok = all(row["verdict"] == "passed" or row["verdict"].startswith("skipped") for row in verdicts)
     passed = sum(row["verdict"] == "passed" for row in verdicts)
-    print(json.dumps({"bench": "first-light", "steps": len(verdicts), "passed": passed, "ok": ok}))
+    processor_s = round(sum(os.times()[:4]), 1)  # of all processes, in user and in system mode
+    told = {"steps": len(verdicts), "passed": passed, "ok": ok, "processor_s": processor_s}
+    print(json.dumps({"bench": "first-light"} | told))
     return 0 if ok else 1

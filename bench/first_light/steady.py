@@ -14,7 +14,7 @@ from bench.first_light.steps import Found, Light
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.flat_engine import Groups
-from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
+from rlhf_spmd.runtime.engines.train_engine import EngineOptions, TrainEngine, make_engine
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 
@@ -55,7 +55,7 @@ def steady(light: Light) -> Found:
     """The first iteration is the largest; every later one has sizes of its own."""
     most, longest, num = (4, 4, 3) if light.dry else (64, 256, ITERATIONS)
     model = random_model(DRY if light.dry else LLAMA_1B, light.device)
-    engine = make_engine(model, groups=Groups(), zero=0, dtype=torch.bfloat16)
+    engine = make_engine(model, groups=Groups(), options=EngineOptions(0, torch.bfloat16))
     loaded, reserved, seconds = [], [], []
     for number in range(num):
         started = time.perf_counter()

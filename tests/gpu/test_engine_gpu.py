@@ -15,6 +15,7 @@ import torch
 
 from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.kv_cache import KVCache
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.device_clock import DeviceClock
 from rlhf_spmd.runtime.observe.trace import Tracer
@@ -68,6 +69,20 @@ def test_weights_may_move_between_mini_batches():
             gone.fill_(torch.nan)
         engine.run(mini_batch)
     assert rows(engine.results(numbers)[0].cpu()) == expected
+
+
+def test_what_a_cache_held_before_changes_no_token(monkeypatch):
+    """On a GPU it is not cleared."""
+    expected, _ = responses(64, max_sequences=16, block_size=16)
+    make = KVCache.__init__
+
+    def filled(cache: KVCache, *arguments) -> None:
+        make(cache, *arguments)
+        for stored in (cache.keys_LnKsd, cache.values_LnKsd) if DEVICE == "cuda" else ():
+            stored.fill_(torch.nan)
+
+    monkeypatch.setattr(KVCache, "__init__", filled)
+    assert responses(64, max_sequences=16, block_size=16)[0] == expected
 
 
 def test_offloaded_weights_come_back():

@@ -50,7 +50,11 @@ def streaming(settings, device: str, host_bytes: int) -> Program:
 def bits(program: Program, settings, world, make_group) -> tuple[dict, dict[str, torch.Tensor]]:
     """Metrics of an iteration, and the weights of the actor after it."""
     run = RunOf(settings, with_groups(world, program, make_group), program)
+    buffers = run.executor.transfers.buffers
+    num_made = buffers.num_made
+    assert bool(num_made) == any(transfer.communicator == HOST for transfer in program.transfers)
     metrics = run.iteration()
+    assert buffers.num_made == num_made, "all were made before the iteration"
     return {name: metrics[name] for name in metrics if name in COMPARED}, run.weights("actor")
 
 

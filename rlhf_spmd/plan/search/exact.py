@@ -273,7 +273,7 @@ class _Branches:
             if self._bound_s() >= self.best.goal_s:
                 return
         self.budget.taken += 1
-        if self.model.excess_bytes(self.chosen) <= 0:
+        if self.model.excess_bytes(self.chosen, stream=self.streaming) <= 0:
             self._visit(depth + 1)
 
     def _leaf(self) -> None:

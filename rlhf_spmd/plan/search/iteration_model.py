@@ -44,6 +44,7 @@ class CallModel:
             self.models.append((names.index(train.name) if train else None, users))
         self.trains = [index for index, call in enumerate(self.calls) if isinstance(call, Train)]
         self.others = [index for index, call in enumerate(self.calls) if not isinstance(call, Train)]
+        self.num_caches = sum(isinstance(call, Generate) for call in self.calls)
         self.can_stream = (
             not any(map(self.workload.needs_batch, workflow.computes))
             and self.workload.num_mini_batches > 1
@@ -194,7 +195,8 @@ class CallModel:
                     busy += [(c.first, c.stop, begin_s + took_s) for c in (training, one)]
 
     def streams(self, chosen: Assignment) -> bool:
-        """Whether an iteration can stream: no train call shares a rank with another call (as far as chosen)."""
+        """Whether an iteration can stream, if memory allows it: no train call shares a rank with another call (as far
+        as chosen)."""
         if not self.can_stream:
             return False
         trains = [one for i in self.trains if (one := chosen[i])]
@@ -227,35 +229,42 @@ class CallModel:
     def score_s(self, chosen: Assignment) -> float:
         """Seconds of an iteration, which streams if that is possible and faster."""
         seconds = self.schedule_s(chosen, range(len(self.calls)))
-        return min(seconds, self.streamed_s(chosen)) if self.streams(chosen) else seconds
+        return min(seconds, self.streamed_s(chosen)) if self.may_stream(chosen) else seconds
+
+    def may_stream(self, chosen: Assignment) -> bool:
+        """Whether a choice that fits can stream, and fits then, too."""
+        return self.streams(chosen) and (self.num_caches < 2 or self.excess_bytes(chosen, stream=True) <= 0)
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
-    def excess_bytes(self, chosen: Assignment) -> float:
+    def excess_bytes(self, chosen: Assignment, *, stream: bool = False) -> float:
         """The bytes by which the fullest rank exceeds its device's memory; negative if all ranks have room. Calls
-        without a choice need nothing, so another choice never lowers it."""
-        return max(self._excesses(chosen), default=-inf)
+        without a choice need nothing, so another choice never lowers it. stream: in an iteration that streams."""
+        return max(self._excesses(chosen, stream), default=-inf)
 
     def overflow_bytes(self, chosen: Assignment) -> float:
         """The bytes that do not fit, summed over places."""
         return sum(max(0.0, excess) for excess in self._excesses(chosen))
 
-    def _excesses(self, chosen: Assignment) -> list[float]:
+    def _excesses(self, chosen: Assignment, stream: bool = False) -> list[float]:
         """Bytes beyond the limit at all places that may be the fullest: where a mesh begins, or where the mesh of a
         train call ends."""
         if not self._consistent(chosen):
             return [inf]
         ends = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
         places = ends.union(one.first for one in chosen if one is not None)
-        return [self.bytes_at(chosen, at) - self.limits[at] for at in places if self.limits[at] < inf]
+        return [self.bytes_at(chosen, at, stream) - self.limits[at] for at in places if self.limits[at] < inf]
 
-    def bytes_at(self, chosen: Assignment, place: int) -> float:
+    def bytes_at(self, chosen: Assignment, place: int, stream: bool = False) -> float:
         """The most that a rank needs at one time, as memory.peak_bytes adds it up."""
-        static, gathered, reduced, activations, cache = self.parts_at(chosen, place)
+        static, gathered, reduced, activations, cache = self.parts_at(chosen, place, stream)
         return static + gathered + max(activations + reduced, cache)
 
-    def parts_at(self, chosen: Assignment, place: int) -> tuple[float, float, float, float, float]:
-        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes."""
+    def parts_at(
+        self, chosen: Assignment, place: int, stream: bool = False
+    ) -> tuple[float, float, float, float, float]:
+        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes.
+        stream: generate calls alternate, so all their caches live at the same time; else one after another."""
         static = gathered = reduced = activations = cache = 0
         for train, users in self.models:
             training = chosen[train] if train is not None else None
@@ -275,7 +284,7 @@ class CallModel:
                     buckets = min(2 * BUCKET_BYTES, 4 * self.weight_bytes[user])
                 if not here:
                     continue
-                cache = max(cache, one.cache_bytes)
+                cache = cache + one.cache_bytes if stream else max(cache, one.cache_bytes)
                 if training is not None and shares and trains_here:
                     gathered = max(gathered, one.spread_bytes if training.layout.zero == 3 else 0)
                     continue

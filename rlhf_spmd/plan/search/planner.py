@@ -146,7 +146,7 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
     name = name_of(placed, model.workload, model.cluster)
     frozen = tuple(call.name for i, call in enumerate(model.calls) if model.trained_by(i) is None)
     variants = [placed]
-    if model.streams(chosen):
+    if model.may_stream(chosen):
         variants.append(replace(placed, stream=True))
     if method == "two_phase" and name == "interleaving":
         variants += [replace(placed, own_first=frozen), replace(placed, joint=(frozen,))]

@@ -1,10 +1,12 @@
-"""Launches the kernels of a rank's calls before the first iteration, on models of one layer.
+"""Launches the kernels of a rank's calls before the first iteration, on models of one layer of each kind.
 
 A GPU loads a kernel when it is first launched, and Triton compiles it then; both may wait for all that the device is
-doing. In an iteration that may be a receive whose sender needs this rank. A model of one layer with the sizes of this
-rank's slice launches the same kernels, needs no other rank, and leaves weights, gradients and random numbers alone.
+doing. In an iteration that may be a receive whose sender needs this rank. A model of one or two layers with the sizes
+of this rank's slice launches the same kernels, needs no other rank, and leaves weights, gradients and random numbers
+alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from rlhf_spmd.kernels.decode_attention import choose_parts, decode_attention_triton, processors
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.token_logprobs import kinds_of_widths
-from rlhf_spmd.model.parallel import extent, vocabulary_of
+from rlhf_spmd.model.parallel import extent, layers_of, vocabulary_of
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.workflow import Generate, Infer, Measure, Train
@@ -31,13 +33,13 @@ def launch_kernels(job: Job) -> None:
             model = job.models.model(call)
             width = known_width(job, model)
             if isinstance(call, Generate):
-                layer = one_layer(model, width)
-                _draw(job, call, layer)
+                small = one_layer_of_each_kind(model, width)
+                _draw(job, call, small)
                 if job.world.device.type == "cuda":
-                    attend_in_parts(job, layer)
+                    attend_in_parts(job, small, windows_of(model))
             else:
                 for columns in kinds_of_widths(width) if model.head == "lm" else [width]:
-                    _read(job, call, one_layer(model, columns))
+                    _read(job, call, one_layer_of_each_kind(model, columns))
 
 
 def known_width(job: Job, model: Transformer) -> int:
@@ -46,16 +48,22 @@ def known_width(job: Job, model: Transformer) -> int:
     return job.known.width(ids) or len(ids)
 
 
-def attend_in_parts(job: Job, model: Transformer) -> None:
+def windows_of(model: Transformer) -> list[int | None]:
+    """The windows that layers of this stage attend to, each once: the kinds of its layers."""
+    layers = layers_of(model.config, model.parallel.shard)
+    return list(dict.fromkeys(model.config.window(layer) for layer in layers))
+
+
+def attend_in_parts(job: Job, model: Transformer, windows: Sequence[int | None]) -> None:
     """Attention of one token in as many parts as batches of any number of rows have: the number of parts is a constant
-    of the kernel. model: of one layer."""
+    of the kernel. model: of a few layers. windows: those of the whole model."""
     config, device, dtype = model.config, job.world.device, model.dtype
     block_size = job.config.generation.block_size or GPU_BLOCK
     query_1Hd = torch.zeros(1, config.num_heads, config.head_dim, dtype=dtype, device=device)
     cache_1Ksd = torch.zeros(1, config.num_kv_heads, block_size, config.head_dim, dtype=dtype, device=device)
     table_11 = torch.zeros(1, 1, dtype=torch.int32, device=device)
     length_1 = torch.ones(1, dtype=torch.int64, device=device)
-    for window in [None, config.sliding_window] if config.sliding_layers else [None]:
+    for window in windows:
         for num_parts in parts_of_batches(job, config.num_kv_heads, window, processors(device)):
             options = {"window": window, "num_parts": num_parts}
             decode_attention_triton(query_1Hd, cache_1Ksd, cache_1Ksd, table_11, length_1, **options)
@@ -71,16 +79,21 @@ def parts_of_batches(job: Job, num_kv_heads: int, window: int | None, num_proces
     return sorted({choose_parts(num_rows * num_kv_heads, longest, num_processors) for num_rows in sizes})
 
 
-def one_layer(model: Transformer, vocab_size: int | None = None) -> Transformer:
-    """A whole model of one layer, all zeros, with the sizes of this rank's slice of a model; vocab_size: others."""
+def one_layer_of_each_kind(model: Transformer, vocab_size: int | None = None) -> Transformer:
+    """A whole model, all zeros, with the sizes of this rank's slice of a model; vocab_size: others. It has a layer with
+    full attention, one with a sliding window, or both, as this rank's stage. The window is one token, because a window
+    that is no smaller than a pass makes no difference to it, not even another kernel."""
     config, shard, device = model.config, model.parallel.shard, next(model.parameters()).device
     slice_ = replace(shard, stage=0, pp=1)
     heads, kv_heads = (len(extent(config, what, slice_)) // config.head_dim for what in ("queries", "keys"))
     if config.hidden_size % heads:  # an uneven slice, which llama does not allow as a whole model
         heads, kv_heads = config.num_heads, config.num_kv_heads
+    windows = windows_of(model)
+    slides = any(window is not None for window in windows)
     sizes: dict[str, Any] = {
-        "num_layers": 1,
-        "sliding_layers": (0,) if config.sliding_layers else (),
+        "num_layers": len(windows),
+        "sliding_layers": (len(windows) - 1,) if slides else (),
+        "sliding_window": 1 if slides else config.sliding_window,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "intermediate_size": len(extent(config, "intermediate", slice_)),

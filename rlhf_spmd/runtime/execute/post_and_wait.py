@@ -4,11 +4,13 @@ Rows through host memory are copied to it when they are posted, and from it when
 the call that reads them. Until then a receive is none of the device's business.
 """
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 
 from rlhf_spmd.plan.layout import HOST
-from rlhf_spmd.plan.program.instructions import Message, Transfer
+from rlhf_spmd.plan.program.instructions import Message, Post, Program, Transfer, Wait
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.weights.weight_mover import Mover
@@ -16,6 +18,56 @@ from rlhf_spmd.runtime.weights.weight_sync import mover_of
 
 MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
 MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
+
+
+class HostBuffers:
+    """Host memory for messages, page-locked if the rank has a GPU, so that copies need no other buffer. Page-locking
+    may wait for all that the device is doing. So all the buffers that an iteration needs at the same time are made
+    before the first one, and used again."""
+
+    def __init__(self, program: Program, rank: int, device: torch.device):
+        self._is_pinned, self.num_made = device.type == "cuda", 0
+        self._kept = most_under_way(program, rank)
+        self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {
+            num_words: [(self._made(num_words), None) for _ in range(num)] for num_words, num in self._kept.items()
+        }
+
+    def _made(self, num_words: int) -> torch.Tensor:
+        self.num_made += 1
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=self._is_pinned)
+
+    def take(self, num_words: int) -> torch.Tensor:
+        """A buffer that nothing reads any more. A new one if the device still has to copy all others: it may have to
+        wait for other ranks first, so this rank must not wait for it."""
+        free = self._free[num_words]
+        for place, (buffer, copied) in enumerate(free):
+            if copied is None or copied.query():
+                del free[place]
+                return buffer
+        return self._made(num_words)
+
+    def give_back(self, buffer: torch.Tensor, copied: torch.cuda.Event | None = None) -> None:
+        """copied: when the device has read the buffer; None: it has. Torch keeps what is left over until then."""
+        free = self._free[len(buffer)]
+        if len(free) < self._kept[len(buffer)]:
+            free.append((buffer, copied))
+
+
+def most_under_way(program: Program, rank: int) -> Counter[int]:
+    """Words of a message through host memory -> how many such messages a rank has under way at one time, at most."""
+    sizes = {
+        number: Counter(one.num_bytes // 4 for one in transfer.messages if rank in (one.source, one.destination))
+        for number, transfer in enumerate(program.transfers)
+        if transfer.communicator == HOST
+    }
+    under_way, most = Counter[int](), Counter[int]()
+    for step in program.instructions[rank]:
+        if isinstance(step, Post):
+            under_way += sizes.get(step.transfer, Counter())
+            most |= under_way
+        elif isinstance(step, Wait):
+            under_way -= sizes.get(step.transfer, Counter())
+    return most
 
 
 class Transfers:
@@ -29,6 +81,7 @@ class Transfers:
         self.num_bytes_sent, self.num_messages_sent = 0, 0
         name = self.program.host_group
         self.host: dist.ProcessGroup | None = None if name is None else self.world.group(name)
+        self.buffers = HostBuffers(self.program, self.world.rank, self.world.device)
 
     def post(self, number: int, data: Iteration) -> None:
         """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
@@ -45,23 +98,19 @@ class Transfers:
             if rank == message.source:
                 words = self._packed(transfer, message, data)
                 if through_host:
-                    words = self._buffer(len(words), through_host).copy_(words)  # waits for the stream that makes them
+                    words = self.buffers.take(len(words)).copy_(words)  # waits for the stream that makes them
                 leaving.append(words)
                 self.num_bytes_sent += words.nbytes
                 self.num_messages_sent += 1
                 operations.append(dist.P2POp(dist.isend, words, message.destination, group=group, tag=tag + place))
                 assert words.nbytes == message.num_bytes, (transfer.what, message)
             elif rank == message.destination:
-                words = self._buffer(message.num_bytes // 4, through_host)
+                size = message.num_bytes // 4
+                on_device = {"dtype": torch.int32, "device": self.world.device}
+                words = self.buffers.take(size) if through_host else torch.empty(size, **on_device)
                 arriving.append((message, words))
                 operations.append(dist.P2POp(dist.irecv, words, message.source, group=group, tag=tag + place))
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving, leaving)
-
-    def _buffer(self, num_words: int, through_host: bool) -> torch.Tensor:
-        """A buffer for a message. In host memory it is page-locked, so that copies need no other one."""
-        if not through_host:
-            return torch.empty(num_words, dtype=torch.int32, device=self.world.device)
-        return torch.empty(num_words, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
 
     def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
         """The rows of a message as one buffer of 4-byte words, key after key. Contiguous rows of a single key are sent
@@ -85,11 +134,17 @@ class Transfers:
             self.num_bytes_sent += mover.num_bytes_sent
             self.num_messages_sent += mover.num_messages_sent
             return
-        works, arriving, _ = self.pending.pop(number)
+        works, arriving, leaving = self.pending.pop(number)
         for work in works:
             work.wait()
         for message, words in arriving:
             self._unpack(transfer, message, words.to(self.world.device, non_blocking=True), data)
+        if transfer.communicator == HOST:
+            copied = torch.cuda.current_stream().record_event() if self.world.device.type == "cuda" else None
+            for words in leaving:
+                self.buffers.give_back(words)
+            for _, words in arriving:
+                self.buffers.give_back(words, copied)
 
     def _unpack(self, transfer: Transfer, message: Message, words: torch.Tensor, data: Iteration) -> None:
         start = 0

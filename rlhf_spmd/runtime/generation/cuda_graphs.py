@@ -13,8 +13,9 @@ so `keep_for` drops graphs of weights that have moved. All else is the graph's o
 # B rows (of a graph: a power of two), M blocks of a row's table, D hidden
 
 import functools
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # not `with torch.cuda.graph(...)`, which first synchronises the device: a message posted early may not arrive
         # before this rank continues
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _without_collector():
             graph.capture_begin(*(() if self._pool is None else (self._pool,)), capture_error_mode="thread_local")
             try:
                 hidden_BD = step(*inputs)
@@ -91,6 +92,19 @@ class Graphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._pool = self._pool or graph.pool()
         return graph, hidden_BD
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keeps Python's cyclic collector from running: what it destroys, e.g. another graph or a kernel of Triton's, may
+    call CUDA in a way that ends a capture (pytorch/pytorch pull request 161037)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @functools.cache

@@ -203,6 +203,8 @@ def make_groups(
             f"group {name!r} needs ascending ranks of a world of {size}, not {ranks}"  # torch would sort them silently
         )
         backend = "gloo" if name.partition(" ")[0] == HOST else None
+        # torch has ranks outside a group take part in a split of NCCL's communicator, whatever the group's backend
+        assert backend is None or len(ranks) == size, f"group {name!r} lacks ranks of a world of {size}"
         alone = len(ranks) == 1
         process_groups[name] = None if alone else distributed.new_group(list(ranks), timeout, backend)
     return process_groups

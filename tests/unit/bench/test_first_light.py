@@ -13,12 +13,14 @@ import pytest
 from bench.first_light import checks, first_light
 from bench.first_light.profile import timeline
 from bench.first_light.speed import LLAMA_1B, nano_vllm_requests, training_flops
-from bench.first_light.steps import STEPS, Step, chosen
+from bench.first_light.steady import steady
+from bench.first_light.steps import STEPS, Light, Step, chosen
 from tests.run_mpi import REPOSITORY
 
 PLANTS = "tests.planted_steps"
 QUICK = "engine,sample"
 LIMIT_S = 300.0  # of a dry walk on a busy machine
+PROCESSOR_S = 180.0  # of a dry walk of all steps
 
 
 def planted(name: str, limit_s: float = 60.0) -> Step:
@@ -30,7 +32,11 @@ def verdicts_of(folder: Path) -> dict[str, dict]:
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    return rows_at(folder / "rows.jsonl")
+
+
+def rows_at(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def is_alive(process: int) -> bool:
@@ -97,7 +103,8 @@ def walked_dry(folder: Path, *options: str) -> dict[str, dict]:
     found = verdicts_of(folder)
     bad = {name: row["told"] for name, row in found.items() if row["verdict"] in ("failed", "timed out")}
     assert not bad, done.stdout + done.stderr + (folder / "logs.txt").read_text(encoding="utf-8")[-5000:]
-    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["ok"]
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and last["ok"] and 0 < last["processor_s"] <= PROCESSOR_S
     return found
 
 
@@ -117,6 +124,12 @@ def test_a_dry_walk_of_all_steps(tmp_path):
     assert steps_with_rows == {name for name, row in found.items() if row["verdict"] == "passed"}
     files = {path.name for path in tmp_path.iterdir()}
     assert {"calibration.json", "decode-2-rows.json.gz"} <= files and len(files) <= 8
+
+
+def test_growth_is_looked_for(tmp_path):
+    """The step that takes the longest on a GPU; it made its engine in a way that had gone."""
+    light = Light("steady", tmp_path, tmp_path, dry=True)
+    assert steady(light).ok and len(rows_at(tmp_path / "steady.jsonl")[0]["seconds"]) == 3
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

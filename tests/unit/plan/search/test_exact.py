@@ -1,16 +1,21 @@
 """The exact search against all combinations."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from bench.forecast.markov_chain import mcmc
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.search.planner import choose
+from rlhf_spmd.plan.search.planner import choose, simulated
 from tests.unit.plan.search.test_planner import A100, CLUSTERS, llama, model_of
 
 
@@ -60,6 +65,28 @@ def test_streaming_wins_somewhere():
         for chosen in product(*space.candidates):
             wins += model.score_s(chosen) < model.schedule_s(chosen, range(len(model.calls)))
     assert wins
+
+
+@pytest.mark.parametrize("gib", [80, 96])
+def test_caches_that_are_alive_at_the_same_time_count_while_streaming(gib):
+    """ReMax generates twice. Plans that streamed needed more than a device has, because the larger cache counted."""
+    workload, cluster = make_workload(presets.load("llama-7b", algorithm="remax")), Cluster.parse("1x4", "a100-80g")
+    nodes = tuple(replace(node, device_bytes=gib * 2**30) for node in cluster.nodes)
+    model, num_refused = CallModel(Cost(A100, workload, Cluster(nodes))), 0
+    for seed in (0, 1):
+        draw, lists = random.Random(seed), []
+        for call in model.calls:  # training on ranks of its own
+            mesh = (2, 4) if call.kind == "train" else (0, 2)
+            every = [one for one in model.costs.candidates(call) if (one.first, one.stop) == mesh]
+            lists.append(tuple(sorted(draw.sample(every, 3), key=lambda one: one.seconds)))
+        space, best = Space(model, tuple(lists)), Best(20)
+        fitting = [chosen for chosen in product(*space.candidates) if model.excess_bytes(chosen) <= 0]
+        num_refused += sum(model.streams(chosen) and not model.may_stream(chosen) for chosen in fitting)
+        assert exact(space, best, Budget()) == best.seconds == min(map(model.score_s, fitting))
+        plans = simulated(space, best, "exact", A100)
+        assert plans and all(most_bytes(plan.program) <= model.limits[0] for plan in plans)
+        assert any(plan.placement.stream for plan in plans) == any(map(model.may_stream, fitting))
+    assert num_refused
 
 
 def test_a_spent_budget_is_no_worse_than_the_local_search():

@@ -8,12 +8,19 @@ import torch
 
 from rlhf_spmd.kernels.decode_attention import choose_parts
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.sequences import Sequences, forward
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.execute import first_launches
-from rlhf_spmd.runtime.execute.first_launches import known_width, launch_kernels, one_layer
+from rlhf_spmd.runtime.execute.first_launches import (
+    known_width,
+    launch_kernels,
+    one_layer_of_each_kind,
+    windows_of,
+)
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -64,7 +71,7 @@ def test_attention_has_every_number_of_parts_that_a_batch_has(tmp_path, monkeypa
     """The number is a constant of the kernel, and two tokens have one part."""
     job, launched = RunOf(load(write_all(tmp_path), "generation.max_sequences=200")).job, []
     job = replace(job, program=replace(job.program, workload=replace(job.workload, max_response=900)))
-    layer = one_layer(job.models.model(job.workload.workflow.generate_calls[0]))
+    layer = one_layer_of_each_kind(job.models.model(job.workload.workflow.generate_calls[0]))
     kv_heads, block_size = layer.config.num_kv_heads, first_launches.GPU_BLOCK
     monkeypatch.setattr(first_launches, "processors", lambda device: 132)
 
@@ -77,7 +84,7 @@ def test_attention_has_every_number_of_parts_that_a_batch_has(tmp_path, monkeypa
         launched.append(num_parts)
 
     monkeypatch.setattr(first_launches, "decode_attention_triton", attend)
-    first_launches.attend_in_parts(job, layer)
+    first_launches.attend_in_parts(job, layer, [None])
     blocks = -(-(job.workload.max_prompt + 900) // block_size)
     needed = {choose_parts(rows * kv_heads, blocks * block_size, 132) for rows in (1, 3, 8, 16, 32, 64, 128, 200, 256)}
     assert needed <= set(launched) and len(launched) == len(set(launched)) and len(needed) > 2
@@ -95,7 +102,7 @@ def test_a_layer_has_the_sizes_of_a_slice(family, index, tp):
     part = Transformer(config, head="lm", device="meta", parallel=parallel)
     part.take({name: torch.zeros(one.shape) for name, one in part.named_parameters()})
     expected = {name: one.shape for name, one in next(iter(part.layers.values())).named_parameters()}
-    assert {name: one.shape for name, one in one_layer(part).layers["0"].named_parameters()} == expected
+    assert {name: one.shape for name, one in one_layer_of_each_kind(part).layers["0"].named_parameters()} == expected
 
 
 def test_an_uneven_slice_that_is_no_model_of_its_family_has_the_heads_of_the_whole():
@@ -103,4 +110,29 @@ def test_an_uneven_slice_that_is_no_model_of_its_family_has_the_heads_of_the_who
     parallel = Parallel(Shard(0, 1, 2, 3), SimpleNamespace(size=lambda: 3))  # three heads
     part = Transformer(config, head="scalar", device="meta", parallel=parallel)
     part.take({name: torch.zeros(one.shape) for name, one in part.named_parameters()})
-    assert one_layer(part).config.num_heads == 8
+    assert one_layer_of_each_kind(part).config.num_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("sliding", "stage", "windows"),
+    [((), 0, [None]), ((2, 3), 0, [None, 9]), ((2, 3), 1, [None]), ((2, 3), 2, [9]), ((0, 1, 2, 3), 0, [9])],
+)
+def test_a_pass_has_each_kind_of_layer_that_a_stage_has(sliding, stage, windows, monkeypatch):
+    """A model with both had only layers with a window, which was larger than the pass and so made no difference."""
+    sizes = {"vocab_size": 63, "hidden_size": 32, "intermediate_size": 49, "num_heads": 4, "num_kv_heads": 2}
+    of_layers = {"num_layers": 4, "head_dim": 8, "sliding_window": 9, "sliding_layers": sliding}
+    config = ModelConfig("qwen2", **sizes, **of_layers, attention_bias=True)
+    shard = Shard(stage - 1, 2) if stage else Shard()
+    part = Transformer(config, head="scalar", device="meta", parallel=Parallel(shard, SimpleNamespace(size=lambda: 1)))
+    part.take({name: torch.zeros(one.shape) for name, one in part.named_parameters()})
+    assert windows_of(part) == windows
+    seen, attend = [], Packed.attend
+
+    def spied(self, layer, q, k, v, window):
+        seen.append(window)
+        return attend(self, layer, q, k, v, window)
+
+    monkeypatch.setattr(Packed, "attend", spied)
+    token_11 = torch.zeros(1, 1, dtype=torch.int64)
+    forward(one_layer_of_each_kind(part), Sequences.join(token_11, token_11))
+    assert seen == [window and 1 for window in windows]

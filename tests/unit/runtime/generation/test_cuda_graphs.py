@@ -106,15 +106,28 @@ def test_graphs_end_with_the_weights_that_they_read(captured):
     assert rows(engine.results(numbers)[0]) == expected
 
 
-def test_a_capture_that_fails_names_the_cause(monkeypatch):
+class Graph:
+    """Captures nothing; its end fails."""
+
+    def capture_begin(self, **_) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> cuda_graphs.Graphs:
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(cuda_graphs, "_side_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    return cuda_graphs.Graphs(3, 1, torch.device("cpu"))
+
+
+def test_a_capture_that_fails_names_the_cause(graphs):
     """And not what its end says of it."""
-
-    class Graph:
-        def capture_begin(self, **_) -> None:
-            pass
-
-        def capture_end(self) -> None:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def step(*_) -> torch.Tensor:
         if calls:
@@ -123,11 +136,23 @@ def test_a_capture_that_fails_names_the_cause(monkeypatch):
         return torch.zeros(8, 1)
 
     calls: list[str] = []
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(cuda_graphs, "_side_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    graphs = cuda_graphs.Graphs(3, 1, torch.device("cpu"))
     with pytest.raises(UserError, match="the cause"):
         graphs(step, torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
+
+
+def test_nothing_is_collected_during_a_capture(graphs):
+    """A graph that lies in a cycle of objects would be destroyed in the middle of it, which CUDA does not permit."""
+
+    def step(*_) -> torch.Tensor:
+        enabled.append(gc.isenabled())
+        return torch.zeros(8, 1)
+
+    for before in (True, False):
+        enabled: list[bool] = []
+        (gc.enable if before else gc.disable)()
+        try:
+            with pytest.raises(RuntimeError, match="during capture"):
+                graphs(step, torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
+            assert enabled == [before, False] and gc.isenabled() == before
+        finally:
+            gc.enable()
