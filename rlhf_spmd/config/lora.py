@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -111,13 +112,14 @@ def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
 def bases(
     shapes: Mapping[str, ModelShape | None], roles: Mapping[str, Role], folder: Callable[[str], str]
 ) -> dict[str, str]:
-    """Models with the same frozen weights -> the name of these, where one of the models has adapters. folder: of a
-    role; empty without one, and then models that start from the same role have the same weights."""
-    found: dict[tuple[ModelShape, str], list[str]] = {}
+    """Models with the same frozen weights, whatever their heads -> the name of these, where one of the models has
+    adapters. folder: of a role; empty without one, and then models that start from the same role have the same
+    weights."""
+    found: dict[tuple[ModelShape, Path | str], list[str]] = {}
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = folder(role) or first
-            found.setdefault((replace(shape, adapters=None), source), []).append(role)
+            source = Path(given).resolve() if (given := folder(role)) else first
+            found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

@@ -90,7 +90,7 @@ def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, mon
     run.iteration()
     (first,) = kept
     call = next(call for call in run.program.workload.workflow.placed_calls if call.model == "reference")
-    plain = run.job.models._load("reference", run.program.placement.layouts[call.name])
+    plain = run.job.models._load("reference", run.program.placement.layouts[call.name], "lm")
     models.copies[key] = plain.eval().requires_grad_(False)
     step = next(one for one in run.program.instructions[world.rank] if getattr(one, "call", "") == call.name)
     passes = Inference(run.job, call, step, run.data)
