@@ -184,7 +184,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.lora": ("plan", "pages.option_tree"),
     "rlhf_spmd.model.adapters.config": ("files",),
-    "rlhf_spmd.model.adapters.uniform": ("model.adapters.config", "model.config", "plan.adapters"),
+    "rlhf_spmd.model.adapters.uniform": (
+        *("model.adapters.config", "model.config", "model.texts.tokenizer_files", "plan.adapters"),
+    ),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),

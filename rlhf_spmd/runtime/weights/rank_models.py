@@ -49,7 +49,8 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
         folder = config.folder(name)
         if folder in ("", folder_of_main) or (roles[name].judge and not same_tokenizer(folder, folder_of_main)):
             continue
-        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, folder_of_main)
+        of_main = config.tokenizer_folder(main)
+        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, of_main)
         if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
             raise UserError(
                 f"the {name} {folder} has another tokenizer than the {main} {folder_of_main}, so the {main}'s token "
@@ -77,6 +78,7 @@ class RankModels:
         self.program, self.config, self.world = program, config, world
         # absolute, since user code may change the working folder before a model is written with files of its first one
         self.folders = {name: Path(path).absolute() for name in config.algorithm.roles if (path := config.folder(name))}
+        self.files = {name: Path(config.tokenizer_folder(name)).absolute() for name in self.folders}
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[tuple[str, Shard], Transformer] = {}
         self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}

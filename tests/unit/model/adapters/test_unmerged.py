@@ -26,7 +26,7 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
     tokens_BT, expected = logits_of(folder)
     first = load_any(str(folder), head=config.head, dtype=torch.float32)
     state = {key: one for key, one in first.state_dict().items() if key in first.trained_names()}
-    save_adapter(state, first.adapters, config.head, tmp_path, base=BASE)
+    save_adapter(state, first, tmp_path, base=BASE, files=BASE, suppressed=())
     for model in (first, load_any(str(tmp_path), head=config.head, dtype=torch.float32)):
         with torch.no_grad():
             hidden = model(tokens_BT)

@@ -56,9 +56,10 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     models, states = run.job.models, {}
     for train in run.program.workload.workflow.train_calls:
         states[train.model] = whole_state(models, train)
-        adapters, folder = run.program.workload.shape(train.model).adapters, tmp_path / train.model
-        head = run.job.config.algorithm.roles[train.model].head
-        save_adapter(states[train.model], adapters, head, folder, base=models.folders[train.model])
+        folder, files, trained = tmp_path / train.model, models.files[train.model], models.engines[train.model].model
+        save_adapter(
+            states[train.model], trained, folder, base=models.folders[train.model], files=files, suppressed=[]
+        )
     given = [f"models.{role}={tmp_path / role}" for role in states]
     plain = [word for word in WORDS if "lora" not in word]
     again = RunOf(load(words, *plain, *given))
