@@ -13,7 +13,7 @@ parameter names and layer numbers of the whole model.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -299,7 +299,8 @@ class Transformer(nn.Module):
         another one (None: this one's); a scalar head that this model lacks begins at zero."""
         parallel, head = parallel or self.parallel, head or self.head
         assert parallel.shard == self.parallel.shard, (parallel.shard, self.parallel.shard)
-        made = Transformer(self.config, head=head, dtype=self.dtype, device="meta", parallel=parallel, adapters=adapters)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": "meta", "parallel": parallel, "adapters": adapters}
+        made = Transformer(self.config, head=head, **options)
         weights, device = self.state_dict(), next(self.parameters()).device
         own = made.trained_names() if adapters is not None else set()
         taken: dict[str, Tensor] = {}

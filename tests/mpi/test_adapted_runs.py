@@ -12,6 +12,7 @@ from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.handlers.infer import Inference
 from rlhf_spmd.runtime.run.recorded import base_sums
+from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error
 from tests.mpi.test_restore import Runs, folder, stored_numbers, weights_of  # noqa: F401 (folder is a fixture)
 from tests.runs import OneRank, RunOf, compiled
@@ -47,13 +48,17 @@ def alone(world, folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_group):  # noqa: F811
+def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_group, monkeypatch):  # noqa: F811
     if number >= len(PLACEMENTS[world.size]):
         pytest.skip("no more placements at this number of ranks")
     run = Runs(world, folder, make_group, *LORA).make(PLACEMENTS[world.size][number])
     assert [finding for finding in check(run.program) if finding.severity == "error"] == []
-    before = {name: one.clone() for name, one in bases_of(run).items()}
+    before, movers, real = {name: one.clone() for name, one in bases_of(run).items()}, [], Mover.finish
+    monkeypatch.setattr(Mover, "finish", lambda self: (real(self), movers.append(self)))
     history, (expected, adapters, sums) = run.iterations(), alone
+    sent = sum(world.allgather(sum(mover.num_bytes_sent for mover in movers), "the bytes sent"))
+    moves = [one for one in run.program.transfers if one.reallocation is not None]
+    assert sent == sum(transfer.num_bytes for transfer in moves) * run.config.iterations
     assert base_sums(run.job) == sums and sums.keys() == {"actor", "critic"}
     assert [one["tokens_sha256"] for one in history] == [one["tokens_sha256"] for one in expected]
     for mine, theirs in zip(history, expected, strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import fingerprint
 from rlhf_spmd.model.adapters.config import CONFIG, SCORES, AdapterConfig, base_of, from_peft, is_target
 from rlhf_spmd.model.config import naming, read_config_json, read_json
 from rlhf_spmd.model.texts.tokenizer_files import BACKEND, same_behaviour
@@ -28,6 +29,18 @@ def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER"
     named = read_json(Path(folder) / CONFIG).get("base_model_name_or_path")
     config = AdapterConfig(base=named if isinstance(named, str) else "")
     return str(base_of(Path(folder), config, base, option=option))
+
+
+def other_base(folder: str, base: str) -> str:
+    """The base that an adapter names, if it is here and has other weights than `base`; else empty."""
+    try:
+        named = Path(base_folder(folder))
+    except UserError:
+        return ""
+    if named.resolve() == Path(base).resolve():
+        return ""
+    mine, given = (fingerprint(sorted(one.glob("*.safetensors"))) for one in (named, Path(base)))
+    return "" if mine == given else str(named)
 
 
 def whole_folder(folder: str) -> str:

@@ -260,8 +260,8 @@ class CallModel:
         return static + gathered + max(activations + reduced, cache)
 
     def parts_at(self, chosen: Assignment, place: int) -> tuple[float, float, float, float, float]:
-        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes. A shard
-        of weights that models have in common counts once, with the largest of their heads."""
+        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes. A
+        shard of weights that models have in common counts once, with the largest of their heads."""
         static = gathered = reduced = activations = cache = 0
         bases: dict[Base, int] = {}
 

@@ -57,9 +57,7 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     for train in run.program.workload.workflow.train_calls:
         states[train.model] = whole_state(models, train)
         folder, files, trained = tmp_path / train.model, models.files[train.model], models.engines[train.model].model
-        save_adapter(
-            states[train.model], trained, folder, base=models.folders[train.model], files=files, suppressed=[]
-        )
+        save_adapter(states[train.model], trained, folder, base=models.folders[train.model], files=files, suppressed=[])
     given = [f"models.{role}={tmp_path / role}" for role in states]
     plain = [word for word in WORDS if "lora" not in word]
     again = RunOf(load(words, *plain, *given))
@@ -83,7 +81,7 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tied, tmp_path):
-    """All four roles have one copy of the base, and heads of their own; they compute what they do on bases of theirs."""
+    """All four roles have one copy of the base, and heads of their own; they compute what they do on own bases."""
     words, base = write_all(root), write_model(tmp_path / "base", seed=1, num_layers=2, tie_embeddings=tied)
     make_adapter(tmp_path / "reward", base, task="SEQ_CLS")
     change(tmp_path / "reward", base_model_name_or_path="../base")
@@ -102,7 +100,8 @@ def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tie
                 assert is_factor(key) or key == "score.weight", (name, key)
     assert not own["critic"]["score.weight"].any() and own["reward"]["score.weight"].any()
     run.iterations()
-    assert own["critic"]["score.weight"].any() and all(torch.equal(own["actor"][key], one) for key, one in plain.items())
+    assert own["critic"]["score.weight"].any()
+    assert all(torch.equal(own["actor"][key], one) for key, one in plain.items())
     apart = write_model(tmp_path / "copy", seed=1, num_layers=2, tie_embeddings=tied)
     other = RunOf(load(words, *WORDS, *given[:2], f"models.critic={apart}"))
     assert set(other.program.workload.bases.values()) == {"actor", "critic"}
@@ -110,6 +109,14 @@ def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tie
     assert other.responses == run.responses
     for key, one in other.job.models.engines["critic"].model.named_parameters():
         assert torch.equal(one, own["critic"][key]), key
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_frozen_reward_model_on_the_base_of_the_actor_needs_a_head(root, lora):
+    words = [word for word in WORDS if lora or "lora" not in word]
+    config = load(write_all(root), *words, f"models.reward={root / 'actor'}")
+    with pytest.raises(UserError, match="score.weight, so it is not a reward model; give a folder saved from"):
+        RankModels(compiled(config), config, OneRank())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
