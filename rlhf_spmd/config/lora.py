@@ -97,15 +97,18 @@ def _text(value: object) -> str:
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
     """The shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
     shape = replace(shape, adapters=adapters)
-    for weight in trained_weights_of(shape):
-        layer, _, factor = weight.name.rpartition(".")
-        least = min(weight.rows, weight.columns)
-        if factor in (A, B) and least < adapters.rank:
-            name = layer.rpartition(".")[2]
-            raise UserError(
-                f"lora.{role}.rank={adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
-                f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
-            )
+    sides = {  # of each factor the least
+        weight.name: min(weight.rows, weight.columns)
+        for weight in trained_weights_of(shape)
+        if weight.name.endswith((A, B))
+    }
+    factor, least = min(sides.items(), key=lambda item: item[1], default=("", adapters.rank))
+    name = factor.rpartition(".")[0].rpartition(".")[2]
+    if least < adapters.rank:
+        raise UserError(
+            f"lora.{role}.rank={adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
+            f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
+        )
     return shape
 
 

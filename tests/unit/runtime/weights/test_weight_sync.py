@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import load_model
@@ -88,6 +89,9 @@ def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tie
     given = [f"models.actor={base}", f"models.reward={tmp_path / 'reward'}", f"models.critic={base}/../base"]
     run = RunOf(load(words, *WORDS, *given))
     assert dict(run.program.workload.bases) == dict.fromkeys(("actor", "critic", "reference", "reward"), "actor")
+    plain = [word for word in WORDS if "lora" not in word]
+    started = load(words, *plain, "lora.actor.rank=4", *given[:2])  # the critic begins with the adapter of the reward
+    assert make_workload(started).bases == run.program.workload.bases and started.adapters("critic").rank == 3
     models = run.job.models
     own = {name: dict(one.model.named_parameters()) for name, one in models.engines.items()}
     own |= {name: dict(one.named_parameters()) for (name, _), one in models.copies.items()}
