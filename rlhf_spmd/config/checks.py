@@ -189,9 +189,9 @@ def _of_lora(config: Config) -> list[Rule]:
     vain = lora.base and not any(map(config.adapter, config.algorithm.roles))
     rules.append((vain, f"lora.base={lora.base}: no model is given as the folder of an adapter; drop the option"))
     for role in config.algorithm.roles if lora.base else ():
-        if (folder := config.adapter(role)) and (named := other_base(folder, lora.base)):
+        if (folder := config.adapter(role)) and (base := other_base(folder, lora.base)):
             text = (
-                f"the {role} goes on from the adapter in {folder}, which was made for {named}, whose weights are not "
+                f"the {role} goes on from the adapter in {folder}, which was made for {base}, whose weights are not "
                 f"those of lora.base={lora.base}; drop lora.base, or write {lora.base} as base_model_name_or_path into "
                 f"{folder}/adapter_config.json if its weights are stored in other files there"
             )
