@@ -184,7 +184,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.lora": ("plan", "pages.option_tree"),
     "rlhf_spmd.model.adapters.config": ("files",),
-    "rlhf_spmd.model.adapters.uniform": ("model.adapters.config", "model.config", "plan.adapters"),
+    "rlhf_spmd.model.adapters.uniform": (
+        *("files", "model.adapters.config", "model.config", "model.texts.tokenizer_files", "plan.adapters"),
+    ),
     "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),
@@ -192,7 +194,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model.texts.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.config.evaluation_metrics": (),
     "rlhf_spmd.config.checks": (
-        *("config.options", "config.evaluation_metrics", "plan.adapters", "plan.workflow"),
+        *("config.options", "config.evaluation_metrics", "model.adapters.uniform", "plan.adapters", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
     "rlhf_spmd.migration": (

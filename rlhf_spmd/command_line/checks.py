@@ -31,7 +31,8 @@ def packs(config: Config, program: Program) -> bool:
 
 def tokenizer_findings(config: Config) -> list[Finding]:
     """Warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
-    return [Finding("warning", note) for note in filter(None, map(reading_note, config.tokenizer_folders))]
+    notes = [config.tokenizer_warning, *map(reading_note, config.tokenizer_folders)]
+    return [Finding("warning", note) for note in notes if note]
 
 
 def evaluate_of(config: Config) -> Evaluate:

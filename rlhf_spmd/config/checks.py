@@ -5,6 +5,7 @@ import dataclasses
 from rlhf_spmd.config.evaluation_metrics import metric_names
 from rlhf_spmd.config.options import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.adapters.uniform import other_base
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs, text_of
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
@@ -187,6 +188,14 @@ def _of_lora(config: Config) -> list[Rule]:
         rules.append((targets == (), f"{key} is empty: name a layer, or drop the option"))
     vain = lora.base and not any(map(config.adapter, config.algorithm.roles))
     rules.append((vain, f"lora.base={lora.base}: no model is given as the folder of an adapter; drop the option"))
+    for role in config.algorithm.roles if lora.base else ():
+        if (folder := config.adapter(role)) and (base := other_base(folder, lora.base)):
+            text = (
+                f"the {role} goes on from the adapter in {folder}, which was made for {base}, whose weights are not "
+                f"those of lora.base={lora.base}; drop lora.base, or write {lora.base} as base_model_name_or_path into "
+                f"{folder}/adapter_config.json if its weights are stored in other files there"
+            )
+            rules.append((True, text))
     return rules
 
 

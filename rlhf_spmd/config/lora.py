@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -96,28 +97,32 @@ def _text(value: object) -> str:
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
     """The shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
     shape = replace(shape, adapters=adapters)
-    for weight in trained_weights_of(shape):
-        layer, _, factor = weight.name.rpartition(".")
-        least = min(weight.rows, weight.columns)
-        if factor in (A, B) and least < adapters.rank:
-            name = layer.rpartition(".")[2]
-            raise UserError(
-                f"lora.{role}.rank={adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
-                f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
-            )
+    sides = {  # of each factor the least
+        weight.name: min(weight.rows, weight.columns)
+        for weight in trained_weights_of(shape)
+        if weight.name.endswith((A, B))
+    }
+    factor, least = min(sides.items(), key=lambda item: item[1], default=("", adapters.rank))
+    name = factor.rpartition(".")[0].rpartition(".")[2]
+    if least < adapters.rank:
+        raise UserError(
+            f"lora.{role}.rank={adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
+            f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
+        )
     return shape
 
 
 def bases(
     shapes: Mapping[str, ModelShape | None], roles: Mapping[str, Role], folder: Callable[[str], str]
 ) -> dict[str, str]:
-    """Models with the same frozen weights -> the name of these, where one of the models has adapters. folder: of a
-    role; empty without one, and then models that start from the same role have the same weights."""
-    found: dict[tuple[ModelShape, str], list[str]] = {}
+    """Models with the same frozen weights, whatever their heads -> the name of these, where one of the models has
+    adapters. folder: of a role; empty without one, and then models that start from the same role have the same
+    weights."""
+    found: dict[tuple[ModelShape, Path | str], list[str]] = {}
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = folder(role) or first
-            found.setdefault((replace(shape, adapters=None), source), []).append(role)
+            source = Path(given).resolve() if (given := folder(role)) else first
+            found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

@@ -18,7 +18,13 @@ from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_f
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN, named_parts
-from rlhf_spmd.model.adapters.uniform import adapters_in, base_folder, is_adapter
+from rlhf_spmd.model.adapters.uniform import (
+    adapters_in,
+    base_folder,
+    is_adapter,
+    tokenizer_folder,
+    tokenizer_warning,
+)
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_tree import (
     ByName,
@@ -294,12 +300,24 @@ class Config(OptionTree):
         roles = self.algorithm.roles
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles, self._whole)
 
+    def tokenizer_folder(self, role: str = "") -> str:
+        """The folder with the tokenizer of a role (default: the first): of one with an adapter that of the adapter, if
+        it has one, else that of the base."""
+        role = role or self.main_role
+        return tokenizer_folder(self.adapter(role) or self.folder(role), self.folder(role))
+
     @property
     def tokenizer_folders(self) -> list[str]:
         """The folders of the tokenizers of a run: the first role's, and those of judges that have another one."""
         judges = filter(None, (self.folder(role) for role, about in self.algorithm.roles.items() if about.judge))
-        others = [folder for folder in judges if not same_tokenizer(folder, self.main_folder)]
-        return list(dict.fromkeys(filter(None, [self.main_folder, *others])))
+        others = [folder for folder in judges if not same_tokenizer(folder, self.tokenizer_folder())]
+        return list(dict.fromkeys(filter(None, [self.tokenizer_folder(), *others])))
+
+    @property
+    def tokenizer_warning(self) -> str:
+        """That the first role begins with an adapter whose tokenizer is not that of its base; empty if that is not
+        so."""
+        return tokenizer_warning(self.adapter(self.main_role) or self.main_folder, self.main_folder)
 
 
 def split_functions(text: str) -> list[str]:

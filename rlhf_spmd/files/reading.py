@@ -3,8 +3,10 @@
 Text is UTF-8 whatever the locale, and lines end at "\\n" only: U+0085, U+2028 and their like are text.
 """
 
+import hashlib
 import os
 import stat
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rlhf_spmd.errors import UserError
 NO_RIGHT = "can't be read: Permission denied: ask its owner for the rights (chmod g+rX)"
 NO_FILE = "is a pipe, a socket or a device, not a file"
 LARGEST = 4 << 30  # bytes of a file that is read as a whole: more, e.g. a hole of a terabyte, may not fit in memory
+PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # a pipe with one of these names has its writer
 
 
@@ -77,6 +80,21 @@ def refuse_pipes(folder: Path) -> None:
     for path in paths_in(folder, "*"):
         if why_no_file(path) == NO_FILE:
             raise UserError(f"{path} {NO_FILE}; put the file there")
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """A hash of files: their names and sizes, and pieces of them at distances shorter than a layer of a model, so that
+    it takes milliseconds."""
+    digest = hashlib.sha256()
+    for path in paths:
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes} ".encode())
+        with path.open("rb") as file:
+            starts = range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES))
+            for start in (*starts, max(0, num_bytes - PIECE_BYTES)):
+                file.seek(start)
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def read_lines(path: Path) -> list[str]:

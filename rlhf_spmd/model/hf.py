@@ -118,24 +118,35 @@ def save_state(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_folder = tokenizer.folder if tokenizer is not None else source
     if tokenizer_folder is not None:
-        _copy(Path(tokenizer_folder), folder, TOKENIZER_FILES)
+        copy_tokenizer(tokenizer_folder, folder)
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     weights.write_weights(folder, {to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
-    if source is not None and (Path(source) / "generation_config.json").exists():
-        _copy(Path(source), folder, ("generation_config.json",))
+    write_generation_config(folder, config, source=source, suppressed=suppressed)
+
+
+def write_generation_config(
+    folder: Path, config: ModelConfig, *, source: str | Path | None, suppressed: Sequence[int] = ()
+) -> None:
+    """Writes generation_config.json: that of `source`, if it has one, with `suppressed` as `suppress_tokens`."""
+    path = folder / "generation_config.json"
+    if source is not None and (Path(source) / path.name).exists():
+        _copy(Path(source), folder, (path.name,))
     else:
         values: dict[str, Any] = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-        values["eos_token_id"] = model_config.to_hf(config, head=head, dtype=dtype)["eos_token_id"]
-        values = {name: value for name, value in values.items() if value is not None}
-        weights.write_json(folder / "generation_config.json", values)
+        values["eos_token_id"] = model_config.to_hf(config, head="lm", dtype="float32")["eos_token_id"]
+        weights.write_json(path, {name: value for name, value in values.items() if value is not None})
     if suppressed:
-        path = folder / "generation_config.json"
         values = read_json(path)
         values["suppress_tokens"] = sorted({*suppressed, *(values.get("suppress_tokens") or ())})
         weights.write_json(path, values)
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Copies the files of a tokenizer, those that are there."""
+    _copy(Path(source), folder, TOKENIZER_FILES)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -13,7 +13,7 @@ parameter names and layer numbers of the whole model.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -287,23 +287,30 @@ class Transformer(nn.Module):
             self.score.to(dtype)
 
     def with_adapters(
-        self, adapters: Adapters | None, seed: int = 0, *, parallel: Parallel | None = None
+        self,
+        adapters: Adapters | None,
+        seed: int = 0,
+        *,
+        parallel: Parallel | None = None,
+        head: Head | None = None,
     ) -> "Transformer":
         """A model on the weights of this one, which both then have in common, with adapters (None: without), whose
-        scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard."""
-        parallel = parallel or self.parallel
+        scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard. head:
+        another one (None: this one's); a scalar head that this model lacks begins at zero."""
+        parallel, head = parallel or self.parallel, head or self.head
         assert parallel.shard == self.parallel.shard, (parallel.shard, self.parallel.shard)
-        made = Transformer(
-            self.config, head=self.head, dtype=self.dtype, device="meta", parallel=parallel, adapters=adapters
-        )
+        options: dict[str, Any] = {"dtype": self.dtype, "device": "meta", "parallel": parallel, "adapters": adapters}
+        made = Transformer(self.config, head=head, **options)
         weights, device = self.state_dict(), next(self.parameters()).device
         own = made.trained_names() if adapters is not None else set()
+        taken: dict[str, Tensor] = {}
         for name, like in made.named_parameters():
             if name not in weights:
-                weights[name] = torch.empty(like.shape, dtype=like.dtype, device=device)
-            elif name in own:
-                weights[name] = weights[name].to(like.dtype, copy=True)
-        made.load_state_dict(weights, assign=True)
+                taken[name] = torch.zeros(like.shape, dtype=like.dtype, device=device)
+            else:
+                taken[name] = weights[name].to(like.dtype, copy=True) if name in own else weights[name]
+        assert head == "scalar" or self.head == "lm" or not parallel.is_last, "the output layer is there"
+        made.load_state_dict(taken, assign=True)
         if adapters is not None:
             made.init_adapters(seed)
         return made.requires_grad_(False)

@@ -198,8 +198,3 @@ class Workload:
         """Bytes of a number that training changes: of a weight in the compute precision, or of an adapter."""
         shape = self.models[model]
         return NUMBER_BYTES if shape is not None and shape.adapters is not None else self.param_bytes
-
-    def weight_bytes(self, model: str) -> int:
-        """Bytes of one full copy of a model's weights in the compute precision, without adapters."""
-        shape = self.models[model]
-        return shape.num_params * self.param_bytes if shape else 0

@@ -14,6 +14,8 @@ import pytest
 from tests.folders import write_all, write_model
 from tests.run_mpi import mpi_command, run_limited
 from tests.unchanged import contents
+from tests.unit.model.adapters.test_files import change
+from tests.unit.model.adapters.test_merge import make_adapter
 from tests.unit.runtime.guard.test_terminal import on_terminal
 
 LIMIT_S = 60.0  # for a hang
@@ -189,6 +191,19 @@ CASES = {
     "truncated checkpoint": Case(("models.actor={folder}/cut",), ("model.safetensors",), kind="a checkpoint"),
     "unsupported family": Case(("models.actor={folder}/gpt2",), ("gpt2", "llama")),
     "null in config.json": Case(("models.actor={folder}/null",), ("null/config.json", "'rms_norm_eps' is None")),
+    "adapters of no layer": Case(("lora.rank=2", "lora.targets=q_prj"), ("lora.targets", "q_prj", "'q_proj'")),
+    "a rank above that of a layer": Case(("lora.rank=33",), ("lora.actor.rank=33", "lower the rank to 16, or leave")),
+    "an adapter without its base": Case(
+        ("models.actor={folder}/adapter",), ("adapter holds an adapter for elsewhere", "lora.base=FOLDER")
+    ),
+    "a critic for another base": Case(
+        ("models.critic={folder}/of_critic", "models.actor={folder}/adapter", "lora.base={folder}/actor"),
+        ("the critic goes on from the adapter in", "whose weights are not those of lora.base=", "drop lora.base"),
+    ),
+    "adapters and full training": Case(
+        ("models.actor={folder}/adapter", "lora.base={folder}/actor", "lora.actor.rank=0"),
+        ("lora.actor.rank=0", "the actor goes on from the adapter in", "--merge"),
+    ),
     "reward without a head": Case(
         ("models.reward={folder}/actor",), ("actor/model.safetensors", "no tensor score.weight", "give a folder")
     ),
@@ -320,6 +335,9 @@ def folder(tmp_path_factory) -> Path:
     (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}), encoding="utf-8")
     write_model(folder / "small", vocab_size=40)
     write_model(folder / "narrow", head="scalar", num_layers=1, num_kv_heads=1)
+    make_adapter(folder / "adapter", folder / "actor")
+    change(folder / "adapter", base_model_name_or_path="elsewhere")
+    make_adapter(folder / "of_critic", folder / "reward", task="SEQ_CLS")
     return folder
 
 

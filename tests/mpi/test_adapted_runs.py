@@ -12,6 +12,7 @@ from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.handlers.infer import Inference
 from rlhf_spmd.runtime.run.recorded import base_sums
+from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error
 from tests.mpi.test_restore import Runs, folder, stored_numbers, weights_of  # noqa: F401 (folder is a fixture)
 from tests.runs import OneRank, RunOf, compiled
@@ -38,22 +39,33 @@ def bases_of(run: RunOf) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(scope="module")
-def alone(world, folder):  # noqa: F811
+def made_alone(world, folder, *words):  # noqa: F811
     """The run on one rank, which every rank makes."""
-    settings = configs.overridden(Runs(world, folder, None).settings, LORA)
+    settings = configs.overridden(Runs(world, folder, None).settings, [*LORA, *words])
     run = RunOf(settings, OneRank(), compiled(settings))
     return run.iterations(), weights_of(run), base_sums(run.job)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_group):  # noqa: F811
-    if number >= len(PLACEMENTS[world.size]):
-        pytest.skip("no more placements at this number of ranks")
-    run = Runs(world, folder, make_group, *LORA).make(PLACEMENTS[world.size][number])
+@pytest.fixture(scope="module")
+def alone(world, folder):  # noqa: F811
+    return made_alone(world, folder)
+
+
+@pytest.fixture(scope="module")
+def alone_on_one_base(world, folder):  # noqa: F811
+    return made_alone(world, folder, f"models.critic={folder / 'actor'}")
+
+
+def compare(run: RunOf, alone, monkeypatch) -> None:
+    """Runs a run and compares it with the one on one rank."""
     assert [finding for finding in check(run.program) if finding.severity == "error"] == []
+    world, movers, real = run.job.world, [], Mover.finish
     before = {name: one.clone() for name, one in bases_of(run).items()}
+    monkeypatch.setattr(Mover, "finish", lambda self: (real(self), movers.append(self)))
     history, (expected, adapters, sums) = run.iterations(), alone
+    sent = sum(world.allgather(sum(mover.num_bytes_sent for mover in movers), "the bytes sent"))
+    moves = [one for one in run.program.transfers if one.reallocation is not None]
+    assert sent == sum(transfer.num_bytes for transfer in moves) * run.config.iterations
     assert base_sums(run.job) == sums and sums.keys() == {"actor", "critic"}
     assert [one["tokens_sha256"] for one in history] == [one["tokens_sha256"] for one in expected]
     for mine, theirs in zip(history, expected, strict=True):
@@ -63,12 +75,44 @@ def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_grou
         assert is_factor(name) or name == "critic.score.weight"
         torch.testing.assert_close(one, adapters[name], rtol=TOLERANCE, atol=TOLERANCE)
     assert all(torch.equal(before[name], one) for name, one in bases_of(run).items())
-    shapes = run.program.workload.models
-    for transfer in run.program.transfers:
-        if transfer.reallocation is not None:  # adapters alone, in float32
-            names = {piece.weight for route in transfer.reallocation.routes for piece in route.pieces}
-            assert names <= {weight.name for weight in trained_weights_of(shapes[transfer.model])}
-            assert transfer.reallocation.bytes_per_number == 4
+    for transfer in moves:  # adapters alone, in float32
+        names = {piece.weight for route in transfer.reallocation.routes for piece in route.pieces}
+        assert names <= {weight.name for weight in trained_weights_of(run.program.workload.models[transfer.model])}
+        assert transfer.reallocation.bytes_per_number == 4
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_group, monkeypatch):  # noqa: F811
+    if number >= len(PLACEMENTS[world.size]):
+        pytest.skip("no more placements at this number of ranks")
+    compare(Runs(world, folder, make_group, *LORA).make(PLACEMENTS[world.size][number]), alone, monkeypatch)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "reallocation",
+        *(
+            pytest.param(placement, marks=pytest.mark.slow)
+            for placement in ("flattening", "interleaving1", "separation zero 1", "three stages", "last")
+        ),
+    ],
+)
+def test_a_critic_on_the_base_of_the_actor(placement, world, folder, alone_on_one_base, make_group, monkeypatch):  # noqa: F811
+    """With tied embeddings, whose copy on the last stage the critic does not have."""
+    run = Runs(world, folder, make_group, *LORA, f"models.critic={folder / 'actor'}").make(placement)
+    assert dict(run.program.workload.bases) == dict.fromkeys(("actor", "critic", "reference"), "actor")
+    engines = {name: dict(engine.model.named_parameters()) for name, engine in run.job.models.engines.items()}
+    layouts = run.program.placement.layouts
+    if len(engines) == 2 and len({layouts[f"{name}_train"].shard(world.rank) for name in engines}) == 1:
+        names = (engines["actor"].keys() & engines["critic"].keys()) - {"score.weight"}
+        assert all(
+            engines["actor"][name].data_ptr() == engines["critic"][name].data_ptr()
+            for name in names
+            if not is_factor(name)
+        )
+    compare(run, alone_on_one_base, monkeypatch)
 
 
 def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, monkeypatch):  # noqa: F811
@@ -90,7 +134,7 @@ def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, mon
     run.iteration()
     (first,) = kept
     call = next(call for call in run.program.workload.workflow.placed_calls if call.model == "reference")
-    plain = run.job.models._load("reference", run.program.placement.layouts[call.name])
+    plain = run.job.models._load("reference", run.program.placement.layouts[call.name], "lm")
     models.copies[key] = plain.eval().requires_grad_(False)
     step = next(one for one in run.program.instructions[world.rank] if getattr(one, "call", "") == call.name)
     passes = Inference(run.job, call, step, run.data)

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import fingerprint
 from rlhf_spmd.model.adapters.config import CONFIG, SCORES, AdapterConfig, base_of, from_peft, is_target
 from rlhf_spmd.model.config import naming, read_config_json, read_json
+from rlhf_spmd.model.texts.tokenizer_files import BACKEND, same_behaviour
 from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 
 FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
@@ -29,9 +31,37 @@ def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER"
     return str(base_of(Path(folder), config, base, option=option))
 
 
+def other_base(folder: str, base: str) -> str:
+    """The base that an adapter names, if it is here and has other weights than `base`; else empty."""
+    try:
+        named = Path(base_folder(folder))
+    except UserError:
+        return ""
+    if named.resolve() == Path(base).resolve():
+        return ""
+    mine, given = (fingerprint(sorted(one.glob("*.safetensors"))) for one in (named, Path(base)))
+    return "" if mine == given else str(named)
+
+
 def whole_folder(folder: str) -> str:
     """The folder of the base that an adapter names; of a whole model its own. Raises UserError."""
     return base_folder(folder, option="base_model_name_or_path in its adapter_config.json")
+
+
+def tokenizer_folder(folder: str, base: str) -> str:
+    """The folder that holds the tokenizer of a model: of an adapter its own, if there is one beside it, else that of
+    its base."""
+    return folder if folder != base and (Path(folder) / BACKEND).is_file() else base
+
+
+def tokenizer_warning(folder: str, base: str) -> str:
+    """That the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
+    if tokenizer_folder(folder, base) == base or same_behaviour(Path(folder), Path(base)):
+        return ""
+    return (
+        f"the tokenizer in {folder} makes other tokens than that of its base {base}; the run uses it, since the "
+        "adapter belongs to it. If it does not, delete its files there"
+    )
 
 
 def layer_paths(num_layers: int) -> dict[str, list[str]]:

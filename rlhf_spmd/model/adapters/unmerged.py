@@ -1,6 +1,6 @@
 """Adapters beside the weights of a model, as runs have them: to peft's folder, and from it into a shard of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,12 +14,16 @@ from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter, whole_fold
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.transformer import Head, Transformer
-from rlhf_spmd.plan.adapters import A, Adapters, B
+from rlhf_spmd.plan.adapters import A, B
 
 
-def save_adapter(state: Mapping[str, Tensor], adapters: Adapters, head: Head, folder: Path, *, base: Path) -> None:
-    """Writes what trains of a model with adapters, by parameter name, as peft's folder. base: the folder that it
-    names."""
+def save_adapter(
+    state: Mapping[str, Tensor], model: Transformer, folder: Path, *, base: Path, files: Path, suppressed: Sequence[int]
+) -> None:
+    """Writes what trains of a model with adapters, by parameter name, as peft's folder. base: the folder that it names.
+    files: the folder whose tokenizer is copied beside it. suppressed: as in hf.save_state."""
+    adapters, head = model.adapters, model.head
+    assert adapters is not None, "the model has adapters"
     layers = sorted(name.removesuffix(f".{A}") for name in state if name.endswith(f".{A}"))
     factors = {hf.to_hf_name(layer): (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
     saved = {hf.to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
@@ -33,6 +37,9 @@ def save_adapter(state: Mapping[str, Tensor], adapters: Adapters, head: Head, fo
         base=str(base),
     )
     write_adapter(folder, config, factors, saved)
+    hf.copy_tokenizer(files, folder)
+    if head == "lm":
+        hf.write_generation_config(folder, model.config, source=base, suppressed=suppressed)
 
 
 @torch.no_grad()

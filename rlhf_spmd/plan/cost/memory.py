@@ -51,6 +51,14 @@ def num_frozen(shape: ModelShape, shard: Shard) -> int:
 
 
 @lru_cache(maxsize=65536)
+def base_sizes(shape: ModelShape, shard: Shard) -> tuple[tuple[str, int], ...]:
+    """The weights of one shard of a model that its base may have in common with others: name, numbers. A frozen model
+    without adapters has its head of one number per token there, too."""
+    table = weights_of(shape) if shape.adapters is None else frozen_weights_of(shape)
+    return tuple((weight.name, numbers_in(box)) for weight in table if (box := weight.box(shard)))
+
+
+@lru_cache(maxsize=65536)
 def reduce_numel(shape: ModelShape, shard: Shard) -> int:
     """Numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
     sizes = [numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard))]
@@ -83,15 +91,14 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     have in common counts once."""
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
-    held: set[tuple[str, Shard]] = set()  # of bases
+    held: set[tuple[str, Shard, str]] = set()  # weights of bases, each of which has one copy of a shard
 
     def base_bytes(model: str, shard: Shard) -> int:
-        """Bytes of the frozen weights of a model, unless they are there."""
-        key, shape = (workload.bases[model], shard), workload.shape(model)
-        numbers = num_params(shape, shard) if shape.adapters is None else num_frozen(shape, shard)
-        is_there = key in held
-        held.add(key)
-        return 0 if is_there else workload.param_bytes * numbers
+        """Bytes of the frozen weights of a model that are not there yet."""
+        sizes = {(workload.bases[model], shard, name): size for name, size in base_sizes(workload.shape(model), shard)}
+        numbers = sum(size for key, size in sizes.items() if key not in held)
+        held.update(sizes)
+        return workload.param_bytes * numbers
 
     for model in program.trained(rank):
         (training,) = (layouts[call.name] for call in workload.workflow.train_calls if call.model == model)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import (
     activation_bytes,
+    base_sizes,
     cache_bytes,
     gathered_bytes,
     num_frozen,
@@ -17,7 +18,7 @@ from rlhf_spmd.plan.cost.memory import (
 )
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES
+from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES, leaves_device
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
@@ -43,7 +44,8 @@ class Candidate:
     layout: on some mesh of the same kind; ranks: its own; first, stop: places of its mesh (meshes.Mesh). piece_s:
     seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
     ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training,
-    or of a copy of the weights; the others are the kinds of memory.working_bytes.
+    or of a copy of the weights; base_bytes: those of them that models have in common (Workload.bases); the others are
+    the kinds of memory.working_bytes.
     """
 
     layout: Layout
@@ -56,6 +58,7 @@ class Candidate:
     whole_bytes: int = 0
     spread_bytes: int = 0
     static_bytes: int = 0
+    base_bytes: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
     activation_bytes: int = 0
@@ -81,6 +84,7 @@ class Candidate:
             self.whole_bytes,
             self.spread_bytes,
             self.static_bytes,
+            self.base_bytes,
             self.gathered_bytes,
             self.reduced_bytes,
             self.activation_bytes,
@@ -126,9 +130,11 @@ class CallCosts:
         return tuple(sorted(candidates, key=lambda one: one.seconds))
 
     def _unbeaten(self, call: ModelCall, found: list[Candidate]) -> Iterator[Candidate]:
-        """The unbeaten among candidates on one mesh; if other calls use the model, only candidates with the same grid,
-        ZeRO 3 and offloading compete."""
-        alone = sum(other.model == call.model for other in self.workload.workflow.placed_calls) == 1
+        """The unbeaten among candidates on one mesh; if other calls use the model or its base, only candidates with the
+        same grid, ZeRO 3 and offloading compete."""
+        calls, bases = self.workload.workflow.placed_calls, self.workload.bases
+        same = [one for one in calls if bases.get(one.model, one.model) == bases.get(call.model, call.model)]
+        alone = len(same) == 1
         groups: dict[tuple[int | bool, ...], list[Candidate]] = {}
         for one in found:
             layout = one.layout
@@ -154,6 +160,8 @@ class CallCosts:
         moved = max(num_trained(shape, shard) for shard in shards)
         options = {"whole_bytes": workload.trained_number_bytes(call.model) * moved}
         trains, taken = isinstance(call, Train), self._taken(call, layout, shards)
+        if call.model in workload.bases and not (leaves_device(layout) and not trains):
+            options["base_bytes"] = c * max(sum(dict(base_sizes(shape, shard)).values()) for shard in shards)
         if trains:
             options |= {
                 "static_bytes": taken["weights"] + taken["gradients"] + taken["optimizer"],
@@ -176,8 +184,7 @@ class CallCosts:
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
 
     def _taken(self, call: ModelCall, layout: Layout, shards: Sequence[Shard]) -> dict[str, int]:
-        """memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its base,
-        even where another model has them in common."""
+        """memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its base."""
         shape, c, trains = self.workload.shape(call.model), self.workload.param_bytes, isinstance(call, Train)
         moved = max(num_trained(shape, shard) for shard in shards)
         if shape.adapters is None:

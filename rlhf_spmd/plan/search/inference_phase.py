@@ -44,6 +44,8 @@ class Left:
         for train, users in model.models:
             calls = users if train is None else [train, *users]
             if not set(calls).isdisjoint(last):
+                base = model.bases[calls[0]]
+                calls = [index for index, own in enumerate(model.bases) if own == base] if base else calls
                 here = [one for index in calls if (one := chosen[index])]
                 shared.append(tuple((one.where, one.layout.zero, one.layout.offload) for one in here))
         edges = {edge for one in chosen if one for edge in (one.first, one.stop)} | {0, len(model.limits)}
@@ -120,8 +122,11 @@ class LastPhase:
 
     def _options(self, chosen: Assignment, place: int) -> _Options:
         """The candidates of a call; those that share weights add none. (On ranks that lack them they do, which the
-        caller checks with CallModel.excess_bytes.)"""
+        caller checks with CallModel.excess_bytes.) Neither do bases that an earlier call of the phase may have."""
         model, index = self.model, self.calls[place]
+        base = model.bases[index]
+        bases = {one.copy for other, one in enumerate(chosen) if one and one.base_bytes and model.bases[other] == base}
+        follows = any(model.bases[other] == base for other in self.calls[:place])
         train, users = next(of for of in model.models if index in of[1])
         training = None if train is None else chosen[train]
         copies = {one.copy for user in users if (one := chosen[user])}
@@ -130,6 +135,8 @@ class LastPhase:
             shares = training is not None and model.pair(one, training)[0]
             spread = shares and training is not None and training.layout.zero == 3
             static = 0 if shares or one.copy in copies else one.static_bytes
+            if static and (follows or one.copy in bases):
+                static -= one.base_bytes
             gathered = (one.spread_bytes if spread else 0) if shares else one.gathered_bytes
             rows.append((one.seconds + one.gather_s * spread, one.first, one.stop, static, gathered))
         columns = np.array(rows, dtype=float).T
@@ -143,11 +150,11 @@ def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) ->
 
 
 def _unbeaten(options: _Options) -> _Options:
-    """The candidates that no other one with the same mesh, stages and slices, and so the same transfers of weights,
-    beats in seconds and bytes."""
-    groups: dict[Destination, list[int]] = {}
+    """The candidates that no other one with the same mesh, stages and slices, and so the same transfers of weights and
+    the same base, beats in seconds and bytes."""
+    groups: dict[tuple[Destination, int], list[int]] = {}
     for at, one in enumerate(options.candidates):
-        groups.setdefault(one.where, []).append(at)
+        groups.setdefault((one.where, one.base_bytes), []).append(at)
     kept = []
     for group in groups.values():
         costs = [(options.seconds_C[at], *options.needs_4C[2:, at], at) for at in group]

@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from math import inf, lcm
 
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import num_trained
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, Destination, anything
+from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
+Base = tuple[str, tuple[int, int, int]]  # weights that models have in common, and the copy (Candidate.copy)
 
 
 class CallModel:
@@ -38,6 +41,7 @@ class CallModel:
         self.phases = self._phases()
         names = [call.name for call in self.calls]
         self.models: list[tuple[int | None, list[int]]] = []  # of each model: its train call, its other calls
+        self.bases = [self.workload.bases.get(call.model, "") for call in self.calls]
         for model in dict.fromkeys(call.model for call in self.calls):
             train = workflow.train_call(model)
             users = [i for i, call in enumerate(self.calls) if call.model == model and call is not train]
@@ -51,7 +55,8 @@ class CallModel:
             and bool(self.trains)
         )
         self.limits = self._limits()
-        self.weight_bytes = [self.workload.weight_bytes(call.model) for call in self.calls]
+        sizes = {call.model: num_trained(self.workload.shape(call.model), Shard()) for call in self.calls}
+        self.moved_bytes = [sizes[one.model] * self.workload.trained_number_bytes(one.model) for one in self.calls]
         self._pairs: dict[tuple[Destination, Destination, bool, int], tuple[bool, float]] = {}
         self._nodes_of: dict[tuple[int, int, int], frozenset[int]] = {}
 
@@ -263,14 +268,24 @@ class CallModel:
     def parts_at(
         self, chosen: Assignment, place: int, stream: bool = False
     ) -> tuple[float, float, float, float, float]:
-        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes.
-        stream: generate calls alternate, so all their caches live at the same time; else one after another."""
+        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes. A
+        shard of weights that models have in common counts once, with the largest of their heads. stream: generate calls
+        alternate, so all their caches live at the same time; else one after another."""
         static = gathered = reduced = activations = cache = 0
+        bases: dict[Base, int] = {}
+
+        def held(one: Candidate, index: int) -> int:
+            """The static bytes of a candidate without its base."""
+            if one.base_bytes:
+                key = self.bases[index], one.copy
+                bases[key] = max(bases.get(key, 0), one.base_bytes)
+            return one.static_bytes - one.base_bytes
+
         for train, users in self.models:
             training = chosen[train] if train is not None else None
             trains_here = training is not None and training.first <= place < training.stop
-            if training is not None and trains_here:
-                static += training.static_bytes
+            if train is not None and training is not None and trains_here:
+                static += held(training, train)
                 gathered, reduced = max(gathered, training.gathered_bytes), max(reduced, training.reduced_bytes)
                 activations = max(activations, training.activation_bytes)
             copies, buckets = set(), 0
@@ -281,7 +296,7 @@ class CallModel:
                 here = one.first <= place < one.stop
                 shares, took_s = (False, 0.0) if training is None else self.pair(one, training)
                 if took_s and (here or trains_here):
-                    buckets = min(2 * BUCKET_BYTES, 4 * self.weight_bytes[user])
+                    buckets = min(2 * BUCKET_BYTES, 4 * self.moved_bytes[user])
                 if not here:
                     continue
                 cache = cache + one.cache_bytes if stream else max(cache, one.cache_bytes)
@@ -291,9 +306,9 @@ class CallModel:
                 gathered = max(gathered, one.gathered_bytes)
                 if one.copy not in copies:
                     copies.add(one.copy)
-                    static += one.static_bytes
+                    static += held(one, user)
             static += buckets
-        return static, gathered, reduced, activations, cache
+        return static + sum(bases.values()), gathered, reduced, activations, cache
 
     def _consistent(self, chosen: Assignment) -> bool:
         """Whether all calls of each frozen model keep its weights alike (validate.py)."""

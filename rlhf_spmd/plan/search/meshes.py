@@ -72,16 +72,17 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
     """The layouts of a call with weights on a mesh, valid for compile_program.
 
     Slices stay inside a node, and each has a key-value head; stages divide the layers or are a power of two; every
-    shard has rows. Only train calls choose a ZeRO stage and recomputation; only frozen models are offloaded or, with
-    stage 3, spread over dp.
+    shard has rows. Only train calls choose a ZeRO stage and recomputation; only frozen models without adapters are
+    offloaded or, with stage 3, spread over dp.
     """
-    frozen = workload.workflow.train_call(call.model) is None
+    has_adapters = workload.shape(call.model).adapters is not None
+    may_leave = workload.workflow.train_call(call.model) is None and not has_adapters
     for pp, tp in _grids(call, mesh, workload, cluster):
         dp = mesh.size // (pp * tp)
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
         rows = -(-workload.mini_batch // dp)
         if isinstance(call, Train):
-            most_zero = 0 if dp == 1 else 1 if pp > 1 or workload.shape(call.model).adapters is not None else 3
+            most_zero = 0 if dp == 1 else 1 if pp > 1 or has_adapters else 3
             for zero in range(most_zero + 1):
                 for most in _micro_batches(rows, 2 * workload.micro_batch):
                     for recompute in (False, True):
@@ -93,7 +94,7 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
             sizes = _micro_batches(rows, workload.micro_batch) if pp > 1 else (least,)
         for micro_batch in sizes:
             yield replace(grid, micro_batch=micro_batch)
-            if frozen:
+            if may_leave:
                 yield replace(grid, micro_batch=micro_batch, offload=True)
                 if dp > 1 and pp == 1:
                     yield replace(grid, micro_batch=micro_batch, zero=3)

@@ -4,7 +4,6 @@ The file is in the format safetensors: for each key a float32 number for every r
 order of the files; and what the numbers depend on, so that a run does not use those of other rows or models.
 """
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from safetensors.numpy import save_file
 
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import is_file, why_no_file
+from rlhf_spmd.files.reading import fingerprint, is_file, why_no_file
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.texts.template_time import checked_time
@@ -25,7 +24,6 @@ from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
 
 FORMAT = "rlhf_spmd logprobs 1"
-PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 ROWS, SUPPORT = "the tokens of the rows", "the tokens that may be drawn"
 TIME = "the time that the chat template wrote"  # only where it did
 FIX = "compute it again (`precompute`), or drop the option that names it"
@@ -142,15 +140,5 @@ def _compare(
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A hash of a model folder: names and sizes of its files, and pieces of them at distances shorter than a layer, so
-    that it takes milliseconds."""
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name} {num_bytes} ".encode())
-        with path.open("rb") as file:
-            starts = range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES))
-            for start in (*starts, max(0, num_bytes - PIECE_BYTES)):
-                file.seek(start)
-                digest.update(file.read(PIECE_BYTES))
-    return digest.hexdigest()
+    """A hash of the weights and descriptions in a model folder (files/reading.fingerprint)."""
+    return fingerprint(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))

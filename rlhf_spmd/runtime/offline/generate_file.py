@@ -28,7 +28,7 @@ from rlhf_spmd.files.json_text import json_lines, json_text
 from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.adapters.uniform import whole_folder
+from rlhf_spmd.model.adapters.uniform import tokenizer_folder, tokenizer_warning, whole_folder
 from rlhf_spmd.model.adapters.unmerged import load_any
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
@@ -254,9 +254,10 @@ def generate_file(
             OutputFile.check(out, prompts, overwrite=overwrite)
         has_judge = options.best_of and is_folder(options.best_of)
         whole, *judges = [whole_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
-        tokenizer = load_tokenizer(whole)
-        notes = tokenizer_notes(world, [whole, *judges])
-        template = ChatTemplate(whole, options.data.chat_template, started=started)
+        texts = tokenizer_folder(model, whole)
+        tokenizer = load_tokenizer(texts)
+        notes = [*filter(None, [tokenizer_warning(model, whole)]), *tokenizer_notes(world, [texts, *judges])]
+        template = ChatTemplate(texts, options.data.chat_template, started=started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(whole), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
@@ -266,7 +267,7 @@ def generate_file(
     copied = shapes[0].num_params // layout.tp * DTYPES[options.dtype].itemsize  # at most
     notes += filter(None, [note, limit_packing(world, table, copied)])
     replica = make_replica(model, asked, tokenizer, layout, world, options, started)
-    if judges and not same_tokenizer(judges[0], whole):
+    if judges and not same_tokenizer(judges[0], texts):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")
     for note in notes if world.rank == 0 else ():
         print(f"note: {note}", flush=True)

@@ -133,7 +133,7 @@ class Scorer:
 def reads_text(config: Config, role: str) -> bool:
     """Whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
     folder = config.folder(role)
-    return bool(folder) and not same_tokenizer(folder, config.main_folder)
+    return bool(folder) and not same_tokenizer(folder, config.tokenizer_folder())
 
 
 def how_read(config: Config, role: str, data: PromptSet) -> str:

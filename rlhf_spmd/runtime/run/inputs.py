@@ -60,7 +60,7 @@ def read_prompts(
     """The data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
     responses that the set has, if there are any. started: the time that chat templates write, unless a file of
     precomputed logprobs has its own. Raises UserError."""
-    template = ChatTemplate(config.main_folder, config.data.chat_template, started=time_of(config) or started)
+    template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
     prompts = load_rendered(
         prompt_files(config),
         tokenizer,

@@ -57,9 +57,9 @@ def prepare(
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not prompt_files(config):
             raise UserError(NO_PROMPTS)
-        tokenizer = load_tokenizer(config.main_folder)
+        tokenizer = load_tokenizer(config.tokenizer_folder())
         known = shared_vocabulary(config, tokenizer)
-        notes = tokenizer_notes(world, config.tokenizer_folders)
+        notes = [*filter(None, [config.tokenizer_warning]), *tokenizer_notes(world, config.tokenizer_folders)]
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))

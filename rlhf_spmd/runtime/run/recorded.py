@@ -80,6 +80,7 @@ def inputs(job: Job) -> dict[str, str]:
         found[f"adapter in {folder}"] = folder_fingerprint(Path(folder))
     for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
         found[f"model in {folder}"] = folder_fingerprint(Path(folder))
+    for folder in dict.fromkeys(filter(None, [*map(config.folder, config.algorithm.roles), config.tokenizer_folder()])):
         others = [Path(folder) / name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
         parts = [f"{path.name} ".encode() + path.read_bytes() for path in others if path.is_file()]
         found[f"tokenizer files in {folder}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()

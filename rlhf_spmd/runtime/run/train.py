@@ -275,8 +275,8 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
                     model, head, source = job.models.engines[role].model, roles[role].head, job.models.folders[role]
+                    missing = job.known.missing(model.config.vocab_size) if head == "lm" else ()
                     if model.adapters is not None:
-                        save_adapter(state, model.adapters, head, path, base=source)
+                        save_adapter(state, model, path, base=source, files=job.models.files[role], suppressed=missing)
                     else:
-                        suppressed = job.known.missing(model.config.vocab_size) if head == "lm" else ()
-                        save_state(state, model.config, head, path, source=source, suppressed=suppressed)
+                        save_state(state, model.config, head, path, source=source, suppressed=missing)

@@ -4,7 +4,7 @@ A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a
 here in a different split.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from rlhf_spmd.model.adapters.unmerged import take_adapter
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.model.transformer import Head, Transformer
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import leaves_device
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
@@ -49,7 +49,8 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
         folder = config.folder(name)
         if folder in ("", folder_of_main) or (roles[name].judge and not same_tokenizer(folder, folder_of_main)):
             continue
-        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, folder_of_main)
+        of_main = config.tokenizer_folder(main)
+        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, of_main)
         if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
             raise UserError(
                 f"the {name} {folder} has another tokenizer than the {main} {folder_of_main}, so the {main}'s token "
@@ -77,6 +78,7 @@ class RankModels:
         self.program, self.config, self.world = program, config, world
         # absolute, since user code may change the working folder before a model is written with files of its first one
         self.folders = {name: Path(path).absolute() for name in config.algorithm.roles if (path := config.folder(name))}
+        self.files = {name: Path(config.tokenizer_folder(name)).absolute() for name in self.folders}
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[tuple[str, Shard], Transformer] = {}
         self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}
@@ -84,42 +86,61 @@ class RankModels:
         self.arena: Arena | None = None
         self._to_train: dict[str, Transformer] = {}
         self._bases: dict[tuple[str, Shard], Transformer] = {}
-        layouts = program.placement.layouts
-        for call in program.workload.workflow.train_calls:
-            if world.rank in layouts[call.name].ranks:
-                self._to_train[call.model] = self._model(call.model, layouts[call.name])
-        for (name, shard), calls in program.copies(world.rank).items():
-            if config.folder(name):
-                self.copies[name, shard] = self._model(name, layouts[calls[0]]).eval().requires_grad_(False)
-                if layouts[calls[0]].offload:
-                    self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
+        layouts, copies = program.placement.layouts, program.copies(world.rank)
+        training = {call.model: layouts[call.name] for call in program.workload.workflow.train_calls}
+        here = {name: layout for name, layout in training.items() if world.rank in layout.ranks}
+        kept = {key: layouts[calls[0]] for key, calls in copies.items() if config.folder(key[0])}
+        self._heads = self._heads_of_bases([*here.items(), *((name, layout) for (name, _), layout in kept.items())])
+        for name, layout in here.items():
+            self._to_train[name] = self._model(name, layout)
+        for (name, shard), layout in kept.items():
+            self.copies[name, shard] = self._model(name, layout).eval().requires_grad_(False)
+            if layout.offload:
+                self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
+
+    def _heads_of_bases(self, held: Iterable[tuple[str, Layout]]) -> dict[tuple[str, Shard], Head]:
+        """The head with which each base is loaded: that of a language model if a model on it here has one."""
+        bases, roles, found = self.program.workload.bases, self.config.algorithm.roles, dict[tuple[str, Shard], Head]()
+        for name, layout in held:
+            if name in bases and not leaves_device(layout):
+                key = bases[name], layout.shard(self.world.rank)
+                found[key] = "lm" if "lm" in (roles[name].head, found.get(key)) else "scalar"
+        return found
 
     def _model(self, name: str, layout: Layout) -> Transformer:
         """This rank's shard of a model in a layout, on weights that it may have in common with other models."""
-        workload, shard = self.program.workload, layout.shard(self.world.rank)
-        base = workload.bases.get(name)
+        workload, head = self.program.workload, self.config.algorithm.roles[name].head
+        base, shard = workload.bases.get(name), layout.shard(self.world.rank)
         if base is None or leaves_device(layout):
-            return self._load(name, layout)
+            return self._load(name, layout, head)
         if (base, shard) not in self._bases:
-            self._bases[base, shard] = self._load(name, layout)
-        adapters = workload.shape(name).adapters
-        made = self._bases[base, shard].with_adapters(adapters, self.config.seed, parallel=self._parallel(layout))
+            self._bases[base, shard] = self._load(name, layout, self._heads[base, shard])
+        adapters, parallel = workload.shape(name).adapters, self._parallel(layout)
+        made = self._bases[base, shard].with_adapters(adapters, self.config.seed, parallel=parallel, head=head)
         if folder := self.config.adapter(name):
             take_adapter(made, folder)
         return made
 
-    def _load(self, name: str, layout: Layout) -> Transformer:
+    def _load(self, name: str, layout: Layout, head: Head) -> Transformer:
         """Loads this rank's shard of a model in a layout from its folder, without adapters."""
-        workload = self.program.workload
+        workload, roles = self.program.workload, self.config.algorithm.roles
         same = [other for other, base in workload.bases.items() if base == workload.bases.get(name)] or [name]
-        return load_model(
-            self.config.folder(name),
-            head=self.config.algorithm.roles[name].head,
-            fresh_head=all(workload.workflow.train_call(one) or self.config.has_own_head(one) for one in same),
-            dtype=DTYPES[self.config.dtype],
-            device=self.world.device,
-            parallel=self._parallel(layout),
+        same = [other for other in same if roles[other].head == "scalar"]
+        fresh_head = all(workload.workflow.train_call(one) or self.config.has_own_head(one) for one in same)
+        # a frozen reward model needs a head in its folder, and a language model none: one of the two is refused
+        heads: tuple[Head, ...] = (head,) if fresh_head or head == "scalar" else ("scalar", "lm")
+        *_, model = (
+            load_model(
+                self.config.folder(name),
+                head=one,
+                fresh_head=fresh_head,
+                dtype=DTYPES[self.config.dtype],
+                device=self.world.device,
+                parallel=self._parallel(layout),
+            )
+            for one in heads
         )
+        return model
 
     def _group(self, ranks: tuple[int, ...], purpose: str = COLLECTIVES) -> dist.ProcessGroup | None:
         """The process group of these ranks; None for a single rank."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_spmd.command_line.checks import tokenizer_findings
 from rlhf_spmd.config.file import read_config_file
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import has_adapter_rate, load
@@ -20,7 +21,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.strategies import flattening, separation
-from tests.folders import write_all
+from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load as load_run
 from tests.unit.model.adapters.test_files import change
 from tests.unit.model.adapters.test_merge import make_adapter
@@ -96,7 +97,8 @@ def test_a_base_counts_once_and_training_holds_adapters_only():
     frozen = num_frozen(shapes["actor"], WHOLE) + num_frozen(shapes["critic"], WHOLE)
     assert num_frozen(shapes["actor"], WHOLE) == num_params(shapes["reference"], WHOLE)
     assert critic - 4096 == actor == 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
-    wanted = {"weights": 2 * frozen + 4 * (actor + critic), "gradients": 4 * (actor + critic)}
+    of_reward = 4096  # its head, which the critic does not train
+    wanted = {"weights": 2 * (frozen + of_reward) + 4 * (actor + critic), "gradients": 4 * (actor + critic)}
     assert static_bytes(program, 0) == wanted | {"optimizer": 8 * (actor + critic), "offloaded": 0}
     apart = replace(program, workload=replace(program.workload, bases={"actor": "a", "critic": "c"}))
     assert static_bytes(apart, 0)["weights"] > 1.9 * wanted["weights"]
@@ -154,9 +156,47 @@ def test_an_option_that_contradicts_an_adapter_is_refused(option, words):
         load_run(words, f"lora.{option}")
 
 
+def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
+    """lora.base is the base of actor and critic, and the critic was made for another one; a copy of it is none."""
+    words, critic = write_all(tmp_path), tmp_path / "critic"
+    base, other = write_model(tmp_path / "base", seed=1), write_model(tmp_path / "other", seed=5)
+    make_adapter(tmp_path / "policy", base)
+    make_adapter(critic, other, task="SEQ_CLS")
+    given = [*words, f"models.actor={tmp_path / 'policy'}", f"models.critic={critic}"]
+    with pytest.raises(
+        UserError,
+        match=f"^the critic goes on from the adapter in {critic}, which was made for {other}, whose weights are not "
+        f"those of lora.base={base}; drop lora.base, or write",
+    ):
+        load_run(given, f"lora.base={base}")
+    bases = make_workload(load_run(given)).bases
+    assert bases == {"actor": "actor", "reference": "actor", "critic": "critic"}  # each its own, without the option
+    change(critic, base_model_name_or_path=str(write_model(tmp_path / "copy", seed=1)))
+    assert make_workload(load_run(given, f"lora.base={base}")).bases["critic"] == "actor"
+
+
 def test_a_base_without_an_adapter_is_refused():
     with pytest.raises(UserError, match=r"lora.base=x: no model is given as the folder of an adapter; drop the option"):
         load("tiny", ["lora.base=x"])
+
+
+def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
+    """With a warning if it makes other tokens than that of the base; another chat template alone is no reason."""
+    words, adapter = write_all(tmp_path), tmp_path / "adapter"
+    make_adapter(adapter, tmp_path / "actor")
+    config = load_run(words, f"models.actor={adapter}")
+    assert (config.tokenizer_folder(), config.tokenizer_warning) == (str(tmp_path / "actor"), "")
+    write_tokenizer(adapter)
+    (adapter / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert config.tokenizer_folders == [config.tokenizer_folder()] == [str(adapter)] and not config.tokenizer_warning
+    assert config.tokenizer_folder("reward") == str(tmp_path / "reward")
+    text = (adapter / "tokenizer.json").read_text(encoding="utf-8")
+    (adapter / "tokenizer.json").write_text(text.replace('"ba"', '"xx"'), encoding="utf-8")
+    said = [finding.message for finding in tokenizer_findings(config)]
+    assert said[0] == (
+        f"the tokenizer in {adapter} makes other tokens than that of its base {tmp_path / 'actor'}; the run uses it, "
+        "since the adapter belongs to it. If it does not, delete its files there"
+    )
 
 
 def test_a_frozen_adapter_does_not_leave_the_device(words):

@@ -1,5 +1,6 @@
 """Adapters beside the weights: peft's logits, the folder that a run writes, and the slices of shards."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.files import read_adapter
-from rlhf_spmd.model.adapters.uniform import adapters_in
+from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter
 from rlhf_spmd.model.adapters.unmerged import load_any, save_adapter, take_adapter
 from rlhf_spmd.model.parallel import Parallel, slice_of
+from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
+from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.shard import Shard
 from tests.folders import write_model
 from tests.unit.model.adapters.test_files import ADAPTERS, logits_of
@@ -26,7 +29,7 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
     tokens_BT, expected = logits_of(folder)
     first = load_any(str(folder), head=config.head, dtype=torch.float32)
     state = {key: one for key, one in first.state_dict().items() if key in first.trained_names()}
-    save_adapter(state, first.adapters, config.head, tmp_path, base=BASE)
+    save_adapter(state, first, tmp_path, base=BASE, files=BASE, suppressed=())
     for model in (first, load_any(str(tmp_path), head=config.head, dtype=torch.float32)):
         with torch.no_grad():
             hidden = model(tokens_BT)
@@ -35,6 +38,20 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
     _, again, saved_again = read_adapter(tmp_path)
     assert again.keys() == factors.keys() and saved_again.keys() == saved.keys()
     assert all(torch.equal(one, other) for path in again for one, other in zip(again[path], factors[path], strict=True))
+
+
+def test_the_folder_has_the_tokenizer_and_the_tokens_that_are_never_drawn(tmp_path):
+    base = write_model(tmp_path / "base")
+    for head, suppressed in (("lm", [61, 62]), ("scalar", ())):
+        model = hf.load_model(base, head=head).with_adapters(Adapters(2, 4.0))
+        state = {key: one for key, one in model.state_dict().items() if key in model.trained_names()}
+        save_adapter(state, model, tmp_path / head, base=base, files=base, suppressed=suppressed)
+        assert same_behaviour(tmp_path / head, base) and is_adapter(tmp_path / head)
+    values = json.loads((tmp_path / "lm" / "generation_config.json").read_text(encoding="utf-8"))
+    assert values == json.loads((base / "generation_config.json").read_text(encoding="utf-8")) | {
+        "suppress_tokens": [61, 62]
+    }
+    assert not (tmp_path / "scalar" / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("index", [0, 1])

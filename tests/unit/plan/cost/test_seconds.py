@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
@@ -81,6 +82,23 @@ def test_inference_and_training_on_one_device(recompute):
     again_s = SHAPE.num_layers * layer_flops(SHAPE, 8 * LENGTH, LENGTH / 2) / 1e9 if recompute else 0
     expected = 3 * forward_s(8 * LENGTH) + again_s + STATE_BYTES * SHAPE.num_params / 1e9
     assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_adapters(recompute, zero):
+    """Two products more in a pass; no gradients of the base; messages and optimizer steps of adapters alone."""
+    shape, link = replace(SHAPE, adapters=Adapters(4, 8.0, ("q_proj", "down_proj"))), Link(1e5, 0.0)
+    numbers = SHAPE.num_layers * 4 * ((64 + 64) + (176 + 64))
+    own_s = 2 * 8 * LENGTH * numbers / 1e9  # of 8 rows
+    calibration = machine(memory_bytes_per_s=1e9, inside=link)
+    cost = cost_of(calibration, 2, train={"recompute": recompute, "zero": zero}, shape=shape)
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward_s(8 * LENGTH) + own_s)
+    layers_s = SHAPE.num_layers * layer_flops(SHAPE, 4 * LENGTH, LENGTH / 2) / 1e9
+    passes_s = 2 * forward_s(4 * LENGTH) + recompute * layers_s + (3 + recompute) * own_s / 2
+    moved_s = (2 + zero) * all_gather_s(link, 2, 4 * numbers)
+    update_s = moved_s + STATE_BYTES * numbers / (1 + zero) / 1e9
+    assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(passes_s + update_s)
 
 
 def test_each_pass_starts_its_layers():

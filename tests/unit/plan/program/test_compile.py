@@ -17,11 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import num_params
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload, place_calls, place_models, random_program
 
@@ -142,7 +144,7 @@ def test_a_shadow_gets_the_new_weights_once_and_none_travels_twice(program):
             arriving = Counter()
             for message in move.messages:
                 arriving[message.destination] += message.num_bytes
-            assert arriving == dict.fromkeys(shadows, program.workload.weight_bytes(model))
+            assert arriving == dict.fromkeys(shadows, whole_bytes(program.workload, model))
             for route in move.reallocation.routes:
                 assert route.ranks[0] in home and not set(route.ranks[1:]) & set(home)
                 crossed = sum(node(one) != node(other) for one, other in route.hops)
@@ -270,6 +272,10 @@ def test_bytes_of_two_halves(size):
     assert bytes_moved(program) == workload.num_sequences * (size - 1) // size * (2 * responses + ref_logprobs + scores)
 
 
+def whole_bytes(workload: Workload, model: str) -> int:
+    return workload.param_bytes * num_params(workload.shape(model), Shard())
+
+
 def test_bytes_of_two_disjoint_sides():
     """Generation on one side, the rest on the other: responses and logprobs cross once, the new actor goes back."""
     workload = make_workload(mini_batch=6, num_mini_batches=2, epochs=3)
@@ -277,7 +283,7 @@ def test_bytes_of_two_disjoint_sides():
         ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train"), (2, 3)
     )
     program = place_calls(workload, "1x4", actor_generate=(0, 1), **inference)
-    data, weights = workload.num_sequences * (4 * 7 + 4 * 7), 2 * workload.weight_bytes("actor")
+    data, weights = workload.num_sequences * (4 * 7 + 4 * 7), 2 * whole_bytes(workload, "actor")
     assert bytes_moved(program) == data + weights
     assert [transfer.keys for transfer in program.transfers] == [("responses",), ("logprobs",), ()]
 

@@ -16,7 +16,7 @@ from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.planner import choose, simulated
-from tests.unit.plan.search.test_planner import A100, CLUSTERS, llama, model_of
+from tests.unit.plan.search.test_planner import A100, CLUSTERS, llama, model_of, model_on_one_base
 
 
 def brute_force_s(space: Space) -> float:
@@ -46,6 +46,17 @@ def test_exact_is_brute_force(layout, num_bytes, epochs):
         least_s = exact(space, best, Budget())
         assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
         assert least_s == best.seconds
+
+
+def test_exact_is_brute_force_on_a_base_that_models_have_in_common():
+    found = set()
+    for num_bytes in (None, 4_000_000, 3_000_000, 2_300_000, 1_800_000):
+        model = model_on_one_base("2x2", num_bytes)
+        for seed in range(2):
+            space, best = small_space(model, random.Random(seed), 4), Best(20)
+            assert exact(space, best, Budget()) == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
+            found.add((seed, best.seconds))
+    assert len(found) > 4
 
 
 def test_memory_limits_of_the_brute_force_test_bite():

@@ -12,7 +12,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import layouts, meshes
-from tests.unit.plan.search.test_planner import A100, llama, model_of
+from tests.unit.plan.search.test_planner import A100, llama, model_of, on_one_base
 
 
 @pytest.mark.parametrize("layout", ["2x4", "mixed"])
@@ -29,11 +29,19 @@ def test_every_candidate_compiles_beside_any_other(layout):
 
 
 @pytest.mark.parametrize(
-    "preset, layout, overrides", [("llama-13b", "2x8", ["ppo.old_logprobs=recompute"]), ("llama-70b", "4x8", [])]
+    "preset, layout, overrides",
+    [
+        ("llama-13b", "2x8", ["ppo.old_logprobs=recompute"]),
+        ("llama-70b", "4x8", []),
+        ("llama-7b", "1x8", ["lora.rank=16"]),
+        ("llama-7b", "1x8", ["lora.rank=16", "one base"]),
+    ],
 )
 def test_score_agrees_with_programs(preset, layout, overrides):
-    """Seconds within a sixth of the forecast, and never fewer bytes than memory.py counts, nor many more."""
-    workload, cluster = llama(preset, layout, *overrides)
+    """Seconds within a sixth of the forecast, and never fewer bytes than memory.py counts, nor many more. (More with
+    adapters, beside which activations weigh more: the search has the stage with most of these everywhere.)"""
+    workload, cluster = llama(preset, layout, *(one for one in overrides if one != "one base"))
+    workload = on_one_base(workload) if "one base" in overrides else workload
     model, draw = CallModel(Cost(A100, workload, cluster)), random.Random(1)
     lists = [model.costs.candidates(call) for call in model.calls]
     for _ in range(15):
@@ -44,7 +52,7 @@ def test_score_agrees_with_programs(preset, layout, overrides):
         )
         need = max(peak_bytes(static_bytes(program, r), working_bytes(program, r)) for r in cluster.ranks)
         mine = model.excess_bytes(chosen) + cluster.usable_bytes(0)
-        assert need <= mine <= 1.02 * need
+        assert need <= mine <= (1.02 if "lora" not in "".join(overrides) else 1.05) * need
 
 
 def test_streaming_agrees_with_programs():

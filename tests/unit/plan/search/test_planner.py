@@ -11,9 +11,11 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -22,7 +24,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.planner import name_of, search
-from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.plan.workload import ModelShape, Workload
 from tests.programs import make_workload
 
 A100 = load_calibration("a100-80g")
@@ -46,6 +48,19 @@ def model_of(layout: str, num_bytes: int | None = None, **options) -> CallModel:
     return CallModel(Cost(SMALL, workload, Cluster(nodes)))
 
 
+def on_one_base(workload: Workload) -> Workload:
+    """The workload with adapters on a base that all models have in common; the reference is this base."""
+    adapters = Adapters(8, 16.0)
+    with_adapters = {name: replace(shape, adapters=adapters) for name, shape in workload.models.items()}
+    models = with_adapters | {"reference": replace(workload.shape("reference"), adapters=None)}
+    return replace(workload, models=models, bases=dict.fromkeys(models, "actor"))
+
+
+def model_on_one_base(layout: str, num_bytes: int | None = None, **options) -> CallModel:
+    cost = model_of(layout, num_bytes, **options).cost
+    return CallModel(Cost(SMALL, on_one_base(cost.workload), cost.cluster))
+
+
 def llama(preset: str, layout: str, *overrides: str) -> tuple:
     return config.make_workload(presets.load(preset, overrides)), Cluster.parse(layout, "a100-80g")
 
@@ -61,6 +76,17 @@ def test_plans_compile_and_fit(preset, layout):
     for plan in found.plans:
         assert not [finding for finding in check(plan.program) if finding.severity == "error"]
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
+
+
+def test_a_base_that_models_have_in_common_fits_where_four_do_not():
+    """Four bases of 26 GB do not fit one device of 80 GB with the room for their calls; one does."""
+    workload, cluster = llama("llama-13b", "1x1", "rollout_batch=8", "mini_batch=8", "micro_batch=1", "lora.rank=8")
+    apart = replace(workload, bases={})
+    (plan,) = search(on_one_base(workload), cluster, A100, method="two_phase", keep=1).plans
+    assert 26e9 < most_bytes(plan.program) < 45e9
+    assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+    with pytest.raises(UserError, match="no placement"):
+        search(apart, cluster, A100, method="two_phase", keep=1)
 
 
 def test_search_is_the_same_every_time():

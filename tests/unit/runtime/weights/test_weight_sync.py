@@ -3,15 +3,23 @@
 import pytest
 import torch
 
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.unmerged import save_adapter
+from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.plan.adapters import is_factor
+from rlhf_spmd.plan.cost.memory import num_params, num_trained, static_bytes
+from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_other_inputs
 from rlhf_spmd.runtime.run.recorded import base_sums, inputs
+from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
-from tests.folders import write_all
-from tests.runs import RunOf, load
+from tests.folders import write_all, write_model
+from tests.mpi.test_allocations import tensor_bytes
+from tests.runs import OneRank, RunOf, compiled, load
+from tests.unit.model.adapters.test_files import change
+from tests.unit.model.adapters.test_merge import make_adapter
 
 WORDS = ["rollout_batch=8", "mini_batch=4", "ppo.epochs=1", "generation.max_new_tokens=4", "lora.rank=4"]
 
@@ -49,9 +57,8 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     models, states = run.job.models, {}
     for train in run.program.workload.workflow.train_calls:
         states[train.model] = whole_state(models, train)
-        adapters, folder = run.program.workload.shape(train.model).adapters, tmp_path / train.model
-        head = run.job.config.algorithm.roles[train.model].head
-        save_adapter(states[train.model], adapters, head, folder, base=models.folders[train.model])
+        folder, files, trained = tmp_path / train.model, models.files[train.model], models.engines[train.model].model
+        save_adapter(states[train.model], trained, folder, base=models.folders[train.model], files=files, suppressed=[])
     given = [f"models.{role}={tmp_path / role}" for role in states]
     plain = [word for word in WORDS if "lora" not in word]
     again = RunOf(load(words, *plain, *given))
@@ -71,6 +78,77 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     assert read == {f"adapter in {tmp_path / role}" for role in states} | {f"model in {root / 'actor'}"} | {
         f"model in {root / 'reward'}"
     }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tied, tmp_path):
+    """All four roles have one copy of the base, and heads of their own; they compute what they do on own bases."""
+    words, base = write_all(root), write_model(tmp_path / "base", seed=1, num_layers=2, tie_embeddings=tied)
+    make_adapter(tmp_path / "reward", base, task="SEQ_CLS")
+    change(tmp_path / "reward", base_model_name_or_path="../base")
+    given = [f"models.actor={base}", f"models.reward={tmp_path / 'reward'}", f"models.critic={base}/../base"]
+    run = RunOf(load(words, *WORDS, *given))
+    assert dict(run.program.workload.bases) == dict.fromkeys(("actor", "critic", "reference", "reward"), "actor")
+    plain = [word for word in WORDS if "lora" not in word]
+    started = load(words, *plain, "lora.actor.rank=4", *given[:2])  # the critic begins with the adapter of the reward
+    assert make_workload(started).bases == run.program.workload.bases and started.adapters("critic").rank == 3
+    models = run.job.models
+    own = {name: dict(one.model.named_parameters()) for name, one in models.engines.items()}
+    own |= {name: dict(one.named_parameters()) for (name, _), one in models.copies.items()}
+    plain = load_model(base, head="lm").state_dict()
+    for name, weights in own.items():
+        for key, one in weights.items():
+            if key in plain:
+                assert one.data_ptr() == own["actor"][key].data_ptr() and torch.equal(one, plain[key]), (name, key)
+            else:
+                assert is_factor(key) or key == "score.weight", (name, key)
+    assert not own["critic"]["score.weight"].any() and own["reward"]["score.weight"].any()
+    run.iterations()
+    assert own["critic"]["score.weight"].any()
+    assert all(torch.equal(own["actor"][key], one) for key, one in plain.items())
+    apart = write_model(tmp_path / "copy", seed=1, num_layers=2, tie_embeddings=tied)
+    other = RunOf(load(words, *WORDS, *given[:2], f"models.critic={apart}"))
+    assert set(other.program.workload.bases.values()) == {"actor", "critic"}
+    other.iterations()
+    assert other.responses == run.responses
+    for key, one in other.job.models.engines["critic"].model.named_parameters():
+        assert torch.equal(one, own["critic"][key]), key
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_frozen_reward_model_on_the_base_of_the_actor_needs_a_head(root, lora):
+    words = [word for word in WORDS if lora or "lora" not in word]
+    config = load(write_all(root), *words, f"models.reward={root / 'actor'}")
+    with pytest.raises(UserError, match="score.weight, so it is not a reward model; give a folder saved from"):
+        RankModels(compiled(config), config, OneRank())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_roles_hold_one_base(root, tmp_path, dtype):
+    """On real allocations: at most 1.05 x base + adapters + gradients + optimizer state, and what `check` counts."""
+    words = write_all(root)
+    base = write_model(tmp_path / "base", seed=1, hidden_size=128, intermediate_size=512, num_layers=6)
+    make_adapter(tmp_path / "reward", base, task="SEQ_CLS")
+    folders = [f"models.actor={base}", f"models.critic={base}", f"models.reward={tmp_path / 'reward'}"]
+    config = load(words, *WORDS, f"dtype={dtype}", *folders)
+    program = compiled(config)
+    before = tensor_bytes()
+    models = RankModels(program, config, OneRank())
+    models.start()
+    held, counted = tensor_bytes() - before, static_bytes(program, 0)
+    shapes, c = program.workload.models, program.workload.param_bytes
+    whole = c * num_params(shapes["reference"], Shard())
+    trained = [num_trained(shapes[role], Shard()) for role in ("actor", "critic")]
+    adapters = 4 * (sum(trained) + num_trained(shapes["reward"], Shard()))
+    assert counted == {
+        "weights": whole + adapters,
+        "gradients": 4 * sum(trained),
+        "optimizer": 8 * sum(trained),
+        "offloaded": 0,
+    }
+    assert held <= 1.05 * whole + adapters + 12 * sum(trained)
+    assert abs(held - sum(counted.values())) <= 0.002 * held
+    assert adapters < whole / 4  # so a second copy of the base would not pass
 
 
 def test_a_base_with_one_other_bit_is_refused_at_a_resume(root, tmp_path):
