@@ -44,7 +44,7 @@ class AdaptedLinear(Linear, Adapted):
     """A `Linear` with an adapter, whose product a `LowRank` adds."""
 
 
-Factors = tuple[Tensor, Tensor | list[Tensor]]  # s A of all layers, stacked; B of all, block by block, or each B
+Factors = tuple[Weight, Weight | list[Weight]]  # s A of all layers, stacked; B of all, block by block, or each B
 
 
 class LowRank(nn.Module):
@@ -61,11 +61,17 @@ class LowRank(nn.Module):
     def forward(self, x: Tensor, *parts: Tensor, factors: Factors | None = None) -> Sequence[Tensor]:
         """x [..., I]. parts: the products of the layers with their weights, or all of them joined; without gradients
         they change in place. factors: a copy of the layers' own -> the sums, rounded once to the precision of parts."""
-        own = self.own if factors is None else ()
-        if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
-            lows = _LowRank.apply(self, x, *own)
-            return [(part + low).to(part.dtype) for part, low in zip(parts, lows, strict=True)]
-        _, lows = self.products(x, factors or self.factors(own), num=len(parts))
+        if factors is None:
+            own = self.own
+            if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
+                lows = _LowRank.apply(self, x, *own)
+                return [part + low for part, low in zip(parts, lows, strict=True)]
+            factors = self.factors(own)
+        if len(parts) == 1 and not isinstance(factors[1], list):  # a decode step: each call counts
+            (part,) = parts
+            part += product(product(x, factors[0]), factors[1])
+            return parts
+        _, lows = self.products(x, factors, num=len(parts))
         for part, low in zip(parts, lows, strict=True):
             part += low
         return parts
@@ -76,23 +82,24 @@ class LowRank(nn.Module):
         return [*(one.lora_A for one in self.adapted), *(one.lora_B for one in self.adapted)]
 
     @torch.no_grad()
-    def factors(self, own: Sequence[Tensor] = ()) -> Factors:
-        """What `products` takes. own: of these; empty: of the layers'."""
-        own = own or self.own
-        As, Bs = own[: len(own) // 2], own[len(own) // 2 :]
-        A_RI = (torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale
+    def factors(self, own: Sequence[Tensor], copy: Copy = lambda weight_OI: weight_OI) -> Factors:
+        """What `products` takes, rounded to the precision of the weights. own: as of the property."""
+        dtype = self.layers[0].weight.dtype
+        As, Bs = own[: len(own) // 2], [B_OR.to(dtype) for B_OR in own[len(own) // 2 :]]
+        A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale).to(dtype)
         if len(self.layers) == 1:
-            return A_RI, Bs[0]
+            return copy(A_RI), copy(Bs[0])
         if len(A_RI) > MOST_JOINED:
-            return A_RI, [*Bs]
+            return copy(A_RI), [copy(B_OR) for B_OR in Bs]
         blocks = {**dict.fromkeys(self.layers), **dict(zip(self.adapted, Bs, strict=True))}
         rows = [A_RI.new_empty(size, 0) for size in self.sizes]  # of layers without an adapter
-        return A_RI, torch.block_diag(*(zero if B is None else B for zero, B in zip(rows, blocks.values(), strict=True)))
+        B_OR = torch.block_diag(*(none if B is None else B for none, B in zip(rows, blocks.values(), strict=True)))
+        return copy(A_RI), copy(B_OR)
 
     def products(self, x: Tensor, factors: Factors, *, num: int) -> tuple[Tensor, Sequence[Tensor]]:
         """-> s A x of all layers, [..., R]; s B (A x) of each layer, or with num 1 of all."""
         A_RI, B = factors
-        inner = product(x.to(self.adapted[0].lora_A.dtype), A_RI)
+        inner = product(x, A_RI)
         if isinstance(B, list):
             made = iter([product(one, B_OR) for one, B_OR in zip(inner.chunk(len(B), dim=-1), B, strict=True)])
             with_adapter = [isinstance(one, Adapted) for one in self.layers]
@@ -122,19 +129,20 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         x, inner, *own = ctx.saved_tensors
-        As, Bs = own[: len(own) // 2], own[len(own) // 2 :]
-        with_adapter = [isinstance(one, Adapted) for one in ctx.low_rank.layers]
-        A_grads, B_grads, x_NI, x_grad = [], [], x.reshape(-1, x.shape[-1]).to(As[0].dtype), None
-        inners = inner.reshape(-1, inner.shape[-1]).chunk(len(As), dim=-1)
-        for grad, inner_NR, A_RI, B_OR in zip(compress(grads, with_adapter), inners, As, Bs, strict=True):
-            grad_NO = grad.reshape(-1, grad.shape[-1]).to(B_OR.dtype)
-            B_grads.append(grad_NO.T @ inner_NR)
-            grad_NR = (grad_NO @ B_OR) * ctx.scale
-            A_grads.append(grad_NR.T @ x_NI)
-            if ctx.needs_input_grad[1]:
-                x_grad = grad_NR @ A_RI if x_grad is None else x_grad.addmm_(grad_NR, A_RI)
-        x_grad = None if x_grad is None else x_grad.to(x.dtype).view_as(x)
-        return None, x_grad, *A_grads, *B_grads
+        (A_RI, _), wide = ctx.low_rank.factors(own), own[0].dtype
+        num, with_adapter = len(own) // 2, [isinstance(one, Adapted) for one in ctx.low_rank.layers]
+        x_NI, inner_NR = (one.reshape(-1, one.shape[-1]).to(wide) for one in (x, inner))
+        B_grads, inner_grads = [], []
+        for grad, part_NR, B_OR in zip(
+            compress(grads, with_adapter), inner_NR.chunk(num, dim=-1), own[num:], strict=True
+        ):
+            grad_NO = grad.reshape(-1, grad.shape[-1]).to(wide)
+            B_grads.append(grad_NO.T @ part_NR)
+            inner_grads.append(grad_NO @ B_OR.to(x.dtype).to(wide))
+        grad_NR = torch.cat(inner_grads, dim=-1)
+        A_grad_RI = (grad_NR.T @ x_NI) * ctx.scale
+        x_grad = (grad_NR @ A_RI.to(wide)).to(x.dtype).view_as(x) if ctx.needs_input_grad[1] else None
+        return None, x_grad, *A_grad_RI.chunk(num), *B_grads
 
 
 class Joined:
@@ -165,18 +173,20 @@ class Copies:
         self.head_VD: Packed | None = None
         like, layers = next(model.parameters()), model.layers.values()
         low_ranks = [module for layer in layers for module in layer.modules() if isinstance(module, LowRank)]
+        copy: Copy = lambda weight_OI: weight_OI
         if earns_packing(like, num_steps):
+            copy = partial(packed, num_rows=num_rows)
             frozen = (one for name, one in model.named_parameters() if not is_factor(name))
             key = in_use(like.dtype).name, num_logits, *((one.data_ptr(), one._version) for one in frozen)
             base = model.kept if model.kept is not None and model.kept.key == key else None
-            base = base or _PackedBase(key, model, partial(packed, num_rows=num_rows), num_logits)
+            base = base or _PackedBase(key, model, copy, num_logits)
             model.kept = base if low_ranks else None
             self.joined, self.head_VD = base.joined, base.head_VD
-            self.forwards = {module: partial(module.forward, weight=copy) for module, copy in base.rest.items()}
+            self.forwards = {module: partial(module.forward, weight=weight) for module, weight in base.rest.items()}
         elif like.is_cpu and like.dtype.itemsize == 2:
             are_adjacent = all(_is_adjacent(parts) for layer in layers for parts in _siblings(layer))
             self.joined = Joined(layers) if are_adjacent else None
-        self.forwards |= {one: partial(one.forward, factors=one.factors()) for one in low_ranks}
+        self.forwards |= {one: partial(one.forward, factors=one.factors(one.own, copy)) for one in low_ranks}
 
 
 class _PackedBase:
