@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
-from bench.rows import RESULTS, read_rows, train, write
+from bench.rows import RESULTS, provenance, read_rows, train, write
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.program.tensors import trained_weights_of, weights_of
@@ -69,13 +69,13 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.tasks) - set(TASKS):
         parser.error(f"there is no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
-    tasks, path = parsed.tasks or list(TASKS), RESULTS / "adapters.jsonl"
+    tasks, path, about = parsed.tasks or list(TASKS), RESULTS / "adapters.jsonl", provenance()
     for task in tasks:
         rows = []
         with tempfile.TemporaryDirectory() as runs:
             for seed in map(int, parsed.seeds.split(",")):
                 for rank in RANKS:
-                    rows.append(row := measured(task, rank, seed, runs))
+                    rows.append(row := measured(task, rank, seed, runs) | about)
                     print(f"{task}, rank {rank}, seed {seed}: {row['first']:.3f} -> {row['last']:.3f}", flush=True)
         others = [row for row in (read_rows(path) if path.exists() else []) if row["task"] != task]
         write("adapters", sorted(others + judged(rows), key=lambda row: list(TASKS).index(row["task"])))

@@ -1,7 +1,8 @@
 """How fast is generation with adapters (LoRA) that are not merged, against the same model without them?
 
 A random model of SmolLM2-135M's shape with and without adapters of rank 16 in all linear layers, 32 sequences of 32
-tokens and 128 new ones, by turns in one process and on one thread. Promised: 0.85 times the tokens/s in both precisions.
+tokens and 128 new ones, by turns in one process and on one thread. Promised: 0.85 times the tokens/s in both
+precisions.
 On a busy machine processor time says more than seconds, so both are in the rows, as medians of ratios.
 
 Cost: five minutes of one core. Command: python -m bench generate-adapters [--precision float32|bfloat16] [--repeats 5]

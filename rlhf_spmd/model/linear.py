@@ -82,9 +82,9 @@ class LowRank(nn.Module):
         return [*(one.lora_A for one in self.adapted), *(one.lora_B for one in self.adapted)]
 
     @torch.no_grad()
-    def factors(self, own: Sequence[Tensor], copy: Copy = lambda weight_OI: weight_OI) -> Factors:
+    def factors(self, own: Sequence[Tensor], copy: Copy | None = None) -> Factors:
         """What `products` takes, rounded to the precision of the weights. own: as of the property."""
-        dtype = self.layers[0].weight.dtype
+        copy, dtype = copy or _itself, self.layers[0].weight.dtype
         As, Bs = own[: len(own) // 2], [B_OR.to(dtype) for B_OR in own[len(own) // 2 :]]
         A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale).to(dtype)
         if len(self.layers) == 1:
@@ -133,9 +133,8 @@ class _LowRank(torch.autograd.Function):
         num, with_adapter = len(own) // 2, [isinstance(one, Adapted) for one in ctx.low_rank.layers]
         x_NI, inner_NR = (one.reshape(-1, one.shape[-1]).to(wide) for one in (x, inner))
         B_grads, inner_grads = [], []
-        for grad, part_NR, B_OR in zip(
-            compress(grads, with_adapter), inner_NR.chunk(num, dim=-1), own[num:], strict=True
-        ):
+        parts = zip(compress(grads, with_adapter), inner_NR.chunk(num, dim=-1), own[num:], strict=True)
+        for grad, part_NR, B_OR in parts:
             grad_NO = grad.reshape(-1, grad.shape[-1]).to(wide)
             B_grads.append(grad_NO.T @ part_NR)
             inner_grads.append(grad_NO @ B_OR.to(x.dtype).to(wide))
@@ -148,9 +147,10 @@ class _LowRank(torch.autograd.Function):
 class Joined:
     """Each layer's matrices that read the same input as one: (weight_OI, bias_O) of q, k and v, and of gate and up."""
 
-    def __init__(self, layers: Iterable[nn.Module], copy: Copy = lambda weight_OI: weight_OI):
+    def __init__(self, layers: Iterable[nn.Module], copy: Copy | None = None):
         self.qkv: dict[int, tuple[Weight, Tensor | None]] = {}
         self.gate_up: dict[int, tuple[Weight, Tensor | None]] = {}
+        copy = copy or _itself
         for layer in layers:
             qkv, gate_up = _siblings(layer)
             self.qkv[layer.self_attn.layer] = _joined(copy, qkv)
@@ -158,7 +158,7 @@ class Joined:
 
 
 class Copies:
-    """Copies of a transformer's weights for decode steps on a CPU, and of adapters anywhere. Drop them before the weights
+    """Copies of a transformer's weights for decode steps on a CPU, and of its adapters. Drop them before the weights
     change.
 
     Packed, if the library in use has an order of its own and num_steps steps earn it; those of matrices that read the
@@ -173,7 +173,7 @@ class Copies:
         self.head_VD: Packed | None = None
         like, layers = next(model.parameters()), model.layers.values()
         low_ranks = [module for layer in layers for module in layer.modules() if isinstance(module, LowRank)]
-        copy: Copy = lambda weight_OI: weight_OI
+        copy: Callable[[Tensor], Packed] | None = None
         if earns_packing(like, num_steps):
             copy = partial(packed, num_rows=num_rows)
             frozen = (one for name, one in model.named_parameters() if not is_factor(name))
@@ -201,6 +201,10 @@ class _PackedBase:
         if num_logits:
             like = next(model.parameters())
             self.head_VD = model.logits(like, head=lambda _, weight_VD: pack(weight_VD[:num_logits]))
+
+
+def _itself(weight_OI: Tensor) -> Tensor:
+    return weight_OI
 
 
 @torch.no_grad()
