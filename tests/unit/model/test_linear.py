@@ -1,13 +1,19 @@
 """Linear layers: weights that are joined where they lie, adapters beside them, copies of a frozen base."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
+from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, save_state
 from rlhf_spmd.model.linear import MOST_JOINED, Copies
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.cost.memory import packed_bytes
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from tests.unit.kernels.test_products import CASES, _linear_afterwards, small  # noqa: F401
 
@@ -102,3 +108,20 @@ def test_a_frozen_base_is_packed_once_and_keeps_its_bytes():
         model.layers["0"].mlp.down_proj.weight.mul_(2.0)
     Copies(model, num_steps=50)
     assert model.kept is not kept[0]
+
+
+def test_copies_of_factors_are_counted():
+    def counted(adapters: Adapters | None) -> int:
+        shape = ModelShape(2, 64, 96, 4, 2, 16, 70, adapters=adapters)
+        call = SimpleNamespace(name="generate", model="actor")
+        workflow = SimpleNamespace(generate_calls=[call])
+        workload = SimpleNamespace(workflow=workflow, shape=lambda model: shape, param_bytes=4)
+        placement = SimpleNamespace(layouts={"generate": Layout((0,), dp=1)})
+        return packed_bytes(SimpleNamespace(workload=workload, placement=placement), 0)
+
+    config = ModelConfig("llama", 70, 64, 96, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+    model = adapted(Transformer(config, head="lm"), 4)
+    made = [one.keywords["factors"] for one in Copies(model).forwards.values()]
+    held = sum(one.nbytes for factors in made for one in factors)
+    found = counted(model.adapters) - counted(None)
+    assert held <= found <= 1.5 * held
