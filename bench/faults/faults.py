@@ -9,7 +9,7 @@ spoils all four. Rows are added as they come: an interrupted bench goes on where
 PPO runs under every strategy and a plan of `auto`; the other algorithms run with an evaluation set, whose rows and best
 checkpoint are compared, too. PPO also trains adapters (LoRA).
 
-Cost: half a minute for four kills on an idle machine, so 33 with --quick are six minutes and all 780 two hours.
+Cost: half a minute for four kills on an idle machine, so 33 with --quick are six minutes and all 840 two hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 
