@@ -10,6 +10,7 @@ ROOMS = {
         "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
         "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; "
         "floors",
+        "generate-adapters": "generation with LoRA at rank 16 against the model without: tokens/s, processor time",
         "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the "
         "device; with --static, what they take of an H100, without one",
         "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds, memory; 100,000 prompts",
@@ -31,6 +32,7 @@ ROOMS = {
     },
     "numbers": {
         "demo-grpo-seeds": "make demo-grpo on five seeds: accuracy on held-out problems before and after, seconds",
+        "adapters": "LoRA at rank 8 and 1 against full training on five seeds: GRPO, SFT and DPO on held-out data",
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
         "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",

@@ -28,6 +28,20 @@ def by_system(rows: Sequence[dict]) -> list[dict]:
     ]
 
 
+def by_rank_of_adapters(rows: Sequence[dict]) -> list[dict]:
+    """One row for each task and rank of adapters: means over seeds, and the worst of them."""
+    found: dict[tuple[str, int], list[dict]] = {}
+    for row in rows:
+        found.setdefault((row["task"], row["rank"]), []).append(row)
+    made = []
+    for (task, rank), some in found.items():
+        first, last = ([row[when] for row in some] for when in ("first", "last"))
+        worst = max(last) if task == "sft" else min(last)
+        means = {"first": sum(first) / len(first), "last": sum(last) / len(last), "worst": worst, "seeds": len(some)}
+        made.append({"task": task, "rank": rank, "is_share": task != "sft"} | some[0] | means)
+    return made
+
+
 def _gib(num_bytes: int | None) -> str:
     return number(None if num_bytes is None else num_bytes / 2**30)
 
@@ -48,6 +62,10 @@ def _phase(name: str) -> Callable[[dict], str]:
 def _measure(when: str) -> Callable[[dict], str]:
     """Shares as percentages, other measures as numbers."""
     return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:+.3f}".removeprefix("+")
+
+
+def _signed(row: dict) -> str:
+    return f"{100 * row['worse_than_full']:+.1f} points" if row["is_share"] else f"{row['worse_than_full']:+.3f}"
 
 
 Columns = dict[str, Callable[[dict], str]]
@@ -82,6 +100,21 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
     "networks": ("networks", by_place, RATES_ON_EACH),
     "graphs": ("graphs", by_place, RATES_ON_EACH),
     "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
+    "adapters": (
+        "adapters",
+        by_rank_of_adapters,
+        {
+            "task": lambda row: f"`{row['task']}`",
+            "trains": lambda row: f"rank {row['rank']}" if row["rank"] else "all weights",
+            "share of the weights": lambda row: f"{row['trained_share']:.1%}",
+            "measure": lambda row: {"mean@1": "right", "loss": "nats per token", "accuracy": "right"}[row["measure"]],
+            "before": _measure("first"),
+            "mean after": _measure("last"),
+            "worst seed": _measure("worst"),
+            "worse than all weights by": lambda row: _signed(row) if row["rank"] else "-",
+            "seeds": lambda row: str(row["seeds"]),
+        },
+    ),
     "validate_searched": (
         "validate",
         lambda rows: [row for row in rows if "ratio" in row],
@@ -195,6 +228,17 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "tokens of 3 seeds": lambda row: "identical" if row["same_tokens"] else "different",
         "largest error of losses, norms, KL, reward": lambda row: f"{row['metrics_error']:.1e}",
         "of the weights": lambda row: f"{row['weights_error']:.1e}",
+    },
+    "generate_adapters": {
+        "model": lambda row: row["model"],
+        "precision": lambda row: row["dtype"],
+        "products": lambda row: f"`{row['products']}`",
+        "rank": lambda row: str(row["rank"]),
+        "rows": lambda row: str(row["rows"]),
+        "tokens per second of a processor": lambda row: f"{row['processor_tokens_per_s']:,.0f}",
+        "of the model without adapters": lambda row: f"{row['ratio']:.2f}",
+        "by seconds": lambda row: f"{row['ratio_by_seconds']:.2f}",
+        "promised": lambda row: f"{row['promised']:g}",
     },
     "bfloat16": {
         "algorithm": lambda row: f"`{row['algorithm']}`",

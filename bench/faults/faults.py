@@ -7,10 +7,10 @@ but for times, weights, moments, responses) is compared byte by byte with an und
 spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
 PPO runs under every strategy and a plan of `auto`; the other algorithms run with an evaluation set, whose rows and best
-checkpoint are compared, too.
+checkpoint are compared, too. PPO also trains adapters (LoRA).
 
-Cost: half a minute for four kills on an idle machine, so 33 with --quick are six minutes and all 780 two hours.
-Command: python -m bench faults [--quick]
+Cost: half a minute for four kills on an idle machine, so 33 with --quick are six minutes and all 840 two hours.
+Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 
 import argparse
@@ -32,7 +32,7 @@ from rlhf_spmd import embedded
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
-NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy; of a strategy with another algorithm
+NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy with PPO; of a strategy with another algorithm or adapters
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
@@ -48,24 +48,34 @@ WORDS = {
     "remax": ["rollout_batch=32", "remax.epochs=2", *EVALUATED],
 }
 WORDS["grpo"] += ["grpo.drop_equal_groups=true", "rollouts.every=1"]
+ADAPTERS = "ppo with adapters"
+WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
+CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
 POINTS = RESULTS / "fault_points.jsonl"
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} kills per strategy, kept out of the results")
-    quick = parser.parse_args(arguments).quick
+    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=f"{', '.join(CASES)}; none: all")
+    parser.add_argument("--runs", type=int, default=0, help="of each case; 0: as many as the results have")
+    parsed = parser.parse_args(arguments)
+    quick = parsed.quick
+    if unknown := set(parsed.algorithms) - set(CASES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         points = Path(folder) / "points.jsonl" if quick else POINTS
-        cases = [(algorithm, strategy) for algorithm, strategies in CASES.items() for strategy in strategies]
+        chosen = parsed.algorithms or [*CASES]
+        cases = [(algorithm, strategy) for algorithm in CASES for strategy in CASES[algorithm] if algorithm in chosen]
         for algorithm, strategy in cases:
             num_runs = NUM_RUNS if algorithm == "ppo" else NUM_RUNS_OF_OTHERS
-            num_runs, num_kills = (1, NUM_QUICK) if quick else (num_runs, NUM_KILLS)
+            num_runs, num_kills = (1, NUM_QUICK) if quick else (parsed.runs or num_runs, NUM_KILLS)
             measure(algorithm, strategy, num_runs, num_kills, points, Path(folder))
         rows = [summary(*case, read_rows(points)) for case in cases]
     if not quick:
-        write("faults", rows)
+        others = [row for row in read_rows(RESULTS / "faults.jsonl") if row["algorithm"] not in chosen]
+        write("faults", sorted(others + rows, key=lambda row: [*CASES].index(row["algorithm"])))
     print(text_table("faults", rows))
     result = {"bench": "faults", "points": sum(row["points"] for row in rows), "ok": all(row["ok"] for row in rows)}
     print(
@@ -78,8 +88,14 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
     """Adds the missing runs of an algorithm under a strategy."""
     found = read_rows(points) if points.exists() else []
     done = {row["run"] for row in found if (row["algorithm"], row["strategy"]) == (algorithm, strategy)}
-    options = ["--algorithm", algorithm, *OPTIONS, *WORDS[algorithm], *strategy_words(strategy, folder)]
-    name = f"{algorithm}-{strategy}"
+    options = [
+        "--algorithm",
+        algorithm.partition(" ")[0],
+        *OPTIONS,
+        *WORDS[algorithm],
+        *strategy_words(strategy, folder),
+    ]
+    name = f"{algorithm.replace(' ', '_')}-{strategy}"
     expected, iteration_s = None, 0.0
     for run in sorted(set(range(num_runs)) - done):
         if expected is None:
@@ -246,7 +262,7 @@ def outcome(folder: Path) -> dict:
     tables = [name for name in ("metrics", "evaluations") if (folder / f"{name}.jsonl").exists()]
     last = max((folder / "checkpoints").glob("iteration-*"))
     names = [path.relative_to(folder) for path in last.glob("rank-*")] + [last.relative_to(folder) / "state.json"]
-    names += [Path("actor/model.safetensors"), Path("samples.jsonl")]
+    names += [Path("actor/model.safetensors"), Path("actor/adapter_model.safetensors"), Path("samples.jsonl")]
     names += [path.relative_to(folder) for name in ("best", "rollouts") for path in (folder / name).rglob("*.*")]
     return {
         **{name: _timeless(read_rows(folder / f"{name}.jsonl")) for name in tables},

@@ -2,17 +2,17 @@
 
 # N rows, D hidden, I inputs, O outputs, R rank of adapters, V vocabulary
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rlhf_spmd.kernels.products import Packed, earns_packing, packed, product
-from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.kernels.products import Packed, earns_packing, in_use, packed, product
+from rlhf_spmd.plan.adapters import Adapters, is_factor
 
 Weight: TypeAlias = Tensor | Packed
 Copy = Callable[[Tensor], Weight]  # a stacked weight -> itself, or its packed copy
@@ -27,8 +27,7 @@ class Linear(nn.Linear):
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter (plan/adapters.py), whose factors are never merged into the weight: training,
-    inference and generation compute the same, so they agree, and the weight stays as it is."""
+    """A linear layer with an adapter (plan/adapters.py), whose factors are never merged into the weight."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -40,46 +39,118 @@ class Adapted(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(adapters.rank, num_in, dtype=dtype))
         self.lora_B = nn.Parameter(torch.empty(num_out, adapters.rank, dtype=dtype))
 
-    def with_adapter(self, x: Tensor, y: Tensor) -> Tensor:
-        """y + s B (A x), rounded once to the precision of y. y: the product with the weight."""
-        return (y + _LowRank.apply(x, self.lora_A, self.lora_B, self.scale)).to(y.dtype)
-
 
 class AdaptedLinear(Linear, Adapted):
-    """A `Linear` with an adapter."""
+    """A `Linear` with an adapter, whose product a `LowRank` adds."""
 
-    def forward(self, x: Tensor, *, weight: Packed | None = None) -> Tensor:
-        """See `Linear`."""
-        return self.with_adapter(x, super().forward(x, weight=weight))
+
+Factors = tuple[Weight, Weight | list[Weight]]  # s A of all layers, stacked; B of all, block by block, or each B
+
+
+class LowRank(nn.Module):
+    """Adds s B (A x) to the products of layers that read the same input: two products for all of them. Training,
+    inference and generation compute the same, so they agree."""
+
+    def __init__(self, layers: Sequence[nn.Linear]):
+        """layers: one or more of them have adapters."""
+        super().__init__()
+        self.layers = (*layers,)  # a tuple, or their parameters would belong to this module, too
+        self.adapted = (*(one for one in layers if isinstance(one, Adapted)),)
+        self.sizes = [one.out_features for one in layers]
+
+    def forward(self, x: Tensor, *parts: Tensor, factors: Factors | None = None) -> Sequence[Tensor]:
+        """x [..., I]. parts: the products of the layers with their weights, or all of them joined; without gradients
+        they change in place. factors: a copy of the layers' own -> the sums, rounded once to the precision of parts."""
+        if factors is None:
+            own = self.own
+            if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
+                lows = _LowRank.apply(self, x, *own)
+                return [part + low for part, low in zip(parts, lows, strict=True)]
+            factors = self.factors(own)
+        if len(parts) == 1 and not isinstance(factors[1], list):  # a decode step: each call counts
+            (part,) = parts
+            part += product(product(x, factors[0]), factors[1])
+            return parts
+        _, lows = self.products(x, factors, num=len(parts))
+        for part, low in zip(parts, lows, strict=True):
+            part += low
+        return parts
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The A of each layer, then the B of each."""
+        return [*(one.lora_A for one in self.adapted), *(one.lora_B for one in self.adapted)]
+
+    @torch.no_grad()
+    def factors(self, own: Sequence[Tensor], copy: Copy | None = None) -> Factors:
+        """What `products` takes, rounded to the precision of the weights. own: as of the property."""
+        copy, dtype = copy or _itself, self.layers[0].weight.dtype
+        As, Bs = own[: len(own) // 2], [B_OR.to(dtype) for B_OR in own[len(own) // 2 :]]
+        A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale).to(dtype)
+        if len(self.layers) == 1:
+            return copy(A_RI), copy(Bs[0])
+        if len(A_RI) > MOST_JOINED:
+            return copy(A_RI), [copy(B_OR) for B_OR in Bs]
+        blocks = {**dict.fromkeys(self.layers), **dict(zip(self.adapted, Bs, strict=True))}
+        rows = [A_RI.new_empty(size, 0) for size in self.sizes]  # of layers without an adapter
+        B_OR = torch.block_diag(*(none if B is None else B for none, B in zip(rows, blocks.values(), strict=True)))
+        return copy(A_RI), copy(B_OR)
+
+    def products(self, x: Tensor, factors: Factors, *, num: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """-> s A x of all layers, [..., R]; s B (A x) of each layer, or with num 1 of all."""
+        A_RI, B = factors
+        inner = product(x, A_RI)
+        if isinstance(B, list):
+            made = iter([product(one, B_OR) for one, B_OR in zip(inner.chunk(len(B), dim=-1), B, strict=True)])
+            with_adapter = [isinstance(one, Adapted) for one in self.layers]
+            lows = [
+                next(made) if has else inner.new_zeros(*inner.shape[:-1], size)
+                for has, size in zip(with_adapter, self.sizes, strict=True)
+            ]
+            return inner, [torch.cat(lows, dim=-1)] if num == 1 else lows
+        low = product(inner, B)
+        return inner, [low] if num == 1 else low.split(self.sizes, dim=-1)
+
+
+MOST_JOINED = 96  # ranks of layers, in sum, up to which zeros between their B cost less than a product for each
 
 
 class _LowRank(torch.autograd.Function):
-    """s B (A x) in the precision of the factors. It keeps x as it is, without a copy in that precision."""
+    """s B (A x) of each layer. It keeps x as it is, without a copy in the precision of the factors."""
 
     @staticmethod
-    def forward(ctx, x, A_RI, B_OR, scale):
-        inner = product(x.to(A_RI.dtype), A_RI) * scale
-        ctx.save_for_backward(x, A_RI, B_OR, inner)
-        ctx.scale = scale
-        return product(inner, B_OR)
+    def forward(ctx, low_rank, x, *own):
+        inner, lows = low_rank.products(x, low_rank.factors(own), num=len(low_rank.layers))
+        ctx.save_for_backward(x, inner, *own)
+        ctx.low_rank, ctx.scale = low_rank, low_rank.adapted[0].scale
+        return (*lows,)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        (x, A_RI, B_OR, inner), (wants_x, wants_A, wants_B, _) = ctx.saved_tensors, ctx.needs_input_grad
-        grad_NO, inner_NR = grad.reshape(-1, grad.shape[-1]), inner.reshape(-1, inner.shape[-1])
-        grad_NR = (grad_NO @ B_OR) * ctx.scale
-        x_grad = (grad_NR @ A_RI).to(x.dtype).view_as(x) if wants_x else None
-        A_grad_RI = grad_NR.T @ x.reshape(-1, x.shape[-1]).to(A_RI.dtype) if wants_A else None
-        return x_grad, A_grad_RI, grad_NO.T @ inner_NR if wants_B else None, None
+    def backward(ctx, *grads):
+        x, inner, *own = ctx.saved_tensors
+        (A_RI, _), wide = ctx.low_rank.factors(own), own[0].dtype
+        num, with_adapter = len(own) // 2, [isinstance(one, Adapted) for one in ctx.low_rank.layers]
+        x_NI, inner_NR = (one.reshape(-1, one.shape[-1]).to(wide) for one in (x, inner))
+        B_grads, inner_grads = [], []
+        parts = zip(compress(grads, with_adapter), inner_NR.chunk(num, dim=-1), own[num:], strict=True)
+        for grad, part_NR, B_OR in parts:
+            grad_NO = grad.reshape(-1, grad.shape[-1]).to(wide)
+            B_grads.append(grad_NO.T @ part_NR)
+            inner_grads.append(grad_NO @ B_OR.to(x.dtype).to(wide))
+        grad_NR = torch.cat(inner_grads, dim=-1)
+        A_grad_RI = (grad_NR.T @ x_NI) * ctx.scale
+        x_grad = (grad_NR @ A_RI.to(wide)).to(x.dtype).view_as(x) if ctx.needs_input_grad[1] else None
+        return None, x_grad, *A_grad_RI.chunk(num), *B_grads
 
 
 class Joined:
     """Each layer's matrices that read the same input as one: (weight_OI, bias_O) of q, k and v, and of gate and up."""
 
-    def __init__(self, layers: Iterable[nn.Module], copy: Copy = lambda weight_OI: weight_OI):
+    def __init__(self, layers: Iterable[nn.Module], copy: Copy | None = None):
         self.qkv: dict[int, tuple[Weight, Tensor | None]] = {}
         self.gate_up: dict[int, tuple[Weight, Tensor | None]] = {}
+        copy = copy or _itself
         for layer in layers:
             qkv, gate_up = _siblings(layer)
             self.qkv[layer.self_attn.layer] = _joined(copy, qkv)
@@ -87,28 +158,53 @@ class Joined:
 
 
 class Copies:
-    """Copies of a transformer's weights for decode steps on a CPU. Drop them before the weights change.
+    """Copies of a transformer's weights for decode steps on a CPU, and of its adapters. Drop them before the weights
+    change.
 
     Packed, if the library in use has an order of its own and num_steps steps earn it; those of matrices that read the
     same input are joined. In half precision plain ones are also joined, where they lie, because a product takes little
-    longer than its launch (5% of a step; nothing in float32)."""
+    longer than its launch (5% of a step; nothing in float32). A model with adapters keeps the packed copies of its
+    base, which does not change, for the next round."""
 
     def __init__(self, model: nn.Module, *, num_rows: int = 1, num_steps: float = 0.0, num_logits: int = 0):
         """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none."""
         self.joined: Joined | None = None
-        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # replacements for those of modules in the layers
+        self.forwards: dict[nn.Module, Callable] = {}  # replacements for those of modules in the layers
         self.head_VD: Packed | None = None
         like, layers = next(model.parameters()), model.layers.values()
-        pack = partial(packed, num_rows=num_rows)
-        if not earns_packing(like, num_steps):
+        low_ranks = [module for layer in layers for module in layer.modules() if isinstance(module, LowRank)]
+        copy: Callable[[Tensor], Packed] | None = None
+        if earns_packing(like, num_steps):
+            copy = partial(packed, num_rows=num_rows)
+            frozen = (one for name, one in model.named_parameters() if not is_factor(name))
+            key = in_use(like.dtype).name, num_logits, *((one.data_ptr(), one._version) for one in frozen)
+            base = model.kept if model.kept is not None and model.kept.key == key else None
+            base = base or _PackedBase(key, model, copy, num_logits)
+            model.kept = base if low_ranks else None
+            self.joined, self.head_VD = base.joined, base.head_VD
+            self.forwards = {module: partial(module.forward, weight=weight) for module, weight in base.rest.items()}
+        elif like.is_cpu and like.dtype.itemsize == 2:
             are_adjacent = all(_is_adjacent(parts) for layer in layers for parts in _siblings(layer))
-            self.joined = Joined(layers) if like.is_cpu and like.dtype.itemsize == 2 and are_adjacent else None
-            return
-        self.joined = Joined(layers, pack)
+            self.joined = Joined(layers) if are_adjacent else None
+        self.forwards |= {one: partial(one.forward, factors=one.factors(one.own, copy)) for one in low_ranks}
+
+
+class _PackedBase:
+    """Packed copies of all weights but the factors of adapters."""
+
+    def __init__(self, key: Hashable, model: nn.Module, pack: Callable[[Tensor], Packed], num_logits: int):
+        """key: what they are made of."""
+        self.key, layers = key, model.layers.values()
+        self.joined, self.head_VD = Joined(layers, pack), None
         rest = [module for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-        self.forwards = {module: partial(module.forward, weight=pack(module.weight)) for module in rest}
+        self.rest = {module: pack(module.weight) for module in rest}
         if num_logits:
+            like = next(model.parameters())
             self.head_VD = model.logits(like, head=lambda _, weight_VD: pack(weight_VD[:num_logits]))
+
+
+def _itself(weight_OI: Tensor) -> Tensor:
+    return weight_OI
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Linear, lay_adjacent
+from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Linear, LowRank, lay_adjacent
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -113,23 +113,17 @@ class RowLinear(nn.Linear):
 class AdaptedRowLinear(RowLinear, Adapted):
     """A `RowLinear` with an adapter, whose part of the product is summed with that of the weight."""
 
+    low_rank: LowRank
+
     def forward(self, x: Tensor, *, packed: bool, weight: Packed | None = None) -> Tensor:
         """See `RowLinear`."""
         weight = self.weight if weight is None else weight
-        if self.group is None:
-            return self.with_adapter(x, product(x, weight, self.bias))
-        return self.summed(self.with_adapter(x, product(x, weight)), packed=packed)
-
-
-def with_adapters(layers: Sequence[Adapted | None], x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The products of layers with the same input, with their adapters. layers: None where one has no adapter."""
-    return [part if one is None else one.with_adapter(x, part) for one, part in zip(layers, parts, strict=True)]
+        y, *_ = self.low_rank(x, product(x, weight, self.bias if self.group is None else None))
+        return y if self.group is None else self.summed(y, packed=packed)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, over this rank's heads."""
-
-    adapted: Sequence[Adapted | None] = ()  # of q, k and v, whose products may be joined, those that have adapters
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
@@ -143,6 +137,7 @@ class Attention(nn.Module):
         self.o_proj = RowLinear(queries, config.hidden_size, bias=config.attention_output_bias, group=self.group)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.low_rank: LowRank | None = None  # of q, k and v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [..., D] -> [..., D]; cos, sin: of all tokens, from rope.cos_sin."""
@@ -152,9 +147,11 @@ class Attention(nn.Module):
         if context.joined is None:
             parts: Sequence[Tensor] = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         else:
-            parts = product(x, *context.joined.qkv[self.layer]).split(self.sizes, dim=-1)
-            if self.adapted:
-                parts = with_adapters(self.adapted, x, parts)
+            parts = (product(x, *context.joined.qkv[self.layer]),)
+        if self.low_rank is not None:
+            parts = self.low_rank(x, *parts)
+        if len(parts) == 1:
+            parts = parts[0].split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
@@ -165,8 +162,6 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    adapted: Sequence[Adapted | None] = ()  # of gate and up; see Attention
-
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.group = layer, parallel.group
@@ -174,19 +169,19 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
+        self.low_rank: LowRank | None = None  # of gate and up
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x [..., D] -> [..., D]."""
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        if context.joined is not None:
-            both = product(x, *context.joined.gate_up[self.layer])
-            parts = with_adapters(self.adapted, x, both.chunk(2, dim=-1)) if self.adapted else (both,)
-            inner = silu_mul(*parts)
-        elif context.cached:
-            inner = silu_mul(self.gate_proj(x), self.up_proj(x))
+        if context.joined is None:
+            parts: Sequence[Tensor] = (self.gate_proj(x), self.up_proj(x))
         else:
-            inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+            parts = (product(x, *context.joined.gate_up[self.layer]),)
+        if self.low_rank is not None:
+            parts = self.low_rank(x, *parts)
+        inner = silu_mul(*parts) if context.cached else F.silu(parts[0]) * parts[1]
         return self.down_proj(inner, packed=context.packed)
 
 
@@ -235,6 +230,7 @@ class Transformer(nn.Module):
         assert shard.pp <= config.num_layers, shard
         self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute
         self.adapters = adapters
+        self.kept: object = None  # of generation: see Copies
         self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
         unembeds = parallel.is_last and head == "lm"
         vocabulary = vocabulary_of(config, shard)
@@ -278,11 +274,12 @@ class Transformer(nn.Module):
                         made = AdaptedLinear(*sizes, bias=bias)
                         if isinstance(module, RowLinear):
                             made = AdaptedRowLinear(*sizes, bias=bias, group=module.group)
+                            made.low_rank = LowRank([made])
                         made.to(self.dtype).adapt(adapters, dtype)
                     setattr(block, name, made)
             layers = [getattr(block, name) for name in together[type(block)]]
-            of_layers = tuple(one if isinstance(one, Adapted) else None for one in layers)
-            block.adapted = of_layers if any(of_layers) else ()
+            if any(isinstance(one, Adapted) for one in layers):
+                block.low_rank = LowRank(layers)
         if self.parallel.is_last and self.head == "scalar":
             self.score.to(dtype)
 

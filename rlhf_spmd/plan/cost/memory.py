@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from rlhf_spmd.plan.adapters import NUMBER_BYTES
+from rlhf_spmd.plan.adapters import NUMBER_BYTES, B
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import leaves_device, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run
@@ -287,6 +287,9 @@ def packed_bytes(program: Program, rank: int) -> int:
             is_packed = is_head or weight.name.endswith("_proj.weight")
             if is_packed and (box := weight.box(shard)) and (not is_head or shard.stage == shard.pp - 1):
                 numbers += numbers_in(box)
+        for factor in trained_weights_of(shape) if shape.adapters else ():
+            if box := factor.box(shard):  # q, k and v have their B in one matrix, with zeros
+                numbers += numbers_in(box) * (3 if factor.name.endswith(B) else 1)
         most = max(most, workload.param_bytes * numbers)
     return most
 

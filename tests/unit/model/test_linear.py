@@ -1,10 +1,32 @@
-"""Linear layers whose weights are joined where they lie."""
+"""Linear layers: weights that are joined where they lie, adapters beside them, copies of a frozen base."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
+from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
+from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, save_state
-from rlhf_spmd.model.linear import Copies
-from tests.unit.kernels.test_products import small
+from rlhf_spmd.model.linear import MOST_JOINED, Copies
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.cost.memory import packed_bytes
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.runtime.generation.rollout import generate_rows
+from tests.unit.kernels.test_products import CASES, _linear_afterwards, small  # noqa: F401
+
+PACKS = {"plain_s": 3.0, "packed_s": 2.0, "pack_s": 10.0}  # earned by eleven steps
+
+
+def adapted(base: Transformer, rank: int, targets: tuple[str, ...] = Adapters(1, 1.0).targets) -> Transformer:
+    """With a random adapter."""
+    model, generator = base.with_adapters(Adapters(rank, 2.0 * rank, targets)), torch.Generator().manual_seed(4)
+    for name, one in model.named_parameters():
+        if name.endswith("lora_B"):
+            one.normal_(0.0, 0.05, generator=generator)
+    return model
 
 
 def test_half_precision_joins_where_weights_lie(tmp_path):
@@ -23,3 +45,83 @@ def test_half_precision_joins_where_weights_lie(tmp_path):
     assert Copies(small(torch.float32)).joined is None
     loaded.layers["1"].mlp.up_proj.weight.data = parts[1].clone()
     assert Copies(loaded).joined is None  # that would take a copy
+
+
+@pytest.mark.parametrize("rank", [5, MOST_JOINED // 2 + 1])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_adapters_give_the_same_bits_in_training_and_generation(name, dtype, rank):
+    """Where the products of the library do, with plain, joined and packed weights, for every number of rows."""
+    use({dtype: Choice(name, **PACKS)})
+    layers = small(DTYPES[dtype]).layers
+    for targets in (Adapters(1, 1.0).targets, ("q_proj", "v_proj", "up_proj", "o_proj")):
+        model = adapted(small(DTYPES[dtype]), rank, targets)
+        copies = Copies(model, num_rows=8, num_steps=50)
+        for block in (model.layers["1"].self_attn, model.layers["1"].mlp):
+            x = torch.randn(33, block.low_rank.layers[0].in_features, generator=torch.manual_seed(2)).to(DTYPES[dtype])
+            trained = block.low_rank(x.requires_grad_(), *(one(x) for one in block.low_rank.layers))
+            assert all(one.requires_grad for one in trained)
+            with torch.no_grad():
+                wanted = torch.cat(trained, dim=-1)
+                joined = torch.cat([one(x) for one in block.low_rank.layers], dim=-1)
+                found = block.low_rank(x, *(one(x) for one in block.low_rank.layers))
+                assert torch.equal(torch.cat(found, dim=-1), wanted)
+                if LIBRARIES[name].packs:
+                    (found,) = copies.forwards[block.low_rank](x[:8], joined[:8].clone())
+                    assert torch.equal(found, wanted[:8])
+    assert layers["1"].self_attn.low_rank is None
+
+
+def test_a_frozen_base_is_packed_once_and_keeps_its_bytes():
+    """Over iterations of generation and training, which change the factors alone; a changed base is packed anew."""
+    use({"float32": Choice("onednn", **PACKS)})
+    if not LIBRARIES["onednn"].exists(torch.float32):
+        pytest.skip("no oneDNN")
+    plain = small(torch.float32)
+    Copies(plain, num_steps=50)
+    assert plain.kept is None  # its weights may change
+    model = adapted(plain, 3)
+    before = {name: one.clone() for name, one in plain.named_parameters()}
+    for name, one in model.named_parameters():
+        one.requires_grad_(name in model.trained_names())
+    prompts_BP, bits_BG = torch.arange(12).view(4, 3), torch.randint(2**62, (4, 16), generator=torch.manual_seed(0))
+    kept, drawn = [], []
+    for _ in range(10):
+        tokens_BG, logprobs_BG, _ = generate_rows(model, prompts_BP, bits_BG, eos_ids=())
+        kept.append(model.kept)
+        drawn.append(logprobs_BG)
+        tokens_BT = torch.cat((prompts_BP, tokens_BG), 1)
+        logprobs_BTV = model.logits(model(tokens_BT)).log_softmax(-1)
+        found_BG = logprobs_BTV[:, 2:-1].gather(-1, tokens_BG[..., None].long()).squeeze(-1)
+        torch.testing.assert_close(found_BG, logprobs_BG, rtol=0, atol=1e-5)  # by the factors as they are now
+        found_BG.sum().backward()
+        with torch.no_grad():
+            for one in model.parameters():
+                if one.grad is not None:
+                    one -= 0.003 * one.grad
+                    one.grad = None
+    assert kept[0] is not None and all(one is kept[0] for one in kept)
+    assert not torch.equal(drawn[0], drawn[-1])
+    assert all(
+        torch.equal(before[name].view(torch.int32), one.view(torch.int32)) for name, one in plain.named_parameters()
+    )
+    with torch.no_grad():
+        model.layers["0"].mlp.down_proj.weight.mul_(2.0)
+    Copies(model, num_steps=50)
+    assert model.kept is not kept[0]
+
+
+def test_copies_of_factors_are_counted():
+    def counted(adapters: Adapters | None) -> int:
+        shape = ModelShape(2, 64, 96, 4, 2, 16, 70, adapters=adapters)
+        call = SimpleNamespace(name="generate", model="actor")
+        workflow = SimpleNamespace(generate_calls=[call])
+        workload = SimpleNamespace(workflow=workflow, shape=lambda model: shape, param_bytes=4)
+        placement = SimpleNamespace(layouts={"generate": Layout((0,), dp=1)})
+        return packed_bytes(SimpleNamespace(workload=workload, placement=placement), 0)
+
+    config = ModelConfig("llama", 70, 64, 96, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+    model = adapted(Transformer(config, head="lm"), 4)
+    made = [one.keywords["factors"] for one in Copies(model).forwards.values()]
+    held = sum(one.nbytes for factors in made for one in factors)
+    found = counted(model.adapters) - counted(None)
+    assert held <= found <= 1.5 * held

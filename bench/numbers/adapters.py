@@ -1,0 +1,86 @@
+"""Does training adapters (LoRA) of rank 8 and rank 1 learn as well as training all weights?
+
+The same runs with all weights, rank 8 and rank 1, on five seeds: GRPO on the embedded sums (the share of held-out
+problems solved), SFT and DPO on the embedded answers and pairs (held-out nats per token; share of held-out pairs ranked
+right). All options are those of the presets, so rates are ten times higher with adapters. A mean that is more than two
+points, or 0.02 nats, worse than that of full training is not ok.
+
+Cost: ten minutes of one core for GRPO, as long for the others. Runs have one rank and one thread. Rows are added as
+they come: an interrupted bench goes on where it was.
+Command: python -m bench adapters [TASK ...] [--seeds 0,1,2,3,4]
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import mean
+
+from bench.rows import RESULTS, provenance, read_rows, train, write
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.plan.program.tensors import trained_weights_of, weights_of
+
+SEEDS = (0, 1, 2, 3, 4)
+RANKS = (0, 8, 1)  # 0: all weights
+TASKS = {  # preset, words, measure of a row of evaluations.jsonl, whether more of it is better
+    "grpo": ("arithmetic", (), "mean@1", True),
+    "sft": ("tiny", ("iterations=40", "eval.every=10"), "loss", False),
+    "dpo": ("tiny", ("iterations=20", "eval.every=5"), "accuracy", True),
+}
+WORST = 0.02  # how much worse than full training
+
+
+def trained_share(task: str, rank: int) -> float:
+    """The share of the weights of the model that trains."""
+    preset, words, *_ = TASKS[task]
+    config = presets.load(preset, [*words, f"lora.rank={rank}"], algorithm=task)
+    shape = make_workload(config).shape(config.main_role)
+    numbers = [sum(one.rows * one.columns for one in of(shape)) for of in (trained_weights_of, weights_of)]
+    return numbers[0] / numbers[1]
+
+
+def measured(task: str, rank: int, seed: int, runs: str) -> dict:
+    """The row of a run."""
+    preset, words, measure, _ = TASKS[task]
+    options = ["--preset", preset, "--algorithm", task, "--runs", runs, f"seed={seed}", f"lora.rank={rank}", *words]
+    result, _ = train(1, options, environment={**os.environ, "OMP_NUM_THREADS": "1"})
+    held_out = read_rows(Path(result["run_dir"]) / "evaluations.jsonl")
+    row = {"bench": "adapters", "task": task, "rank": rank, "seed": seed, "measure": measure}
+    row |= {"trained_share": trained_share(task, rank), "iterations": result["iterations"]}
+    return row | {"first": held_out[0][measure], "last": held_out[-1][measure]}
+
+
+def judged(rows: list[dict]) -> list[dict]:
+    """With the distance of each rank's mean from that of full training, in the rows; ok where it is small."""
+    made = []
+    for row in rows:
+        mine = [one for one in rows if one["task"] == row["task"]]
+        of = {rank: [one["last"] for one in mine if one["rank"] == rank] for rank in (0, row["rank"])}
+        worse = (mean(of[0]) - mean(of[row["rank"]])) * (1 if TASKS[row["task"]][3] else -1)
+        made.append(row | {"worse_than_full": worse, "ok": worse <= WORST})
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench adapters", description=__doc__.partition("\n")[0])
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(TASKS)}; none: all")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of the runs")
+    parsed = parser.parse_args(arguments)
+    if unknown := set(parsed.tasks) - set(TASKS):
+        parser.error(f"there is no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    tasks, path, about = parsed.tasks or list(TASKS), RESULTS / "adapters.jsonl", provenance()
+    rows = read_rows(path) if path.exists() else []
+    for task, seed, rank in product(tasks, map(int, parsed.seeds.split(",")), RANKS):
+        if any((row["task"], row["seed"], row["rank"]) == (task, seed, rank) for row in rows):
+            continue
+        with tempfile.TemporaryDirectory() as runs:
+            row = measured(task, rank, seed, runs) | about
+        print(f"{task}, rank {rank}, seed {seed}: {row['first']:.3f} -> {row['last']:.3f}", flush=True)
+        rows = judged(sorted([*rows, row], key=lambda row: list(TASKS).index(row["task"])))
+        write("adapters", rows)
+    found = [row for row in read_rows(path) if row["task"] in tasks]
+    print(json.dumps({"bench": "adapters", "runs": len(found), "ok": all(row["ok"] for row in found)}))
+    return 0 if all(row["ok"] for row in found) else 1

@@ -1,0 +1,77 @@
+"""How fast is generation with adapters (LoRA) that are not merged, against the same model without them?
+
+A random model of SmolLM2-135M's shape with and without adapters of rank 16 in all linear layers, 32 sequences of 32
+tokens and 128 new ones, by turns in one process and on one thread. Promised: 0.85 times the tokens/s in both
+precisions.
+On a busy machine processor time says more than seconds, so both are in the rows, as medians of ratios.
+
+Cost: five minutes of one core. Command: python -m bench generate-adapters [--precision float32|bfloat16] [--repeats 5]
+"""
+
+import argparse
+import json
+import time
+from statistics import median
+
+import torch
+
+from bench.rows import RESULTS, read_rows, write
+from bench.speed import generate_peers as peers
+from rlhf_spmd.model.linear import lay_adjacent
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.adapters import Adapters
+
+SMOLLM2 = peers.SMALL | {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
+RANK, PLACES, NEW, LEAST = 16, 32, 128, 0.85
+PRECISIONS = ("float32", "bfloat16")
+
+
+def models(dtype: torch.dtype) -> tuple[Transformer, Transformer]:
+    """Without and with adapters, on the same weights."""
+    dense = peers.same_weights(peers.random_model(SMOLLM2, dtype, torch.device("cpu")), dtype)
+    lay_adjacent(dense.layers.values())  # as those of a run are
+    adapted, generator = dense.with_adapters(Adapters(RANK, 32.0)), torch.Generator().manual_seed(0)
+    for name, one in adapted.named_parameters():
+        if name.endswith("lora_B"):
+            one.normal_(0.0, 0.02, generator=generator)
+    return dense, adapted
+
+
+def compare(precision: str, repeats: int) -> dict:
+    """The row of a precision."""
+    dtype = getattr(torch, precision)
+    both, library = dict(zip(("dense", "adapted"), models(dtype), strict=True)), peers.use_fastest(dtype)
+    work = peers.to_the_limit(SMOLLM2["vocab_size"], num=PLACES, new=NEW)
+    for model in both.values():
+        peers.by_ours(model, peers.shortened(work, 4))
+    walls, processors, seconds = [], [], []
+    for turn in range(repeats):
+        wall, processor = {}, {}
+        for name in list(both)[:: 1 if turn % 2 else -1]:
+            began, used = time.perf_counter(), time.process_time()
+            peers.by_ours(both[name], work)
+            wall[name], processor[name] = time.perf_counter() - began, time.process_time() - used
+        walls.append(wall["dense"] / wall["adapted"])
+        processors.append(processor["dense"] / processor["adapted"])
+        seconds.append(processor["adapted"])
+        print(f"{precision}: {walls[-1]:.3f} by seconds, {processors[-1]:.3f} by processor time", flush=True)
+    ratio = median(processors)
+    row = {"bench": "generate-adapters", "model": "shape of SmolLM2-135M", "dtype": precision, "products": library}
+    row |= {"rank": RANK, "rows": PLACES, "new_tokens": NEW, "repeats": repeats, "ratio": ratio}
+    row |= {"ratio_by_seconds": median(walls), "processor_tokens_per_s": work.num_tokens / median(seconds)}
+    return row | {"promised": LEAST, "ok": ratio >= LEAST}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench generate-adapters", description=__doc__.partition("\n")[0])
+    parser.add_argument("--precision", choices=PRECISIONS, help="only this one")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of both")
+    parsed = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = [compare(one, parsed.repeats) for one in PRECISIONS if parsed.precision in (None, one)]
+    path, new = RESULTS / "generate_adapters.jsonl", {row["dtype"] for row in rows}
+    others = [row for row in (read_rows(path) if path.exists() else []) if row["dtype"] not in new]
+    write("generate_adapters", sorted(others + rows, key=lambda row: PRECISIONS.index(row["dtype"])))
+    print(json.dumps({"bench": "generate-adapters", "ok": all(row["ok"] for row in rows)}))
+    return 0 if all(row["ok"] for row in rows) else 1
