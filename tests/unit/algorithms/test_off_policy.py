@@ -40,7 +40,9 @@ FORMULAS: dict[str, Callable[[float, list[float]], float]] = {
 
 def recipes() -> dict[str, tuple[str, ...]]:
     """Name -> options, of the table in the docs."""
-    rows = re.findall(r"^\| ([\w -]+) \| `((?:importance_weights|rejection)=[^`]*)` \|", PAGE.read_text("utf-8"), re.M)
+    rows = re.findall(
+        r"^\| ([\w -]+) \| `((?:importance_weights|rejection)=[^`]*)` \|", PAGE.read_text(encoding="utf-8"), re.M
+    )
     return {name: tuple(options.split()) for name, options in rows}
 
 
