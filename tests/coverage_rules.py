@@ -24,7 +24,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/algorithms/test_controllers.py": ("algorithms.ppo",),
     "unit/algorithms/test_slow_supervised.py": ("algorithms.dpo", "algorithms.reward_model", "algorithms.sft"),
     "unit/algorithms/test_slow_twin.py": (
-        *("algorithms.off_policy", "runtime.execute.handlers.generate", "runtime.execute.handlers.infer"),
+        *("runtime.execute.handlers.generate", "runtime.execute.handlers.infer"),
         *("runtime.execute.page_functions", "runtime.execute.optimizer_step", "runtime.execute.passes"),
     ),
     "e2e/test_policy_gradient_pages.py": (

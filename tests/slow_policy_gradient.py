@@ -44,7 +44,7 @@ class Rules:
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     importance_weights: str = "none"
-    importance_cap: float = 2.0
+    importance_cap: float | None = 2.0
     rejection: str = "none"
     rejection_range: tuple[float, float] | None = None
 
@@ -129,16 +129,35 @@ def weights(one: Sample, rules: Rules) -> list[float]:
     """What corrects the loss of each token for a generator that is not the policy before training."""
     logs = [old - drawn for old, drawn in zip(one.old, one.generator, strict=True)]
     product, geometric = math.exp(sum(logs)), math.exp(statistics.fmean(logs))
+    cap = math.inf if rules.importance_cap is None else rules.importance_cap
     found = []
     for log in logs:
         w = {"token": math.exp(log), "sequence": product, "geometric": geometric}
-        factor = 1.0 if rules.importance_weights == "none" else min(w[rules.importance_weights], rules.importance_cap)
+        factor = 1.0 if rules.importance_weights == "none" else min(w[rules.importance_weights], cap)
         if rules.rejection != "none":
             usual = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
             low, high = rules.rejection_range or usual[rules.rejection]
             factor = factor if low <= w[rules.rejection] <= high else 0.0
         found.append(factor)
     return found
+
+
+def weight_metrics(samples: list[Sample], rules: Rules) -> dict[str, float]:
+    """What is logged of the weights of some samples, over all their tokens."""
+    level = rules.rejection if rules.importance_weights == "none" else rules.importance_weights
+    cap = math.inf if rules.importance_cap is None or rules.importance_weights == "none" else rules.importance_cap
+    raw, used = [], []
+    for one in samples:
+        logs = [old - drawn for old, drawn in zip(one.old, one.generator, strict=True)]
+        w = {"sequence": math.exp(sum(logs)), "geometric": math.exp(statistics.fmean(logs))}
+        raw += [math.exp(log) if level == "token" else w[level] for log in logs]
+        used += weights(one, rules)
+    squares = sum(f * f for f in used)
+    return {
+        "importance_max": max(raw),
+        "importance_truncated": sum(w > cap for w in raw) / len(raw),
+        "importance_ess": sum(used) ** 2 / (len(used) * squares) if squares else 0.0,
+    }
 
 
 def token_loss(one: Sample, t: int, ratio: Tensor, rules: Rules) -> Tensor:

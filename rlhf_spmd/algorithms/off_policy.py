@@ -24,7 +24,8 @@ class Options(page.Options):
     old_logprobs: Literal["generator", "recompute"] = "generator"
     # weight the loss by the ratio of recomputed to generator probabilities, per token or per sequence; none: do not
     importance_weights: ImportanceWeights = "none"
-    importance_cap: PositiveFloat = 2.0  # largest importance weight; larger ones are set to it
+    # largest importance weight; larger ones are set to it; none: no limit
+    importance_cap: PositiveFloat | None = 2.0
     # leave tokens out of the loss whose importance weight is outside rejection_range: by the token's weight, or by its
     # sequence's (the product, or geometric: the geometric mean); none: leave out none
     rejection: Rejection = "none"
@@ -60,5 +61,10 @@ def problem(options: Options) -> str:
 FAR = "generator and trainer differ by more than rounding: compare with dtype=float32, and look at parity_mean_abs"
 METRICS = {
     "importance_weight": Metric("policy", limits=(0.5, 2.0), advice=FAR),  # mean over tokens of what corrects the loss
+    # largest weight before the cap and before rejection; without importance_weights the one that rejection looks at
+    "importance_max": Metric("policy", over="max"),
+    "importance_truncated": Metric("policy"),  # share of the tokens whose weight importance_cap lowers
+    # effective sample size (sum f)^2 / (n sum f^2) of the factors f of all n tokens, which are 0 where rejected
+    "importance_ess": Metric("policy"),
     "rejected": Metric("policy", limits=(0.0, 0.5), advice=FAR),  # share of the tokens that rejection leaves out
 }

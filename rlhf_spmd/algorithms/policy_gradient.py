@@ -65,6 +65,11 @@ def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbias
     term of the loss. kl_unbiased: the option, of pages that have it."""
     if found := off_policy.problem(options):
         return found
+    if options.ratio_level != "token" and options.importance_weights == "token":
+        return (
+            f"ratio_level={options.ratio_level} takes a response as a whole, importance_weights=token each of its "
+            "tokens; set importance_weights=sequence, or ratio_level=token"
+        )
     if kl_estimator == "k1" and options.kl_coef > 0 and not kl_unbiased:
         others = "k2 or k3" if kl_unbiased is None else "k2 or k3, or kl_unbiased=true"
         return (

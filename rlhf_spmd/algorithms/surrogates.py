@@ -25,7 +25,8 @@ from rlhf_spmd.algorithms.advantages import Sums, moments, whitened
 from rlhf_spmd.algorithms.page import Aggregation, ImportanceWeights, KLEstimator, RatioLevel, Rejection, Surrogate
 
 MAX_LOG_RATIO = 20.0  # nats: beyond it exp, and its gradient, are held at what they are there
-REJECTED = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}  # default ranges of weights
+# default ranges of weights that rejection keeps
+REJECTED = {"none": (0.0, math.inf), "token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
 
 
 def surrogate_loss(
@@ -48,7 +49,7 @@ def surrogate_loss(
     kl_unbiased: bool = False,
     entropy_coef: float = 0.0,
     importance_weights: ImportanceWeights = "none",
-    importance_cap: float = 2.0,
+    importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
@@ -123,7 +124,7 @@ def policy_loss(
     clip_ratio: float = 0.2,
     entropy_coef: float = 0.0,
     importance_weights: ImportanceWeights = "none",
-    importance_cap: float = 2.0,
+    importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
@@ -296,7 +297,7 @@ def off_policy_weights(
     mask_BG: Tensor,
     *,
     importance_weights: ImportanceWeights = "none",
-    importance_cap: float = 2.0,
+    importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
@@ -304,22 +305,20 @@ def off_policy_weights(
 
     importance_weights: min(w, cap), of the token or of the product over the response. rejection: factor 0 where w (of
     the token; product or geometric mean over the response) is outside the range. Rejected tokens stay in the
-    denominator.
+    denominator. Sums `importance` and `importance_sq` give the effective sample size (metrics.py) of these factors.
     """
     log_w_BG = torch.where(mask_BG, old_logprobs_BG - generator_logprobs_BG, 0.0).detach().double()
-    sequence_B1 = log_w_BG.sum(1, keepdim=True)
-    logs = {"token": log_w_BG, "sequence": sequence_B1, "geometric": sequence_mean(log_w_BG, mask_BG)}
-    w = {name: ratio_of(log) for name, log in logs.items()}
-    factors_BG = torch.ones_like(log_w_BG)
-    if importance_weights != "none":
-        factors_BG = factors_BG * w[importance_weights].clamp(max=importance_cap)
-    is_rejected_BG = torch.zeros_like(mask_BG)
-    if rejection != "none":
-        low, high = rejection_range or REJECTED[rejection]
-        is_rejected_BG = is_rejected_BG | (w[rejection] < low) | (w[rejection] > high)
-    num_tokens = mask_BG.sum().double()
-    sums: Sums = {
-        "importance_weight": (torch.where(mask_BG, factors_BG, 0.0).sum(), num_tokens),
-        "rejected": ((is_rejected_BG & mask_BG).sum().double(), num_tokens),
-    }
-    return torch.where(is_rejected_BG, 0.0, factors_BG).to(old_logprobs_BG.dtype), sums
+    logs = {"none": torch.zeros_like(log_w_BG), "token": log_w_BG, "sequence": log_w_BG.sum(1, keepdim=True)}
+    logs["geometric"] = sequence_mean(log_w_BG, mask_BG)
+    w = {name: ratio_of(log).expand_as(mask_BG) for name, log in logs.items()}
+    own_BG = w[importance_weights]
+    weights_BG = own_BG if importance_weights == "none" else own_BG.clamp(min=0.0, max=importance_cap)
+    low, high = rejection_range or REJECTED[rejection]
+    is_rejected_BG = (w[rejection] < low) | (w[rejection] > high)
+    factors_BG = torch.where(is_rejected_BG, 0.0, weights_BG)
+    logged = {"importance_weight": weights_BG, "importance": factors_BG, "importance_sq": factors_BG.square()}
+    logged |= {"importance_truncated": weights_BG < own_BG, "rejected": is_rejected_BG}
+    num = mask_BG.sum().double()
+    sums: Sums = {name: (torch.where(mask_BG, x, 0.0).double().sum(), num) for name, x in logged.items()}
+    largest = torch.where(mask_BG, w[rejection] if importance_weights == "none" else own_BG, 0.0).max()
+    return factors_BG.to(old_logprobs_BG.dtype), sums | {"importance_max": (largest, num)}

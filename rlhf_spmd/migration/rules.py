@@ -556,6 +556,10 @@ def importance_weights(here: Here, value: Value) -> Options:
     """Weights of generator's against recomputed logprobs."""
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
+    if {here.source.text("importance_sampling_level"), here.source.text("policy_loss_type")} & {"sequence", "gspo"}:
+        raise Differs(
+            "unavailable", "weights of tokens where the ratio is a response's; importance_weights=sequence is"
+        )
     name = here.algorithm.name
     return {f"{name}.importance_weights": "token", f"{name}.old_logprobs": "recompute"}
 

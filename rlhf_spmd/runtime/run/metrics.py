@@ -76,7 +76,8 @@ def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) 
 
 def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Global metrics of one iteration, the same on every rank; the numbers of the algorithm's state when the iteration
-    began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std."""
+    began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std, or the effective sample
+    size NAME_ess as a share of the samples."""
     means, weights = combine(answers)
     metrics: dict[str, Any] = dict(means)
     known = metrics_of(job.config.algorithm, job.program.workload.workflow, function_labels(job.config))
@@ -84,8 +85,10 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         square = metrics.pop(f"{name}_sq")
         if f"{name}_std" in known:
             metrics[f"{name}_std"] = math.sqrt(max(square - metrics[name] ** 2, 0.0))
-        else:  # only `after_iteration` uses it
-            metrics.pop(name)
+            continue
+        mean = metrics.pop(name)  # only `after_iteration` may use it
+        if f"{name}_ess" in known:
+            metrics[f"{name}_ess"] = mean**2 / square if square else 0.0
     values = asdict(state) if (state := job.state.of_algorithm) else {}
     metrics |= {name: value for name, value in values.items() if isinstance(value, float) and name in known}
     if "response_length" in metrics:

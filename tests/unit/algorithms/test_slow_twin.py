@@ -262,6 +262,10 @@ def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
     assert metrics["gen_tokens"] == pytest.approx(sum(len(r.response) for r in rollouts))
     if corrects(config.options):
         assert 0 < metrics["rejected"] < 1 and metrics["importance_weight"] != 1 and metrics["parity_max_abs"] > 0.1
+        factors = [f for rollout in rollouts for f in slow_ppo.corrections(rollout, options)]
+        effective = sum(factors) ** 2 / (len(factors) * sum(f * f for f in factors))
+        assert 0 < effective < 1 and metrics["importance_ess"] == pytest.approx(effective, rel=1e-5)
+        assert metrics["importance_max"] > 1.05 and 0 <= metrics["importance_truncated"] < 1
     return slow.iteration(rollouts, order)
 
 

@@ -160,6 +160,13 @@ def test_what_would_be_another_run_is_not_without_effect():
     assert found.options["rollout_batch"] == str(14 * 16), "14 x 16 x 7 responses of 7 to a prompt"
 
 
+def test_weights_of_tokens_are_left_out_where_the_ratio_is_a_response_s():
+    words = ("vllm_importance_sampling_correction=true", "importance_sampling_level=")
+    assert options_of("trl_grpo.yaml", words[0], f"{words[1]}token")["grpo.importance_weights"] == "token"
+    options = options_of("trl_grpo.yaml", words[0], f"{words[1]}sequence")
+    assert options["grpo.ratio_level"] == "sequence" and "grpo.importance_weights" not in options
+
+
 def test_least_learning_rates():
     words = ('lr_scheduler_kwargs={"min_lr_rate": 0.1}', "lr_scheduler_type=cosine_with_min_lr")
     options = options_of("trl_grpo.yaml", *words)

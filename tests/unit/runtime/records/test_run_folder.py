@@ -254,7 +254,8 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
     """Whoever compares runs finds the same curves in all of them."""
     by_group = {
         "reward": "reward reward_std score score_std kl kl_per_token kl_coef reward_timeouts",
-        "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq importance_weight rejected",
+        "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq importance_weight rejected "
+        "importance_max importance_truncated importance_ess",
         "value": "value_loss value_clip_fraction value_error_sq value return",
         "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr",
         "generation": "response_length ended_fraction parity_max_abs parity_mean_abs gen_tokens",
