@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.plan.layout import HOST
-from rlhf_spmd.plan.program.instructions import Message, Transfer
+from rlhf_spmd.plan.program.instructions import Message, Program, Transfer
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.weights.weight_mover import Mover
@@ -21,8 +21,8 @@ MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 class Transfers:
     """This rank's part of the transfers of a program, and what it has sent."""
 
-    def __init__(self, job: Job):
-        self.program, self.world, self.models = job.program, job.world, job.models
+    def __init__(self, job: Job, program: Program):
+        self.program, self.world, self.models = program, job.world, job.models
         # transfer -> its operations, the buffers that rows arrive in, and those that they leave from
         self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]], list[torch.Tensor]]] = {}
         self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it

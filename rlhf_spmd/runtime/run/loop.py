@@ -44,9 +44,8 @@ class Loop:
         Collective."""
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
-            self.began_s, data = time.perf_counter(), make_iteration(job, number)
-            self.now = data
-            answers = self.executor.iteration(data)
+            self.began_s = time.perf_counter()
+            data, answers = self.iterate(number)
             metrics = summarize(job, answers)
             metrics["iteration_s"] = time.perf_counter() - self.began_s
             check_finite(metrics, data.title)
@@ -56,6 +55,11 @@ class Loop:
             self.last = Done(number, data, metrics, answers, signals)
             for listener in self.listeners:
                 listener(self.last)
+
+    def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
+        """One iteration -> its data, and the messages of all ranks."""
+        self.now = make_iteration(self.job, number)
+        return self.now, self.executor.iteration(self.now)
 
 
 def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:

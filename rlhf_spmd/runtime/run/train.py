@@ -14,6 +14,7 @@ from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor, AheadLoop
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.checkpoint.resume import not_compared, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
@@ -144,14 +145,15 @@ class Running:
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
-        executor = Executor(job, self.recorder, asked)
+        is_ahead = job.program.placement.ahead
+        executor = (AheadExecutor if is_ahead else Executor)(job, self.recorder, asked)
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
         self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
-        self.loop = Loop(job, executor, history)
+        self.loop = (AheadLoop if is_ahead else Loop)(job, executor, history)
         self.loop.listeners = [self.write, self.evaluate_after, self.save, self.forget]
 
     @property
