@@ -45,6 +45,14 @@ def draws(program: "Program", instruction: "Instruction") -> bool:
     return not isinstance(instruction, Agree)  # weights that leave the device are those of frozen models
 
 
+def drawn_by(program: "Program", rank: int) -> bool:
+    """Whether a rank makes anything of the batch that a step draws."""
+    from rlhf_spmd.plan.program.instructions import Run
+
+    runs = (one for one in program.instructions[rank] if isinstance(one, Run) and draws(program, one))
+    return program.placement.ahead > 0 and any(program.makes(run, rank) for run in runs)
+
+
 def transfer_draws(program: "Program", number: int) -> bool:
     """Whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
     workflow, transfer = program.workload.workflow, program.transfers[number]

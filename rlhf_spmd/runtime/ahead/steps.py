@@ -7,6 +7,9 @@ from typing import Any
 
 from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, STEP, draws, part_of, transfer_draws
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.runtime.ahead.in_flight import Batch, collect, restore
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration
@@ -15,14 +18,6 @@ from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.loop import Loop
 from rlhf_spmd.runtime.run.prepare import make_iteration
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch that has been drawn. sent: bytes and messages of its rows that left this rank."""
-
-    data: Iteration
-    sent: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -95,15 +90,20 @@ class AheadExecutor(Executor):
 
 
 class AheadLoop(Loop):
-    """The steps of a run. in_flight: the batch that a checkpoint has of the next iteration; None: it is drawn first."""
+    """The steps of a run."""
 
     executor: AheadExecutor
+    in_flight: Batch | None = None  # that of the next iteration; None: it is drawn first
 
-    def __init__(
-        self, job: Job, executor: AheadExecutor, history: list[dict[str, Any]], in_flight: Batch | None = None
-    ):
-        super().__init__(job, executor, history)
-        self.in_flight = in_flight
+    def take_up(self, checkpoint: Checkpoint) -> str:
+        """Restores the batch in flight of a checkpoint -> a note if it has none. Collective."""
+        self.in_flight = restore(self.job, checkpoint, len(self.history))
+        if self.in_flight is not None or len(self.history) == self.job.config.iterations:
+            return ""
+        return "note: this run had ended: its next iteration is drawn with the newest weights, not with older ones"
+
+    def share_in_flight(self) -> Tensors | None:
+        return None if self.in_flight is None else collect(self.job, self.in_flight)
 
     def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
         """Trains one batch, and draws the next one, if there is one."""

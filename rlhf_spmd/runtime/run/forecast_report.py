@@ -102,7 +102,9 @@ def compare(
     ran: dict[int, set[str]] = {}  # iteration -> calls
     for span in (span for lane in all_lanes for span in lane.spans if span.iteration is not None):
         ran.setdefault(span.iteration, set()).add(span.name)
-    every = {call.name for call in program.workload.workflow.calls}  # the last step of a run that draws ahead draws none
+    every = {
+        call.name for call in program.workload.workflow.calls
+    }  # the last step of a run that draws ahead draws none
     numbers = sorted(number for number, names in ran.items() if every <= names)
     measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
     forecast_s = call_s(here) | {WHOLE: here.makespan_s}

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
@@ -60,6 +62,14 @@ class Loop:
         """One iteration -> its data, and the messages of all ranks."""
         self.now = make_iteration(self.job, number)
         return self.now, self.executor.iteration(self.now)
+
+    def take_up(self, checkpoint: Checkpoint) -> str:
+        """Restores what only the loop has in a checkpoint -> a note. Collective."""
+        return ""
+
+    def share_in_flight(self) -> Tensors | None:
+        """What a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
+        return None
 
 
 def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -92,7 +92,10 @@ def train(
     about |= {"surroundings": surroundings, "support": job.known.count}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
+    about |= {"ahead": ahead} if (ahead := program.placement.ahead) else {}
     running = Running(job, folder, console, known, aliases, about, history, asked)
+    if resumed and resumed.checkpoint:
+        console.note(running.loop.take_up(resumed.checkpoint))
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
@@ -234,7 +237,7 @@ class Running:
         if done.signals or self.saver.is_due(num) or is_best or is_last:
             with self.recorder.span("checkpoint", "control"):
                 state = self.about | recorded.run_state(self.job.state)
-                self.saver.save(num, state, self.evaluator.best_iteration)
+                self.saver.save(num, state, self.evaluator.best_iteration, self.loop.share_in_flight())
         if is_best:
             save_models(self.job, self.folder, "best")
         self.saver.check()
