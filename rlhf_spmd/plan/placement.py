@@ -121,8 +121,7 @@ class Placement:
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
             else:
                 layouts[call.name] = generation.on(share[call.model])
-        overlap = {"stream": stream, "in_flight": in_flight, "decode_mini_batches": decode_mini_batches}
-        return cls(layouts, ahead=ahead, **overlap)
+        return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches, ahead=ahead)
 
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs the whole

@@ -6,9 +6,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
-from rlhf_spmd.plan.program.ahead import is_read_by_both
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow
+from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow, is_read_by_both
 from rlhf_spmd.plan.workload import Workload
 
 

@@ -14,12 +14,12 @@ import torch
 from rlhf_spmd.config import presets
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.ahead import trains
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.workflow import ModelCall
-from rlhf_spmd.runtime.ahead.steps import AheadExecutor, AheadLoop
+from rlhf_spmd.plan.workflow import ModelCall, trains
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.run.ahead_loop import AheadLoop
 from rlhf_spmd.runtime.run.loop import update
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.strategies import separation

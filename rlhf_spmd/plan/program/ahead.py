@@ -10,27 +10,12 @@ are the list of a step, or parts of it. Rows that are drawn and rows that train 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf_spmd.plan.workflow import Call, Compute, Train, Workflow
+from rlhf_spmd.plan.workflow import trains
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Instruction, Program
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
-
-
-def trains(call: Call, workflow: Workflow) -> bool:
-    """Whether a call belongs to the training of a batch: it trains, or it is a compute that only such calls read, which
-    therefore has the state of the iteration that trains."""
-    if not isinstance(call, Compute):
-        return isinstance(call, Train)
-    readers = workflow.consumers(call.outputs)
-    return bool(readers) and all(trains(reader, workflow) for reader in readers)
-
-
-def is_read_by_both(call: Call, workflow: Workflow) -> bool:
-    """Whether a compute is read by calls that train a batch and by calls that draw one."""
-    readers = {trains(reader, workflow) for reader in workflow.consumers(call.outputs)}
-    return isinstance(call, Compute) and len(readers) == 2
 
 
 def draws(program: "Program", instruction: "Instruction") -> bool:

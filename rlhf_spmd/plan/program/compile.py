@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
-from rlhf_spmd.plan.program.ahead import trains
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -39,7 +38,7 @@ from rlhf_spmd.plan.program.transfers import (
     weight_moves,
 )
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Call, Compute, Train
+from rlhf_spmd.plan.workflow import Call, Compute, Train, trains
 from rlhf_spmd.plan.workload import Workload
 
 

@@ -6,13 +6,13 @@ from itertools import product
 
 from rlhf_spmd.plan.layout import HOST, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of, trains
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of
 from rlhf_spmd.plan.program.compile import offloaded
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import Hang, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
-from rlhf_spmd.plan.workflow import Compute, Generate, Train
+from rlhf_spmd.plan.workflow import Compute, Generate, Train, trains
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 Held = dict[tuple[str, int], set[int]]  # data key and mini-batch -> columns

@@ -18,7 +18,6 @@ from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DRAWN, Checkpoint, unusable
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.run.prepare import make_iteration
 
 
 @dataclass(slots=True)
@@ -45,15 +44,15 @@ def collect(job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {name: json.dumps(value) for name, value in about.items()}
 
 
-def restore(job: Job, checkpoint: Checkpoint, number: int) -> Batch | None:
-    """The batch in flight of a checkpoint, whose files have been checked; None: it has none. number: of the iteration
-    that trains it. Raises UserError on all ranks. Collective."""
+def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> Batch | None:
+    """The batch in flight of a checkpoint, whose files have been checked; None: it has none. data: the iteration that
+    trains it, still empty. Raises UserError on all ranks. Collective."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(name for name in checkpoint.files if name.startswith(DRAWN))
     if not files:
         return None
-    batch = Batch(make_iteration(job, number))
+    batch, number = Batch(data), data.number
     with job.world.together("reading the batch in flight"):
         for name in files:
             path = checkpoint.folder / name

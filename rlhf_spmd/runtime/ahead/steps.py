@@ -6,22 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, STEP, draws, part_of, transfer_draws
-from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.runtime.ahead.in_flight import Batch, collect, restore
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
-from rlhf_spmd.runtime.checkpoint.saving import Tensors
+from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
+from rlhf_spmd.runtime.ahead.in_flight import Batch
 from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.run.loop import Loop
-from rlhf_spmd.runtime.run.prepare import make_iteration
 
 
 @dataclass(slots=True)
-class Step:
+class Batches:
     """The batch that trains and the one that is drawn meanwhile; one of them may be absent."""
 
     trained: Batch | None
@@ -44,79 +41,65 @@ class Step:
         return trained.data.title + ("" if drawn is None else f" and drawing for {drawn.data.number + 1}")
 
 
-class AheadExecutor(Executor):
-    """Carries out steps, each on the data of two batches."""
+class AheadExecutor(InstructionLoop):
+    """Carries out steps with torch, each on the data of two batches."""
 
     def __init__(self, job: Job, recorder: Tracer, asked: Asked | None = None):
+        """asked: as of Executor."""
+        super().__init__(job.program, job.world, recorder)
         self.parts: dict[str, Program] = {part: part_of(job.program, part) for part in (STEP, PROLOGUE, EPILOGUE)}
-        super().__init__(job, recorder, asked)
+        self.inner = Executor(job, recorder, asked)  # of the instructions one by one
 
-    def step(self, step: Step) -> list[dict[str, Any]]:
+    def step(self, batches: Batches) -> list[dict[str, Any]]:
         """Executes the list that a step needs -> the messages of all ranks about the batch that trains."""
-        part = PROLOGUE if step.trained is None else EPILOGUE if step.drawn is None else STEP
-        self.program = self.transfers.program = self.parts[part]
+        part = PROLOGUE if batches.trained is None else EPILOGUE if batches.drawn is None else STEP
+        self.program = self.inner.transfers.program = self.parts[part]
         self.instructions = self.program.instructions[self.world.rank]
         self.texts = [text_of(self.program, instruction) for instruction in self.instructions]
         self.begin()
-        return self.iteration(step)
+        return self.iteration(batches)
 
-    def run(self, run: Run, data: Step) -> Callable[[], None] | None:
-        batch = data.drawn if draws(self.program, run) else data.trained
+    def reset(self) -> None:
+        """Frees what the device's allocator holds back."""
+        self.inner.reset()
+
+    def run(self, run: Run, batches: Batches) -> Callable[[], None] | None:
+        """Executes a Run of any call, on the batch that it belongs to."""
+        batch = batches.drawn if draws(self.program, run) else batches.trained
         assert batch is not None
-        return super().run(run, batch.data)
+        return self.inner.run(run, batch.data)
 
-    def post(self, number: int, data: Step) -> None:
-        self._of_transfer(number, data, super().post)
+    def post(self, number: int, batches: Batches) -> None:
+        """Starts this rank's part of a transfer."""
+        self._of_transfer(number, batches, self.inner.post)
 
-    def wait(self, number: int, data: Step) -> None:
-        self._of_transfer(number, data, super().wait)
+    def wait(self, number: int, batches: Batches) -> None:
+        """Waits until this rank's part of a transfer is done."""
+        self._of_transfer(number, batches, self.inner.wait)
 
-    def _of_transfer(self, number: int, data: Step, act: Callable[[int, Iteration], None]) -> None:
-        """Counts what a transfer sends for the batch that it serves: its rows, or the weights that it has changed."""
-        batch = data.drawn if transfer_draws(self.program, number) else data.trained
-        assert batch is not None
-        before = self.transfers.num_bytes_sent, self.transfers.num_messages_sent
-        act(number, batch.data)
-        now = self.transfers.num_bytes_sent, self.transfers.num_messages_sent
-        batch.sent = (batch.sent[0] + now[0] - before[0], batch.sent[1] + now[1] - before[1])
+    def load(self, load: Load) -> None:
+        """Brings the weights of a frozen model to the device."""
+        self.inner.load(load)
 
-    def agree(self, data: Step, what: str) -> list[dict[str, Any]]:
+    def offload(self, offload: Offload) -> None:
+        """Frees the weights of a frozen model on the device."""
+        self.inner.offload(offload)
+
+    def agree(self, batches: Batches, what: str) -> list[dict[str, Any]]:
         """Exchanges messages about the batch that trains; in the prologue, signals alone."""
-        if data.trained is None:
-            signals = json.dumps({"signals": self.asked.take()}).encode()
+        if batches.trained is None:
+            signals = json.dumps({"signals": self.inner.asked.take()}).encode()
             return [json.loads(said) for said in self.world.allgather_bytes(signals, what)]
-        self.transfers.num_bytes_sent, self.transfers.num_messages_sent = data.trained.sent
-        return super().agree(data.trained.data, what)
+        transfers = self.inner.transfers
+        transfers.num_bytes_sent, transfers.num_messages_sent = batches.trained.sent
+        return self.inner.agree(batches.trained.data, what)
 
-
-class AheadLoop(Loop):
-    """The steps of a run."""
-
-    executor: AheadExecutor
-    in_flight: Batch | None = None  # that of the next iteration; None: it is drawn first
-
-    def take_up(self, checkpoint: Checkpoint) -> str:
-        """Restores the batch in flight of a checkpoint -> a note if it has none. Collective."""
-        self.in_flight = restore(self.job, checkpoint, len(self.history))
-        if self.in_flight is not None or len(self.history) == self.job.config.iterations:
-            return ""
-        return "note: this run had ended: its next iteration is drawn with the newest weights, not with older ones"
-
-    def share_in_flight(self) -> Tensors | None:
-        return None if self.in_flight is None else collect(self.job, self.in_flight)
-
-    def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
-        """Trains one batch, and draws the next one, if there is one."""
-        total = self.job.config.iterations
-        signals: list[dict[str, Any]] = []
-        if self.in_flight is None:
-            self.in_flight = Batch(make_iteration(self.job, number))
-            self.now = self.in_flight.data
-            signals = self.executor.step(Step(None, self.in_flight))
-            self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
-        trained, drawn = self.in_flight, Batch(make_iteration(self.job, number + 1)) if number + 1 < total else None
-        self.now, self.in_flight = trained.data, drawn
-        answers = self.executor.step(Step(trained, drawn))
-        for answer, early in zip(answers, signals, strict=False):
-            answer["signals"] = sorted({*answer["signals"], *early["signals"]})
-        return trained.data, answers
+    def _of_transfer(self, number: int, batches: Batches, act: Callable[[int, Iteration], None]) -> None:
+        """Counts what a transfer sends for the batch that it serves: its rows, or the weights that it has changed."""
+        batch = batches.drawn if transfer_draws(self.program, number) else batches.trained
+        assert batch is not None
+        transfers = self.inner.transfers
+        before = transfers.num_bytes_sent, transfers.num_messages_sent
+        act(number, batch.data)
+        num_bytes, num_messages = transfers.num_bytes_sent - before[0], transfers.num_messages_sent - before[1]
+        batch.sent = batch.sent[0] + num_bytes, batch.sent[1] + num_messages

@@ -100,8 +100,9 @@ def compare(
     as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s
     all_lanes = lanes(records)
     ran: dict[int, set[str]] = {}  # iteration -> calls
-    for span in (span for lane in all_lanes for span in lane.spans if span.iteration is not None):
-        ran.setdefault(span.iteration, set()).add(span.name)
+    for span in (span for lane in all_lanes for span in lane.spans):
+        if span.iteration is not None:
+            ran.setdefault(span.iteration, set()).add(span.name)
     every = {
         call.name for call in program.workload.workflow.calls
     }  # the last step of a run that draws ahead draws none
@@ -160,5 +161,7 @@ def compared_run(
         used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in history)
         lengths = given_counts(job.prompts, used)
     compared = compare(job.program, found, records, lengths)
+    if not compared.rows:  # no iteration had all calls
+        return None
     folder.write_values("forecast.json", compared.to_json())
     return compared

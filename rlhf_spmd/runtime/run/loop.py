@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -34,7 +35,7 @@ class Done:
 class Loop:
     """The iterations of a run on this rank. history: the metrics of those so far, to which each further one adds."""
 
-    def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]]):
+    def __init__(self, job: Job, executor: Executor | AheadExecutor, history: list[dict[str, Any]]):
         self.job, self.executor, self.history = job, executor, history
         self.last: Done | None = None  # the last iteration of this start
         self.now: Iteration | None = None  # the current one

@@ -10,10 +10,11 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, part_of, trains
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, part_of
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.workflow import trains
 from tests.ordered import standing
 from tests.programs import SPLIT_SHAPE, make_workload
 
