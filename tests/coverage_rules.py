@@ -20,7 +20,9 @@ NAMED_BY_WORD = ("rlhf_spmd.algorithms", "rlhf_spmd.strategies")  # a test names
 VERBS, PROGRAM = "rlhf_spmd.verbs", "rlhf_spmd"  # a test that runs the program names its verbs
 # test file -> modules without a test file of their own, which it imports or runs, be it by way of other modules
 COVERS: dict[str, tuple[str, ...]] = {
+    "e2e/test_ahead.py": ("runtime.ahead.in_flight",),
     "e2e/test_rehearse.py": ("runtime.rehearse.rehearsal",),
+    "mpi/test_ahead.py": ("runtime.ahead.steps", "runtime.run.ahead_loop"),
     "unit/algorithms/test_controllers.py": ("algorithms.ppo",),
     "unit/algorithms/test_slow_supervised.py": ("algorithms.dpo", "algorithms.reward_model", "algorithms.sft"),
     "unit/algorithms/test_slow_twin.py": (
@@ -57,7 +59,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/plan/search/test_planner.py": ("plan.search.priors",),
     "unit/model/test_hf.py": ("model.weights",),
     "unit/runtime/data/test_row_tokens.py": ("runtime.data.template_arguments",),
-    "unit/runtime/run/test_precompute.py": ("runtime.data.precomputed", "runtime.run.prepare", "verbs.precompute"),
+    "unit/runtime/offline/test_precompute.py": ("runtime.data.precomputed", "runtime.run.prepare", "verbs.precompute"),
     "mpi/test_train_engine.py": (
         *("runtime.engines.deepspeed_engine", "runtime.engines.deepspeed_state", "runtime.engines.flat_engine"),
     ),

@@ -60,6 +60,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
             "plan",
         ),
     ),
+    "ahead": ("plan",),
     "profile": ("config.options", "files", "kernels", "model", "plan"),
     "pictures": ("files", "plan"),
     "records": ("pages.algorithm", "algorithms", "config.options", "files", "kernels", "plan"),

@@ -26,6 +26,8 @@ class Placement:
     in_flight: mini-batches that a rank may have sent ahead, or be ready to receive, while streaming.
     decode_mini_batches: mini-batches whose rows a replica decodes at once while streaming. A step of few rows is hardly
         cheaper than one of many, but the first mini-batch ends later among many.
+    ahead: 1: the next batch is drawn while one trains, with weights that are one iteration old (program/ahead.py).
+        Calls before training then run on whole batches. 0: every batch is drawn with the newest weights.
     """
 
     layouts: Mapping[str, Layout]
@@ -34,6 +36,7 @@ class Placement:
     stream: bool = False
     in_flight: int = 2
     decode_mini_batches: int = DECODE_MINI_BATCHES
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         for field, names in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
@@ -92,10 +95,11 @@ class Placement:
         in_flight: int,
         decode_mini_batches: int = DECODE_MINI_BATCHES,
         stream: bool = True,
+        ahead: int = 0,
     ) -> "Placement":
         """Training in one layout, all other calls on the ranks of another, in its grid. ratios: of these ranks for each
         model; without any, each has ranks of its own where there are enough of them, generation the most. in_flight,
-        decode_mini_batches, stream: fields of the placement. Raises UserError if the workflow only trains."""
+        decode_mini_batches, stream, ahead: fields of the placement. Raises UserError if the workflow only trains."""
         before = [call for call in workload.workflow.placed_calls if not isinstance(call, Train)]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
@@ -117,11 +121,12 @@ class Placement:
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
             else:
                 layouts[call.name] = generation.on(share[call.model])
-        return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches)
+        return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches, ahead=ahead)
 
     def streams(self, workload: Workload) -> bool:
-        """Whether an iteration streams: the placement asks for it, and no call needs the whole batch."""
-        return self.stream and not any(map(workload.needs_batch, workload.workflow.computes))
+        """Whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs the whole
+        batch."""
+        return self.stream and not self.ahead and not any(map(workload.needs_batch, workload.workflow.computes))
 
     def unit(self, call: str) -> tuple[str, ...]:
         """The calls that exchange together with a call, itself included."""

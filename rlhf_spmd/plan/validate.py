@@ -7,7 +7,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow
+from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow, is_read_by_both
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -29,6 +29,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
                 of_layouts.setdefault((layout.ranks, text), []).append(call.name)
     problems += _overlap_problems(placement, workflow)
     if not problems and not of_layouts:
+        problems += _ahead_problems(placement, workflow)
         problems += [*_stream_problems(placement, workload), *_partner_problems(placement, workload)]
         for name, text in _zero_problems(placement, workload):
             of_layouts.setdefault((placement.layouts[name].ranks, text), []).append(name)
@@ -60,6 +61,26 @@ def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]
     for field in ("in_flight", "decode_mini_batches"):
         if getattr(placement, field) < 1:
             yield f"{field} {getattr(placement, field)} is less than 1; raise it"
+
+
+def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
+    """Why a batch cannot be drawn while another one trains."""
+    if not placement.ahead:
+        return
+    if placement.ahead != 1:
+        yield f"ahead {placement.ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
+    if not workflow.generate_calls or not workflow.train_calls:
+        yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
+    for call in workflow.calls:
+        if is_read_by_both(call, workflow):
+            yield f"ahead: {call.name} is read by training and by calls before it, which work on two batches; drop it"
+    for call in workflow.placed_calls if placement.ahead == 1 else ():
+        for train in workflow.train_calls:
+            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
+            if shared and not isinstance(call, Train):
+                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} runs meanwhile"
+                yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
+                break
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:

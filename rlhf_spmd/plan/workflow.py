@@ -253,6 +253,21 @@ class Workflow:
         return tuple(call for call in self.calls if set(keys) & set(call.inputs))
 
 
+def trains(call: Call, workflow: Workflow) -> bool:
+    """Whether a call belongs to the training of a batch: it trains, or it is a compute that only such calls read, which
+    therefore has the state of the iteration that trains."""
+    if not isinstance(call, Compute):
+        return isinstance(call, Train)
+    readers = workflow.consumers(call.outputs)
+    return bool(readers) and all(trains(reader, workflow) for reader in readers)
+
+
+def is_read_by_both(call: Call, workflow: Workflow) -> bool:
+    """Whether a compute is read by calls that train a batch and by calls that draw one."""
+    readers = {trains(reader, workflow) for reader in workflow.consumers(call.outputs)}
+    return isinstance(call, Compute) and len(readers) == 2
+
+
 @dataclass(slots=True)
 class Recorder:
     """Collects calls while the algorithm runs on symbolic values. replay: sampling is restricted (top-k, ...), so every

@@ -50,7 +50,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     make = partial(precompute_program, num_rows=config.rollout_batch)
     program = start_without_training(world, parsed, config, strategy, make, {"the file": str(out)})
 
-    from rlhf_spmd.runtime.run.precompute import precompute  # torch, which start_torch has prepared for
+    from rlhf_spmd.runtime.offline.precompute import precompute  # torch, which start_torch has prepared for
 
     if world.rank == 0 and (note := code_note(parsed.file)):
         print(note)

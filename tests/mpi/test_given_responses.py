@@ -28,7 +28,7 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
-from rlhf_spmd.runtime.run.precompute import precompute
+from rlhf_spmd.runtime.offline.precompute import precompute
 from rlhf_spmd.strategies import flattening
 from tests.folders import WORDS, write_model
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, with_groups, zero

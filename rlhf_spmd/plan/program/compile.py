@@ -38,7 +38,7 @@ from rlhf_spmd.plan.program.transfers import (
     weight_moves,
 )
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Call, Compute, Train
+from rlhf_spmd.plan.workflow import Call, Compute, Train, trains
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -120,7 +120,10 @@ class _Compiler:
     def _units(self) -> list[tuple[Call, ...]]:
         """The calls before training; those that exchange together form one unit."""
         workflow = self.workload.workflow
-        names = [self.placement.unit(call.name) for call in workflow.calls if not isinstance(call, Train)]
+        calls = [call for call in workflow.calls if not isinstance(call, Train)]
+        if self.placement.ahead:  # the batch that is drawn comes first
+            calls.sort(key=lambda call: trains(call, workflow))
+        names = [self.placement.unit(call.name) for call in calls]
         return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
 
     def _once(self, rank: int, instruction: Post | Wait) -> None:
@@ -157,10 +160,16 @@ class _Compiler:
         """The moves that each rank waits for before some calls, by index."""
         arriving: dict[int, list[int]] = {}
         for index, move in enumerate(self.moves):
-            if move.consumers == consumers:
+            if move.consumers == consumers and not self._waits_for_next_step(move):
                 for rank in {message.destination for message in move.transfer.messages}:
                     arriving.setdefault(rank, []).append(index)
         return arriving
+
+    def _waits_for_next_step(self, move: Move) -> bool:
+        """Whether rows are drawn in this step and trained on in the next one, before which all Waits end."""
+        workflow = self.workload.workflow
+        made_by, read_by = (workflow.call(names[0]) for names in (move.producers, move.consumers))
+        return self.placement.ahead > 0 and trains(read_by, workflow) and not trains(made_by, workflow)
 
     def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
         """Waits, Runs and Posts of calls that exchange together."""

@@ -190,6 +190,7 @@ class Program:
     groups: Mapping[str, tuple[int, ...]]  # created once, in this order, on every rank
     transfers: tuple[Transfer, ...]
     instructions: tuple[tuple[Instruction, ...], ...]  # [rank][position]
+    part: str = ""  # of a run that draws ahead (ahead.py); empty: an iteration, or a step of such a run
 
     @property
     def fingerprint(self) -> str:

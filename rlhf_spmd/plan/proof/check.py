@@ -1,19 +1,21 @@
 """Proves that a program cannot deadlock (deadlock.py), reads nothing that is not there, and fits the devices."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from rlhf_spmd.plan.layout import HOST, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of
 from rlhf_spmd.plan.program.compile import offloaded
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import Hang, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
-from rlhf_spmd.plan.workflow import Compute, Generate, Train
+from rlhf_spmd.plan.workflow import Compute, Generate, Train, trains
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
+Held = dict[tuple[str, int], set[int]]  # data key and mini-batch -> columns
 Cell = tuple[object, ...]  # what one Run computes, or a row of it
 
 
@@ -23,13 +25,21 @@ def check(program: Program, beside: Program | None = None) -> list[Finding]:
     beside: the training program of the same run, if this one runs between its iterations, whose weights and optimizer
     state stay in memory meanwhile.
     """
+    problems = _problems(program)
+    for part in (PROLOGUE, EPILOGUE) if program.placement.ahead and not problems else ():
+        problems += [(rank, place, f"{part}: {text}") for rank, place, text in _problems(part_of(program, part))]
+    errors = [Finding("error", text, rank, position) for rank, position, text in problems]
+    wasted = waste(program) if beside is None else []
+    return sorted([*errors, *memory(program, beside), *wasted], key=lambda finding: finding.severity != "error")
+
+
+def _problems(program: Program) -> list[Problem]:
+    """What is wrong with the lists of a program."""
     problems = list(_declarations(program)) or list(_structure(program))
     if not problems:
         for find in (_runs, _data, _weights, _offloads, _pipelines, hangs):
             problems += find(program)
-    errors = [Finding("error", text, rank, position) for rank, position, text in problems]
-    wasted = waste(program) if beside is None else []
-    return sorted([*errors, *memory(program, beside), *wasted], key=lambda finding: finding.severity != "error")
+    return problems
 
 
 # ---- what the instructions refer to --------------------------------------------------------------------------------
@@ -199,6 +209,8 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
     workload, placement = program.workload, program.placement
     due: dict[Cell, str] = {}
     for call in workload.workflow.calls:
+        if program.part and trains(call, workload.workflow) == (program.part == PROLOGUE):
+            continue
         for site in placement.sites(call, workload.workflow):
             if rank not in ranks_of(call, placement.layouts[site]):
                 continue
@@ -214,14 +226,25 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
 def _data(program: Program) -> Iterator[Problem]:
     """Every Run finds the rows it reads, every sender has what it sends."""
     workload = program.workload
+    if program.part == EPILOGUE:  # it reads what the training half of a step reads, which has been checked there
+        return
     every = range(workload.mini_batch)
+    given: Held = {
+        (key, row): set(every) for key in workload.workflow.given for row in range(workload.num_mini_batches)
+    }
     for rank, instructions in enumerate(program.instructions):
-        held = {(key, row): set(every) for key in workload.workflow.given for row in range(workload.num_mini_batches)}
-
-        def lacking(key: str, row: int, columns: range, held: Mapping[tuple[str, int], set[int]] = held) -> set[int]:
-            return set(columns) - held.get((key, row), set())
+        drawn = {place: set(columns) for place, columns in given.items()}
+        of_training = drawn
+        if program.placement.ahead:  # training begins with what the step before has drawn and sent
+            whole = _drawn_on(program, rank)
+            of_training = {place: set(columns) for place, columns in (given | whole).items()}
 
         for position, instruction in enumerate(instructions):
+            held = drawn if draws(program, instruction) else of_training
+
+            def lacking(key: str, row: int, columns: range, held: Held = held) -> set[int]:
+                return set(columns) - held.get((key, row), set())
+
             if isinstance(instruction, Run):
                 columns = program.columns_seen(instruction, rank)
                 for key in program.reads(instruction, rank):
@@ -241,6 +264,17 @@ def _data(program: Program) -> Iterator[Problem]:
             for key, rows, columns in program.gains(instruction, rank):
                 for row in rows:
                     held.setdefault((key, row), set()).update(columns)
+
+
+def _drawn_on(program: Program, rank: int) -> Held:
+    """What a rank has of the next batch at the end of a step that draws it: key and mini-batch -> columns."""
+    found: Held = {}
+    for instruction in program.instructions[rank]:
+        if draws(program, instruction):
+            for key, rows, columns in program.gains(instruction, rank):
+                for row in rows:
+                    found.setdefault((key, row), set()).update(columns)
+    return found
 
 
 def _unread(program: Program, rank: int, position: int, key: str, row: int, lacking: set[int]) -> str:
@@ -263,7 +297,7 @@ def _weights(program: Program) -> Iterator[Problem]:
         for rank in program.cluster.ranks:
             for model, shard in program.copies(rank):
                 times = arrivals[rank, shard]
-                if model == train.model and times != 1:
+                if model == train.model and times != (program.part != PROLOGUE):
                     yield (
                         rank,
                         None,

@@ -2,6 +2,7 @@
 
     RUN/checkpoints/iteration-000012/
         rank-0003.safetensors    this rank's share of masters and moments (train_state.py says which)
+        drawn-0003.safetensors   this rank's share of the batch in flight (ahead/in_flight.py), if there is one
         state.json               the rest of the run's state
         config.json strategy.py program.json
         manifest.json            size and SHA-256 of every other file; the run's layout of random numbers
@@ -34,6 +35,7 @@ DIRECTORY_MODE = 0o750
 CHUNK_BYTES = 16 * 2**20  # hashed and written at a time
 POLL_S = 0.02
 STATE = "state.json"
+DRAWN = "drawn-"  # beginning of the names of files with the batch in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ def draft_folder(root: Path, iteration: int) -> Path:
 
 def rank_file(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
+
+
+def drawn_file(rank: int) -> str:
+    """What a rank stores of the batch in flight."""
+    return f"{DRAWN}{rank:04d}.safetensors"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -258,7 +265,8 @@ class Checkpoint:
     @property
     def tensor_files(self) -> tuple[str, ...]:
         """Names of the files with weights and moments."""
-        return tuple(sorted(name for name in self.files if name.endswith(".safetensors")))
+        names = (name for name in self.files if name.endswith(".safetensors"))
+        return tuple(sorted(name for name in names if not name.startswith(DRAWN)))
 
 
 def unusable(folder: Path, what: str) -> UserError:

@@ -224,7 +224,8 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         state = values.get("state", values)  # earlier versions kept its parts at the top level
         config.algorithm.read_state(state)
         support = values.get("support")  # earlier versions had none
-        return {"state": state, **about, "support": None if support is None else int(support)}
+        support = None if support is None else int(support)
+        return {"state": state, **about, "support": support, "ahead": int(values.get("ahead", 0))}
     except WRONG_VALUES as error:
         name = checkpoint.folder / STATE
         raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None

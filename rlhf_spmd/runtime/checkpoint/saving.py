@@ -11,10 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from rlhf_spmd.plan.program.ahead import drawn_by
 from rlhf_spmd.runtime.checkpoint import checkpoint_files as files
 from rlhf_spmd.runtime.checkpoint.train_state import collect, write_tensors
 from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT
 from rlhf_spmd.runtime.execute.job import Job
+
+Tensors = tuple[Mapping[str, Tensor], Mapping[str, str]]  # and facts about them, for write_tensors
 
 
 class Saver:
@@ -26,6 +31,7 @@ class Saver:
         self.texts = dict(texts)
         self.options = job.config.checkpoint
         self.writers = [rank for rank in range(job.world.size) if job.program.trained(rank)]
+        self.drawers = [rank for rank in range(job.world.size) if drawn_by(job.program, rank)]
         self.last: int | None = None  # iterations done at the last `save`
         self._thread: threading.Thread | None = None
         self._mine_written = threading.Event()
@@ -35,16 +41,19 @@ class Saver:
         """Whether a checkpoint is due after this many iterations."""
         return self.options.every > 0 and iteration % self.options.every == 0
 
-    def save(self, iteration: int, state: Mapping[str, Any], best: int | None = None) -> None:
+    def save(
+        self, iteration: int, state: Mapping[str, Any], best: int | None = None, in_flight: Tensors | None = None
+    ) -> None:
         """Starts a checkpoint after this many iterations: copies this rank's share and returns. First waits until the
-        previous checkpoint is written. best: the checkpoint that is kept beside the newest ones."""
+        previous checkpoint is written. best: the checkpoint that is kept beside the newest ones. in_flight: what this
+        rank stores of the batch in flight; None: there is none."""
         if self._thread is not None:
             self._thread.join()
         self.check()
         tensors, about = collect(self.job.models)
         self.last = iteration
         self._mine_written.clear()
-        arguments = (iteration, tensors, about, dict(state), best)
+        arguments = (iteration, tensors, about, dict(state), best, in_flight)
         self._thread = threading.Thread(target=self._guarded, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -78,13 +87,22 @@ class Saver:
             self._mine_written.set()
 
     def _write(
-        self, iteration: int, tensors: Mapping, about: Mapping[str, str], state: Mapping[str, Any], best: int | None
+        self,
+        iteration: int,
+        tensors: Mapping,
+        about: Mapping[str, str],
+        state: Mapping[str, Any],
+        best: int | None,
+        in_flight: Tensors | None,
     ) -> None:
         rank, draft = self.world.rank, files.make_draft(self.root, iteration)
-        written = {}
+        written, mine = {}, {}
         if rank in self.writers:
-            name = files.rank_file(rank)
-            written[name] = write_tensors(draft / name, tensors, about)
+            mine[files.rank_file(rank)] = tensors, about
+        if in_flight is not None and rank in self.drawers:
+            mine[files.drawn_file(rank)] = in_flight
+        for name, part in mine.items():
+            written[name] = write_tensors(draft / name, *part)
             if rank > 0:
                 files.say_written(draft, name, written[name])
         if rank > 0:
@@ -94,6 +112,7 @@ class Saver:
             written[name] = files.write(draft / name, [text.encode(errors="backslashreplace")])
         self._mine_written.set()
         others = [files.rank_file(rank) for rank in self.writers if rank > 0]
+        others += [files.drawn_file(rank) for rank in self.drawers if rank > 0 and in_flight is not None]
         # a rank that can't write reports it itself, and one that dies ends the job: only a slow disk is left
         written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
         with suppress(FileNotFoundError):  # the metrics of these iterations must survive if their weights do

@@ -33,7 +33,7 @@ class Executor(InstructionLoop):
         if self.world.device.type == "cuda":
             launch_kernels(job)
         self.begin()
-        self.transfers = Transfers(job)
+        self.transfers = Transfers(job, self.program)
 
     def reset(self) -> None:
         """Frees what the device's allocator holds back, and counts the messages of an iteration anew."""

@@ -143,7 +143,10 @@ class OptimizerStep(Passes):
             if self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0:  # the weights that generated
                 old_BG, new_BG = rows[self.call.drawn], outputs[LOGPROBS].detach()
                 tokens_BG = rows[self.call.responses[0]]
-                parity_gate(self.job.config, old_BG, new_BG, tokens_BG, self.meter, corrected=corrects(self.call))
+                is_late = self.job.program.placement.ahead > 0
+                parity_gate(
+                    self.job.config, old_BG, new_BG, tokens_BG, self.meter, corrected=corrects(self.call), late=is_late
+                )
             return total / self.divisor
 
         self.outputs[index] = output = self.engine.forward(through)

@@ -24,13 +24,24 @@ MEAN_TOKENS = 256  # the mean of fewer tokens is not checked
 
 
 def parity_gate(
-    config: Config, old_BG: Tensor, new_BG: Tensor, responses_BG: Tensor, meter: Meter, *, corrected: bool = False
+    config: Config,
+    old_BG: Tensor,
+    new_BG: Tensor,
+    responses_BG: Tensor,
+    meter: Meter,
+    *,
+    corrected: bool = False,
+    late: bool = False,
 ) -> None:
     """Raises UserError unless both passes agree; called while the weights are still those that generated.
     corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that
-    is not a number."""
+    is not a number. late: the weights have been trained since, so the difference is logged as that lag alone."""
     limit = PARITY_TOLERANCE[config.dtype] if config.parity_tolerance is None else config.parity_tolerance
     found = parity(old_BG, new_BG, response_mask(responses_BG))
+    if late and math.isfinite(found.max_abs):
+        meter.add("lag_mean_abs", found.sum_abs, found.num_tokens)
+        meter.maximum("lag_max_abs", found.max_abs)
+        return
     meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
     meter.maximum("parity_max_abs", found.max_abs)
     is_free = corrected and config.parity_tolerance is None

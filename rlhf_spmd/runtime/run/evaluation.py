@@ -33,6 +33,7 @@ from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -144,7 +145,7 @@ def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class Evaluator:
     """The evaluations of one run. All ranks call the same methods after the same iterations."""
 
-    def __init__(self, job: Job, training: Executor, folder: RunFolder, num_done: int):
+    def __init__(self, job: Job, training: InstructionLoop, folder: RunFolder, num_done: int):
         """job: of training. num_done: iterations that an earlier part of this run has done."""
         self.options, self.last = job.config.eval, job.config.iterations
         self.best = job.config.checkpoint.best

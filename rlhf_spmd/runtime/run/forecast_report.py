@@ -99,10 +99,18 @@ def compare(
     here = forecast(met, found.calibration)
     as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s
     all_lanes = lanes(records)
-    numbers = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
+    ran: dict[int, set[str]] = {}  # iteration -> calls
+    for span in (span for lane in all_lanes for span in lane.spans):
+        if span.iteration is not None:
+            ran.setdefault(span.iteration, set()).add(span.name)
+    every = {
+        call.name for call in program.workload.workflow.calls
+    }  # the last step of a run that draws ahead draws none
+    numbers = sorted(number for number, names in ran.items() if every <= names)
     measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
     forecast_s = call_s(here) | {WHOLE: here.makespan_s}
-    rows = [CallSeconds(name, s, statistics.median(one[name] for one in measured)) for name, s in forecast_s.items()]
+    seconds = {name: statistics.median(one[name] for one in measured) for name in forecast_s if measured}
+    rows = [CallSeconds(name, s, seconds[name]) for name, s in forecast_s.items() if name in seconds]
     return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s)
 
 
@@ -153,5 +161,7 @@ def compared_run(
         used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in history)
         lengths = given_counts(job.prompts, used)
     compared = compare(job.program, found, records, lengths)
+    if not compared.rows:  # no iteration had all calls
+        return None
     folder.write_values("forecast.json", compared.to_json())
     return compared

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
@@ -32,7 +35,7 @@ class Done:
 class Loop:
     """The iterations of a run on this rank. history: the metrics of those so far, to which each further one adds."""
 
-    def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]]):
+    def __init__(self, job: Job, executor: Executor | AheadExecutor, history: list[dict[str, Any]]):
         self.job, self.executor, self.history = job, executor, history
         self.last: Done | None = None  # the last iteration of this start
         self.now: Iteration | None = None  # the current one
@@ -44,9 +47,8 @@ class Loop:
         Collective."""
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
-            self.began_s, data = time.perf_counter(), make_iteration(job, number)
-            self.now = data
-            answers = self.executor.iteration(data)
+            self.began_s = time.perf_counter()
+            data, answers = self.iterate(number)
             metrics = summarize(job, answers)
             metrics["iteration_s"] = time.perf_counter() - self.began_s
             check_finite(metrics, data.title)
@@ -56,6 +58,19 @@ class Loop:
             self.last = Done(number, data, metrics, answers, signals)
             for listener in self.listeners:
                 listener(self.last)
+
+    def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
+        """One iteration -> its data, and the messages of all ranks."""
+        self.now = make_iteration(self.job, number)
+        return self.now, self.executor.iteration(self.now)
+
+    def take_up(self, checkpoint: Checkpoint) -> str:
+        """Restores what only the loop has in a checkpoint -> a note. Collective."""
+        return ""
+
+    def share_in_flight(self) -> Tensors | None:
+        """What a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
+        return None
 
 
 def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -30,6 +30,9 @@ GENERATION = {
     # largest and mean |logprob when generated - logprob when first trained on|, nats
     "parity_max_abs": Metric("generation"),
     "parity_mean_abs": Metric("generation"),
+    # the same where batches are drawn ahead, by weights that have been trained since
+    "lag_max_abs": Metric("generation"),
+    "lag_mean_abs": Metric("generation"),
     "gen_tokens": Metric("generation"),
 }
 BUDGET = {  # means per optimizer step

@@ -201,6 +201,12 @@ def start_or_resume(
     with world.together("comparing with the checkpoint"):
         refuse_other_inputs(inputs(job), resumed, started=job.started if job.written_at else "")
         refuse_other_support(job, resumed.folder, resumed.state["support"])
+        ahead, before = job.program.placement.ahead, resumed.state["ahead"]
+        if ahead != before:
+            raise UserError(
+                f"{resumed.folder} draws its batches {before} iterations ahead, and this strategy {ahead}, which would "
+                f"change the results on the way: choose a strategy and options with ahead={before}"
+            )
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "

@@ -14,8 +14,9 @@ from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
-from rlhf_spmd.runtime.checkpoint.resume import not_compared, refuse_fewer
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
@@ -28,6 +29,7 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, writing
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
+from rlhf_spmd.runtime.run.ahead_loop import AheadLoop
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
@@ -91,7 +93,7 @@ def train(
     about |= {"surroundings": surroundings, "support": job.known.count}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Running(job, folder, console, known, aliases, about, history, asked)
+    running = Running(job, folder, console, known, aliases, about, history, asked, resumed)
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
@@ -137,21 +139,26 @@ class Running:
         about: dict[str, Any],
         history: list[dict[str, Any]],
         asked: Asked | None,
+        resumed: Resumed | None,
     ):
         """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
         history: the metrics of the iterations so far. The other arguments are as in `train`."""
         world = job.world
+        is_ahead = job.program.placement.ahead
+        about |= {"ahead": is_ahead} if is_ahead else {}
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
-        executor = Executor(job, self.recorder, asked)
+        executor = (AheadExecutor if is_ahead else Executor)(job, self.recorder, asked)
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
         self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
-        self.loop = Loop(job, executor, history)
+        self.loop = (AheadLoop if is_ahead else Loop)(job, executor, history)
+        if resumed and resumed.checkpoint:
+            console.note(self.loop.take_up(resumed.checkpoint))
         self.loop.listeners = [self.write, self.evaluate_after, self.save, self.forget]
 
     @property
@@ -232,7 +239,7 @@ class Running:
         if done.signals or self.saver.is_due(num) or is_best or is_last:
             with self.recorder.span("checkpoint", "control"):
                 state = self.about | recorded.run_state(self.job.state)
-                self.saver.save(num, state, self.evaluator.best_iteration)
+                self.saver.save(num, state, self.evaluator.best_iteration, self.loop.share_in_flight())
         if is_best:
             save_models(self.job, self.folder, "best")
         self.saver.check()

@@ -18,8 +18,8 @@ from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
+from rlhf_spmd.runtime.offline.precompute import precompute
 from rlhf_spmd.runtime.run import prepare
-from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.verbs.precompute import check_out
 from tests.folders import WORDS, write_model
 from tests.runs import OneRank, RunOf, compiled

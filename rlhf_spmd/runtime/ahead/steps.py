@@ -1,0 +1,105 @@
+"""Executes a run that draws one iteration ahead (plan/program/ahead.py): a batch trains while the next one is drawn."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, STEP, draws, part_of, transfer_draws
+from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
+from rlhf_spmd.runtime.ahead.in_flight import Batch
+from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
+from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.guard.signals import Asked
+from rlhf_spmd.runtime.observe.trace import Tracer
+
+
+@dataclass(slots=True)
+class Batches:
+    """The batch that trains and the one that is drawn meanwhile; one of them may be absent."""
+
+    trained: Batch | None
+    drawn: Batch | None
+
+    @property
+    def number(self) -> int:
+        """That of the iteration that trains; in the prologue, of the one that is drawn."""
+        batch = self.trained or self.drawn
+        assert batch is not None
+        return batch.data.number
+
+    @property
+    def title(self) -> str:
+        """What messages call it: both iterations."""
+        trained, drawn = self.trained, self.drawn
+        if trained is None:
+            assert drawn is not None
+            return f"drawing for {drawn.data.title}"
+        return trained.data.title + ("" if drawn is None else f" and drawing for {drawn.data.number + 1}")
+
+
+class AheadExecutor(InstructionLoop):
+    """Carries out steps with torch, each on the data of two batches."""
+
+    def __init__(self, job: Job, recorder: Tracer, asked: Asked | None = None):
+        """asked: as of Executor."""
+        super().__init__(job.program, job.world, recorder)
+        self.parts: dict[str, Program] = {part: part_of(job.program, part) for part in (STEP, PROLOGUE, EPILOGUE)}
+        self.inner = Executor(job, recorder, asked)  # of the instructions one by one
+
+    def step(self, batches: Batches) -> list[dict[str, Any]]:
+        """Executes the list that a step needs -> the messages of all ranks about the batch that trains."""
+        part = PROLOGUE if batches.trained is None else EPILOGUE if batches.drawn is None else STEP
+        self.program = self.inner.transfers.program = self.parts[part]
+        self.instructions = self.program.instructions[self.world.rank]
+        self.texts = [text_of(self.program, instruction) for instruction in self.instructions]
+        self.begin()
+        return self.iteration(batches)
+
+    def reset(self) -> None:
+        """Frees what the device's allocator holds back."""
+        self.inner.reset()
+
+    def run(self, run: Run, batches: Batches) -> Callable[[], None] | None:
+        """Executes a Run of any call, on the batch that it belongs to."""
+        batch = batches.drawn if draws(self.program, run) else batches.trained
+        assert batch is not None
+        return self.inner.run(run, batch.data)
+
+    def post(self, number: int, batches: Batches) -> None:
+        """Starts this rank's part of a transfer."""
+        self._of_transfer(number, batches, self.inner.post)
+
+    def wait(self, number: int, batches: Batches) -> None:
+        """Waits until this rank's part of a transfer is done."""
+        self._of_transfer(number, batches, self.inner.wait)
+
+    def load(self, load: Load) -> None:
+        """Brings the weights of a frozen model to the device."""
+        self.inner.load(load)
+
+    def offload(self, offload: Offload) -> None:
+        """Frees the weights of a frozen model on the device."""
+        self.inner.offload(offload)
+
+    def agree(self, batches: Batches, what: str) -> list[dict[str, Any]]:
+        """Exchanges messages about the batch that trains; in the prologue, signals alone."""
+        if batches.trained is None:
+            signals = json.dumps({"signals": self.inner.asked.take()}).encode()
+            return [json.loads(said) for said in self.world.allgather_bytes(signals, what)]
+        transfers = self.inner.transfers
+        transfers.num_bytes_sent, transfers.num_messages_sent = batches.trained.sent
+        return self.inner.agree(batches.trained.data, what)
+
+    def _of_transfer(self, number: int, batches: Batches, act: Callable[[int, Iteration], None]) -> None:
+        """Counts what a transfer sends for the batch that it serves: its rows, or the weights that it has changed."""
+        batch = batches.drawn if transfer_draws(self.program, number) else batches.trained
+        assert batch is not None
+        transfers = self.inner.transfers
+        before = transfers.num_bytes_sent, transfers.num_messages_sent
+        act(number, batch.data)
+        num_bytes, num_messages = transfers.num_bytes_sent - before[0], transfers.num_messages_sent - before[1]
+        batch.sent = batch.sent[0] + num_bytes, batch.sent[1] + num_messages

@@ -1,0 +1,44 @@
+"""The loop of a run that draws one iteration ahead: each step trains one batch and draws the next one."""
+
+from typing import Any
+
+from rlhf_spmd.runtime.ahead.in_flight import Batch, collect, restore
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.saving import Tensors
+from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.run.loop import Loop
+from rlhf_spmd.runtime.run.prepare import make_iteration
+
+
+class AheadLoop(Loop):
+    """The steps of a run."""
+
+    executor: AheadExecutor
+    in_flight: Batch | None = None  # that of the next iteration; None: it is drawn first
+
+    def take_up(self, checkpoint: Checkpoint) -> str:
+        """Restores the batch in flight of a checkpoint -> a note if it has none. Collective."""
+        self.in_flight = restore(self.job, checkpoint, make_iteration(self.job, len(self.history)))
+        if self.in_flight is not None or len(self.history) == self.job.config.iterations:
+            return ""
+        return "note: this run had ended: its next iteration is drawn with the newest weights, not with older ones"
+
+    def share_in_flight(self) -> Tensors | None:
+        return None if self.in_flight is None else collect(self.job, self.in_flight)
+
+    def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
+        """Trains one batch, and draws the next one, if there is one."""
+        total = self.job.config.iterations
+        signals: list[dict[str, Any]] = []
+        if self.in_flight is None:
+            self.in_flight = Batch(make_iteration(self.job, number))
+            self.now = self.in_flight.data
+            signals = self.executor.step(Batches(None, self.in_flight))
+            self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
+        trained, drawn = self.in_flight, Batch(make_iteration(self.job, number + 1)) if number + 1 < total else None
+        self.now, self.in_flight = trained.data, drawn
+        answers = self.executor.step(Batches(trained, drawn))
+        for answer, early in zip(answers, signals, strict=False):
+            answer["signals"] = sorted({*answer["signals"], *early["signals"]})
+        return trained.data, answers

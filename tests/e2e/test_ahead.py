@@ -1,0 +1,90 @@
+"""Runs that draw one iteration ahead, as users start them: a resume has the bits of an uninterrupted run, since the
+batch in flight is in the checkpoint."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.run_mpi import mpi_command, run_limited
+
+WORDS = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
+SMALL = ("iterations=3", "checkpoint.every=1", "checkpoint.keep=9", "num_samples=0", "rollouts.every=1")
+
+
+def trained(ranks: int, *words) -> tuple[int, str, str]:
+    command = [*mpi_command(ranks), sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)]
+    return run_limited(command, limit_s=120.0)
+
+
+def rows(run: Path) -> list[dict]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in found]
+
+
+def tensors(run: Path, iteration: int) -> list[bytes]:
+    folder = run / "checkpoints" / f"iteration-{iteration:06d}"
+    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    status, stdout, stderr = trained(2, *WORDS, *SMALL, "--runs", folder, "--name", "whole")
+    assert status == 0, stdout + stderr
+    return folder / "whole"
+
+
+def interrupted(whole: Path, name: str, after: int) -> Path:
+    """A copy of the run as it was after some iterations."""
+    run = whole.with_name(name)
+    shutil.copytree(whole, run)
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name.partition("-")[2]) > after:
+            shutil.rmtree(folder)
+    return run
+
+
+def test_a_resume_trains_the_batch_in_flight(whole):
+    run = interrupted(whole, "resumed", 1)
+    assert {path.name for path in (run / "checkpoints" / "iteration-000001").glob("drawn-*")} == {
+        "drawn-0001.safetensors"
+    }
+    assert not list((whole / "checkpoints" / "iteration-000003").glob("drawn-*"))  # there is no next iteration
+    status, stdout, stderr = trained(2, "--resume", run)
+    assert status == 0, stdout + stderr
+    assert rows(run) == rows(whole) and len(rows(run)) == 3
+    assert tensors(run, 3) == tensors(whole, 3)
+    files = [path.relative_to(whole) for path in (whole / "rollouts").rglob("*") if path.is_file()]
+    assert files
+    assert [file for file in files if (run / file).read_bytes() != (whole / file).read_bytes()] == []
+
+
+@pytest.mark.slow
+def test_a_resume_may_change_the_ranks_but_not_the_lag(whole):
+    run = interrupted(whole, "other", 1)
+    status, _, stderr = trained(2, "--resume", run, "strategy.ahead=0")
+    assert status == 2 and "draws its batches 1 iterations ahead, and this strategy 0" in stderr
+    status, stdout, stderr = trained(4, "--resume", run)
+    assert status == 0, stdout + stderr
+    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(whole)]
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_begins_with_a_prologue(whole):
+    run = interrupted(whole, "extended", 3)
+    status, stdout, stderr = trained(2, "--resume", run, "iterations=4")
+    assert status == 0, stdout + stderr
+    assert "note: this run had ended: its next iteration is drawn with the newest weights" in stdout
+    assert rows(run)[:3] == rows(whole) and rows(run)[3]["lag_max_abs"] <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_damaged_batch_is_told(whole):
+    run = interrupted(whole, "damaged", 1)
+    file = run / "checkpoints" / "iteration-000001" / "drawn-0001.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    status, _, stderr = trained(2, "--resume", run)
+    assert status == 2 and "drawn-0001.safetensors" in stderr

@@ -1,0 +1,154 @@
+"""A run that draws one iteration ahead has the numbers of one rank whose weights are late when they draw.
+
+    python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_ahead.py
+
+The twin on one rank has no step that works on two batches: it is an ordinary run, in which every call that draws gets
+the weights with which the iteration before it began.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlhf_spmd.config import presets
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.workflow import ModelCall, trains
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.run.ahead_loop import AheadLoop
+from rlhf_spmd.runtime.run.loop import update
+from rlhf_spmd.runtime.run.metrics import summarize
+from rlhf_spmd.strategies import separation
+from tests.folders import write_all
+from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, weights_of, with_groups
+from tests.runs import RunOf, compiled
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+OTHERS = (*NOT_COMPARED, "lag_max_abs", "lag_mean_abs")
+OPTIONS = {
+    "ppo": ("ppo.epochs=2", "ppo.kl_controller=adaptive", "optimizer.critic_lr=1e-3"),
+    "recompute": ("ppo.old_logprobs=recompute", "ppo.normalize_scores=true", "ppo.whiten=batch"),
+    "grpo": ("grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
+}
+
+
+def sliced(workload, cluster) -> Placement:
+    """Training on the first rank, generation in two slices on the last two, all else on what is left."""
+    last, rest = cluster.ranks[-2:], cluster.ranks[1:-2] or cluster.ranks[-1:]
+    layouts = {call.name: Layout.data_parallel(rest) for call in workload.workflow.placed_calls}
+    for call in workload.workflow.placed_calls:
+        if trains(call, workload.workflow):
+            layouts[call.name] = Layout.data_parallel(cluster.ranks[:1])
+    return Placement(layouts | {"actor_generate": Layout.grid_of(last, tp=2)}, ahead=1)
+
+
+def halves(workload, cluster) -> Placement:
+    return separation.place(workload, cluster, ahead=1)
+
+
+PLACEMENTS = {"halves": halves, "sliced": sliced}
+CASES = {2: ("halves",), 4: ("halves", "sliced")}
+
+
+class LateExecutor(Executor):
+    """Gives draws the weights with which the iteration before this one began."""
+
+    late = now = None
+
+    def iteration(self, data):
+        engines = self.job.models.engines
+        weights = {role: [w.detach().clone() for w in engine.model.parameters()] for role, engine in engines.items()}
+        self.late, self.now = self.now or weights, weights
+        return super().iteration(data)
+
+    def run(self, run, data):
+        call = self.program.workload.workflow.call(run.call)
+        engine = self.job.models.engines.get(call.model) if isinstance(call, ModelCall) else None
+        if engine is None or trains(call, self.program.workload.workflow):
+            return super().run(run, data)
+        self._set(engine, self.late[call.model])
+        rest = super().run(run, data)
+        assert rest is None
+        self._set(engine, self.now[call.model])
+        return None
+
+    def _set(self, engine, weights):
+        with torch.no_grad():
+            for mine, given in zip(engine.model.parameters(), weights, strict=True):
+                mine.copy_(given)
+
+
+class Twin(RunOf):
+    def __init__(self, config):
+        super().__init__(dataclasses.replace(config, parity_tolerance=100.0))
+        self.executor = LateExecutor(self.job, Tracer())
+
+
+class Ahead(RunOf):
+    def __init__(self, config, world, program):
+        super().__init__(config, world, program)
+        self.history = []
+        self.loop = AheadLoop(self.job, AheadExecutor(self.job, Tracer()), self.history)
+
+    def iteration(self):
+        self.data, answers = self.loop.iterate(self.number)
+        self.responses.append(self._responses())
+        self.history.append(summarize(self.job, answers))
+        update(self.job, answers)
+        self.number += 1
+        return self.history[-1]
+
+
+@pytest.fixture(scope="module")
+def overrides(world, shared_folder):
+    found = write_all(shared_folder) if world.rank == 0 else None
+    return world.bcast(found, what="the models")
+
+
+def config_of(overrides, case: str):
+    is_ppo = case != "grpo"
+    words = [word for word in overrides if is_ppo or not word.startswith(("ppo.", "models.critic", "optimizer.critic"))]
+    sizes = ["iterations=4", "rollout_batch=24", "mini_batch=12", "micro_batch=4", "optimizer.actor_lr=1e-3"]
+    return presets.load("tiny", [*words, *sizes, *OPTIONS[case]], algorithm="ppo" if is_ppo else "grpo")
+
+
+@pytest.fixture(scope="module")
+def alone(overrides, made_once):
+    """Metrics and weights of the twin of each case."""
+
+    def make(case, path):
+        run = Twin(config_of(overrides, case))
+        save_run(path, run.iterations(), weights_of(run))
+
+    runs = made_once(sorted(OPTIONS), make)
+    return {case: load_run(runs / case) for case in OPTIONS}
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_equals_the_twin_on_one_rank(number, case, world, overrides, alone, make_group):
+    placements = CASES.get(world.size, ("halves",))
+    if number >= len(placements):
+        pytest.skip("no further placement for so few ranks")
+    config = config_of(overrides, case)
+    program = compiled(config, world.size, PLACEMENTS[placements[number]])
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    run = Ahead(config, with_groups(world, program, make_group), program)
+    history = run.iterations()
+    expected, weights = alone[case]
+    for mine, theirs in zip(history, expected, strict=True):
+        assert mine["tokens_sha256"] == theirs["tokens_sha256"]
+        for name in theirs.keys() - {*OTHERS, "tokens_sha256"}:
+            assert error(mine[name], theirs[name]) <= TOLERANCE, name
+    assert history[0]["lag_max_abs"] <= 1e-4 < history[2]["lag_max_abs"]
+    for name, weight in weights_of(run).items():
+        assert torch.allclose(weight, weights[name], rtol=0, atol=2e-5), name

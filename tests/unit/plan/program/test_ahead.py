@@ -1,0 +1,130 @@
+"""One iteration ahead: which calls draw, the three lists, what is refused, and that they end one after another."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, part_of
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.workflow import trains
+from tests.ordered import standing
+from tests.programs import SPLIT_SHAPE, make_workload
+
+
+def of_separation(size: int, *, epochs: int = 2, **options) -> Program:
+    workload, cluster = (
+        make_workload(mini_batch=8, num_mini_batches=3, epochs=epochs, shape=SPLIT_SHAPE),
+        Cluster.parse(f"1x{size}"),
+    )
+    return compile_program(workload, load_strategy("separation").place(workload, cluster, ahead=1, **options), cluster)
+
+
+def errors(program: Program) -> list[str]:
+    return [finding.message for finding in check(program) if finding.severity == "error"]
+
+
+def one_piece(programs: list[Program]) -> Program:
+    """Programs one after another as one, each with transfers of its own."""
+    transfers, lists = [], [[] for _ in programs[0].instructions]
+    for program in programs:
+        for mine, some in zip(lists, program.instructions, strict=True):
+            for one in some:
+                moved = isinstance(one, Post | Wait)
+                mine.append(type(one)(one.transfer + len(transfers)) if moved else one)
+        transfers += program.transfers
+    return replace(programs[0], transfers=tuple(transfers), instructions=tuple(map(tuple, lists)), part="")
+
+
+def test_computes_for_training_belong_to_it():
+    workflow = make_workload(mini_batch=8, num_mini_batches=3).workflow
+    of_training = {call.name for call in workflow.calls if trains(call, workflow)}
+    assert of_training == {"estimate_advantages", "actor_train", "critic_train"}
+
+
+OPTIONS = (
+    {},
+    {"generation_tp": 2},
+    {"training_tp": 2, "generation_pp": 2},
+    {"zero": 1},
+    {"ratios": ("actor=1/2", "critic=1/2")},
+)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_three_lists_are_proved_and_end_in_one_piece(size, options):
+    try:
+        program = of_separation(size, **options)
+    except UserError:
+        pytest.skip("too few ranks")
+    assert errors(program) == []
+    parts = [part_of(program, PROLOGUE), *[program] * 3, part_of(program, EPILOGUE)]
+    rng = random.Random(size)
+    for _ in range(3):
+        assert not standing(one_piece(parts), rng)
+
+
+def test_a_part_is_a_part_of_the_step():
+    program = of_separation(4)
+    prologue, epilogue = part_of(program, PROLOGUE), part_of(program, EPILOGUE)
+    for rank, whole in enumerate(program.instructions):
+        parts = (prologue.instructions[rank], epilogue.instructions[rank])
+        assert sorted(map(str, parts[0] + parts[1])) == sorted([*map(str, whole), "Agree on metrics"])
+        assert all(isinstance(some[-1], Agree) for some in parts)
+    runs = [one.call for some in prologue.instructions for one in some if isinstance(one, Run)]
+    assert set(runs) == {"actor_generate", "reference_infer", "reward_infer", "critic_infer"}
+    assert not any(transfer.model for transfer in prologue.transfers if transfer.messages)
+    assert all(transfer.model for transfer in epilogue.transfers if transfer.messages)
+    assert [drawn_by(program, rank) for rank in range(4)] == [False, False, True, True]
+
+
+def test_drawing_ranks_never_wait_for_training_before_they_have_drawn():
+    program = of_separation(4)
+    for rank in (2, 3):
+        some = program.instructions[rank]
+        last = max(index for index, one in enumerate(some) if isinstance(one, Run))
+        assert all(draws(program, one) for one in some[: last + 1])
+
+
+def test_lists_that_read_what_is_not_there_are_found():
+    """Rows that never reach the trainers, and weights that move while calls still draw with them."""
+    program = of_separation(4)
+    rows = next(number for number, transfer in enumerate(program.transfers) if "values" in transfer.keys)
+    without = tuple(
+        tuple(one for one in some if not (isinstance(one, Post | Wait) and one.transfer == rows))
+        for some in program.instructions
+    )
+    emptied = tuple(replace(t, messages=()) if n == rows else t for n, t in enumerate(program.transfers))
+    assert any("reads values" in text for text in errors(replace(program, transfers=emptied, instructions=without)))
+    weights = next(n for n, transfer in enumerate(program.transfers) if transfer.model == "actor")
+    early = list(program.instructions)
+    moved = [one for one in early[2] if one != Post(weights)]
+    early[2] = (Post(weights), *moved)
+    assert any(
+        "moves the weights of actor before" in text for text in errors(replace(program, instructions=tuple(early)))
+    )
+
+
+def test_an_iteration_without_ahead_is_as_before():
+    workload, cluster = make_workload(mini_batch=8, num_mini_batches=3), Cluster.parse("1x4")
+    place = load_strategy("separation").place
+    placements = place(workload, cluster), place(workload, cluster, ahead=0)
+    assert len({compile_program(workload, placement, cluster).fingerprint for placement in placements}) == 1
+
+
+def test_what_is_refused():
+    workload, cluster = make_workload(mini_batch=8, num_mini_batches=3), Cluster.parse("1x4")
+    everywhere = Layout.data_parallel(cluster.ranks)
+    flat = {call.name: everywhere for call in workload.workflow.placed_calls}
+    with pytest.raises(UserError, match=r"ahead: actor_generate is on ranks 0-3, where actor_train runs meanwhile"):
+        compile_program(workload, Placement(flat, ahead=1), cluster)
+    with pytest.raises(UserError, match="ahead 2: a batch can be drawn one iteration ahead; use 0 or 1"):
+        compile_program(workload, Placement(flat, ahead=2), cluster)
