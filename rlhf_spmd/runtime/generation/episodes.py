@@ -16,13 +16,14 @@ from torch import Tensor
 DRAWN, LAST = 1.0, 2.0  # in `actions`: a drawn token; the last one of an episode that ended by its own wish
 BY_ITSELF = ("completed", "tool_stopped")  # reasons of the model or the environment; all others are limits
 DRAWN_OUT, TOO_LONG = "max_sampled_tokens", "context_overflow"  # the engine's own reasons
+OTHER_LIMITS = ("max_turns", "max_tokens", "max_tool_calls", "parse_error", "rollout_timeout")
+REASONS = (*BY_ITSELF, DRAWN_OUT, TOO_LONG, *OTHER_LIMITS)  # why an episode ended
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What comes back to a row. token_ids: the rest of the template, the observation and the beginning of the next
-    turn, appended to the row; None: the episode is over. reason: why (completed, tool_stopped, max_turns, max_tokens,
-    max_sampled_tokens, max_tool_calls, context_overflow, parse_error, rollout_timeout)."""
+    turn, appended to the row; None: the episode is over. reason: why, one of REASONS."""
 
     row: int
     token_ids: tuple[int, ...] | None
@@ -92,6 +93,7 @@ class Turns:
         drawn after it."""
         one = self._rows[answer.row]
         if answer.token_ids is None:
+            assert answer.reason in REASONS, answer
             one.reason = answer.reason
         elif self._num_drawn(answer.row) >= self.max_new_tokens:
             one.reason = DRAWN_OUT

@@ -108,6 +108,8 @@ class Requests:
         row = number - self.first
         self.responses_RG[row, length : length + len(tokens)] = torch.tensor(tokens, device=self.device)
         self.most[row] = most
+        if self.num_stored:  # of a token that nobody drew: itself, whose logprob is then 0
+            self.support_RGK[row, length : length + len(tokens), 0] = torch.tensor(tokens, device=self.device).int()
 
     def is_ended(self, number: int) -> bool:
         return self.lengths[number - self.first] is not None

@@ -41,18 +41,25 @@ class Rollout:
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """The responses of these mini-batches, as `generate_rows` returns them."""
-        requests = range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
+        requests = self._requests(mini_batches)
         self.engine.run(requests)
         return self.engine.results(requests)
 
-    def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor, list[tuple[str, int]]]:
-        """Of the episodes of these mini-batches: which tokens were drawn, and the rewards of turns on their last drawn
-        tokens, both float32 [B, G]; the reason why each ended, and its number of turns."""
+    def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
+        """Of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of turns on
+        their last drawn tokens, both float32 [B, G]."""
         assert self.turns is not None and self.episodes is not None
-        requests = range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
-        actions_BG, rewards_BG = self.turns.actions(requests), self.turns.rewards(requests, self.episodes)
-        ends = [(self.turns.reason(row), self.turns.num_turns(row)) for row in requests]
-        return actions_BG, rewards_BG, ends
+        requests, device = self._requests(mini_batches), self.engine.device
+        return self.turns.actions(requests).to(device), self.turns.rewards(requests, self.episodes).to(device)
+
+    def ends(self, mini_batches: slice) -> list[tuple[str, int]]:
+        """Why each episode of these mini-batches ended, and its number of turns; empty where responses have one."""
+        turns = self.turns
+        return [(turns.reason(row), turns.num_turns(row)) for row in self._requests(mini_batches)] if turns else []
+
+    def _requests(self, mini_batches: slice) -> range:
+        """The requests of some mini-batches."""
+        return range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
 
     @property
     def num_left(self) -> int:

@@ -104,9 +104,7 @@ def test_rows_of_several_turns_equal_the_slow_twin_at_any_delay(shape):
     reasons = {reason for _, _, reason in expected}
     assert len(reasons) == 4 and max(len(t) for _, t, _ in expected) >= 3
     batch = Sequences.join(pad(prompts), pad([response for response, _, _ in expected], WIDTH))
-    forced_RG = response_logprobs(
-        model, batch, forward(model, batch), temperature=1.0, eos_ids=OFTEN, min_new_tokens=0
-    )
+    forced_RG = response_logprobs(model, batch, forward(model, batch), temperature=1.0, eos_ids=OFTEN, min_new_tokens=0)
     for name, settings in SETTINGS.items():
         for seed, latest in ((0, 0), (1, 6), (2, 40)):
             outside = Scripted(seed, latest)
@@ -159,7 +157,7 @@ def test_a_rollout_gives_actions_rewards_and_reasons():
     for mini_batch in range(2):
         part = slice(mini_batch, mini_batch + 1)
         responses_BG, *_ = rollout.of(part)
-        actions_BG, rewards_BG, ends = rollout.of_turns(part)
+        (actions_BG, rewards_BG), ends = rollout.of_turns(part), rollout.ends(part)
         assert ((actions_BG > 0) <= (responses_BG >= 0)).all() and (actions_BG > 0).any(1).all()
         assert not rewards_BG[actions_BG == 0].any()
         for rewards_G, (reason, num_turns) in zip(rewards_BG, ends, strict=True):
