@@ -14,7 +14,7 @@ from rlhf_spmd.plan.workflow import Compute, Train
 from rlhf_spmd.runtime.execute.divisors import divisor_of
 
 ROWS, SAMPLES, FEW, WIDE = 6, 3, 7, 19  # rows, samples of a prompt, tokens without and with observations
-OPTIONS = {  # of the pages that generate
+OPTIONS: dict[str, list[dict[str, Any]]] = {  # of the pages that generate
     "ppo": [
         {},
         {"gamma": 0.9, "lam": 0.7, "truncation": "bootstrap", "entropy_coef": 0.1, "whiten": "batch"},
@@ -23,7 +23,7 @@ OPTIONS = {  # of the pages that generate
     "grpo": [
         {},
         {"aggregation": "seq-mean-token-mean", "ratio_level": "sequence", "kl_coef": 0.1, "scale": "batch"},
-        {"aggregation": "seq-mean-token-sum", "surrogate": "cispo", "overlong": "mask", "drop_equal_groups": True},
+        {"surrogate": "cispo", "overlong": "mask", "drop_equal_groups": True},
         {"aggregation": "seq-mean-token-sum-norm", "ratio_level": "product", "dual_clip": 3.0, "entropy_coef": 0.1},
     ],
     "rloo": [{"kl_coef": 0.1, "ratio_level": "token"}],
@@ -137,10 +137,10 @@ def compare(page, workflow, call, numbers, of_masks, norm: float) -> None:
     few, wide = of_kind
     if isinstance(call, Train):
         assert_same(few[0], wide[0], few_BG, wide_BG, norm)
-        assert_same(few[1], wide[1], few_BG, wide_BG, 1.0)
+        if norm == 1.0:  # else the sum of the loss differs by it, too
+            assert_same(few[1], wide[1], few_BG, wide_BG, 1.0)
         for one, other in zip(few[2], wide[2], strict=True):
-            width = one.shape[-1] - FEW  # gradients with respect to values have one more column
-            assert_same(one[:, : FEW + 0 * width], other[:, :WIDE], few_BG, wide_BG, 1.0)
+            assert_same(one[:, :FEW], other[:, :WIDE], few_BG, wide_BG, 1.0)  # values have one more column
         return
     assert_same(few, wide, few_BG, wide_BG, 1.0)
 

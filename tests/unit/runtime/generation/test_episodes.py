@@ -44,8 +44,11 @@ class Scripted:
 
     def drew(self, row: int, token_ids: list[int]) -> None:
         turn = self.turns[row] = self.turns.get(row, 0) + 1
-        self.pending.append((self.random.randint(0, self.latest), answer_to(row, turn, token_ids)))
+        self.pending.append((self.random.randint(0, self.latest), self.answer(row, turn, token_ids)))
         self.most = max(self.most, len(self.pending))
+
+    def answer(self, row: int, turn: int, token_ids: list[int]) -> Answer:
+        return answer_to(row, turn, token_ids)
 
     def answers(self, wait_s: float) -> list[Answer]:
         if wait_s and self.pending:
