@@ -181,7 +181,9 @@ def _of_episodes(config: Config) -> list[Rule]:
     width, most, name = config.episode.max_row_tokens, config.generation.max_new_tokens, config.algorithm.name
     given = f"environment={config.environment}"
     if not config.environment:
-        return [(width, f"episode.max_row_tokens={width} is for responses that an environment answers; drop it")]
+        what = "is for responses that an environment answers; give environment=FILE.py:NAME, or drop the option"
+        has_turns = getattr(config.options, "turn_rewards", False)
+        return [(width, f"episode.max_row_tokens={width} {what}"), (has_turns, f"{name}.turn_rewards=true {what}")]
     return [
         (
             0 < width < most,

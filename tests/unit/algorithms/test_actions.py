@@ -24,6 +24,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # of the pages that generate
         {},
         {"aggregation": "seq-mean-token-mean", "ratio_level": "sequence", "kl_coef": 0.1, "scale": "batch"},
         {"surrogate": "cispo", "overlong": "mask", "drop_equal_groups": True},
+        {"scale": "none", "turn_rewards": True},
         {"aggregation": "seq-mean-token-sum-norm", "ratio_level": "product", "dual_clip": 3.0, "entropy_coef": 0.1},
     ],
     "rloo": [{"kl_coef": 0.1, "ratio_level": "token"}],
