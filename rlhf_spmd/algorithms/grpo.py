@@ -45,8 +45,8 @@ class Options(policy_gradient.Options):
     overlong_buffer: NonNegativeInt = 0
     overlong_penalty: NonNegative = 1.0  # reward that overlong=shape takes off at the limit
     drop_equal_groups: bool = False  # leave groups whose rewards are all equal out of the loss
-    # give each turn of an episode the rewards from this turn on, instead of the sum of all turns; with scale=none, and an
-    # environment
+    # give each turn of an episode the rewards from this turn on, instead of the sum over all turns; with scale=none and
+    # an environment
     turn_rewards: bool = False
     # smallest number of groups left in an iteration, below which the run ends; 0: no limit; above 0 there is no
     # streaming

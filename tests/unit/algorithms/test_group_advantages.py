@@ -408,9 +408,8 @@ def test_turn_advantages_do_not_price_another_turn():
     def log_probabilities(theta: torch.Tensor) -> torch.Tensor:
         """Of each turn of each episode: [3, 2], 0 where it has no second turn."""
         of_first, of_second = theta[:2].log_softmax(0), theta[2:].log_softmax(0)
-        rows = [
-            [of_first[one[0]], of_second[one[1]] if len(one) > 1 else of_first.new_zeros(())] for one, _ in episodes
-        ]
+        nothing = of_first.new_zeros(())
+        rows = [(of_first[one[0]], of_second[one[1]] if len(one) > 1 else nothing) for one, _ in episodes]
         return torch.stack([torch.stack(row) for row in rows])
 
     theta = torch.cat((first, second)).double().requires_grad_()
@@ -426,9 +425,8 @@ def test_turn_advantages_do_not_price_another_turn():
         advantages_NS, _, _ = group_advantages(scores_NS, mask_NSG, torch.ones(1, 3, dtype=torch.bool), scale="none")
         advantages_NSG = turn_advantages(advantages_NS, rewards_NSG, mask_NSG)
         to_go_NSG = rewards_to_go(rewards_NSG)
-        running_NSG = to_go_NSG - (to_go_NSG * mask_NSG).sum(1, keepdim=True) / mask_NSG.sum(1, keepdim=True).clamp(
-            min=1
-        )
+        num_N1G = mask_NSG.sum(1, keepdim=True).clamp(min=1)  # episodes that run in a turn
+        running_NSG = to_go_NSG - (to_go_NSG * mask_NSG).sum(1, keepdim=True) / num_N1G
         chance = float(chances[index].detach().prod())
         for total, one in ((mean, advantages_NSG), (by_turn, torch.where(mask_NSG, running_NSG, 0.0))):
             loss = (one[0] * log_probabilities(theta)[index]).sum() / 3
