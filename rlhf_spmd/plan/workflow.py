@@ -10,7 +10,16 @@ from math import inf
 from typing import Any, Literal, Protocol, get_args
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.runtime_words import LOGPROBS, READOUTS, SCORES, Shape, actions_of, generated_keys, rewards_of
+from rlhf_spmd.plan.runtime_words import (
+    LOGPROBS,
+    READOUTS,
+    SCORES,
+    Shape,
+    actions_of,
+    generated_keys,
+    opened_of,
+    rewards_of,
+)
 
 Scope = Literal["row", "group", "mini_batch", "batch"]
 STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
@@ -290,6 +299,15 @@ class Recorder:
         wanted = (of(key) for of in (actions_of, *([rewards_of] if rewards else [])) for key in keys)
         return tuple(key for key in wanted if key in self.shapes)
 
+    def tokens_of(self, call: str, prompts: Data, responses: Sequence[Data]) -> tuple[str, ...]:
+        """The keys of the sequences that a call reads. Raises UserError for two episodes, which have two prompts."""
+        opened = [key for key in (opened_of(one.key) for one in responses) if key in self.shapes]
+        if opened and len(responses) > 1:
+            raise UserError(
+                f"{call} reads two responses to one prompt, which an environment opens for each; drop environment"
+            )
+        return (*(opened or [prompts.key]), *(one.key for one in responses))
+
     def record(self, call: Call, shapes: Mapping[str, Shape]) -> None:
         """Adds a call, renamed if its name is taken, and the shapes of its outputs. Raises UserError if no name is free
         or an output exists already."""
@@ -371,7 +389,7 @@ class Model:
             raise UserError(f"{self.name}.infer({function!r}) reads prompts and one key of responses")
         self.recorder.expect(f"{self.name}.infer", prompts, *responses)
         kept = responses[0].kept if function == "logprobs" else ""
-        tokens, key = (prompts.key, responses[0].key), output or function
+        tokens, key = self.recorder.tokens_of(f"{self.name}.infer", prompts, responses), output or function
         turns = self.recorder.turns_of(tokens, rewards=True) if function == SCORES else ()
         inputs = (*tokens, *turns, kept) if kept else (*tokens, *turns)
         call = Infer(f"{self.name}_infer", self.name, function, inputs, (key,), tokens, kept)
@@ -409,7 +427,7 @@ class Model:
         if self.recorder.roles[self.name].lr is None:
             raise UserError(f"the workflow trains {self.name}, whose Role has no learning rate; give it lr=")
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
-        tokens = (prompts.key, *(one.key for one in responses))
+        tokens = self.recorder.tokens_of(f"{self.name}.train", prompts, responses)
         sampled = responses[0] if is_lm and len(responses) == 1 else Data("")
         drawn, kept = sampled.logprobs if sampled.model == self.name else "", sampled.kept
         chosen = _data(function, "only", only).key if only is not None else ""

@@ -67,7 +67,7 @@ class Job:
     base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
     # What answers to the turns of a call's responses, for the rows of some columns, one mini-batch after the other.
     # None: responses have one turn
-    episodes: Callable[[Generate, Iteration, slice], Episodes] | None = None
+    episodes: "Callable[[Job, Generate, Iteration, slice], Episodes] | None" = None
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
     @property

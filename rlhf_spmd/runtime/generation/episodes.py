@@ -42,7 +42,10 @@ class Outside(Protocol):
 
 
 class Episodes(Outside, Protocol):
-    """The outside of a generate call, with the rewards that training reads."""
+    """The outside of a generate call, with what the call begins with and the rewards that training reads."""
+
+    def openings(self) -> list[list[int]]:
+        """The tokens of each row's prompt, as its environment opens it; asked once, before all else."""
 
     def rewards(self, row: int, reason: str) -> Sequence[float]:
         """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward

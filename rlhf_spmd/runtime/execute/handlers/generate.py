@@ -1,21 +1,23 @@
 """Calls that sample responses."""
 
-# M mini-batches, B sequences, G response tokens
+# M mini-batches, C columns, B sequences, P prompt tokens, G response tokens
 
 import time
 from collections import Counter
 
+import torch
 from torch import Tensor
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import caches_alive
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import RESPONSES, actions_of, rewards_of
+from rlhf_spmd.plan.runtime_words import RESPONSES, actions_of, opened_of, rewards_of
 from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.episodes import REASONS
+from rlhf_spmd.runtime.generation.episodes import REASONS, Episodes
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes
 from rlhf_spmd.runtime.generation.rollout import Rollout
 
@@ -54,6 +56,7 @@ def _made(job: Job, call: Generate, rollout: Rollout, mini_batches: slice) -> di
     made = {responses: responses_BG, logprobs: logprobs_BG}
     if rollout.turns is not None:
         made[actions_of(responses)], made[rewards_of(responses)] = rollout.of_turns(mini_batches)
+        made[opened_of(responses)] = rollout.prompts_MBP[mini_batches].flatten(0, 1)
     if support_BGK is not None:
         made |= {key: support_BGK for key in others if job.workload.workflow.shapes[key] == "kept"}
     return made
@@ -65,6 +68,29 @@ def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction
     Engines that live at the same time get equal parts of `fraction` of what is free before the first of them takes its
     part. num_alive: those that have taken it."""
     return fraction / (len(caches_alive(program, rank)[call]) - num_alive * fraction)
+
+
+def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Episodes | None:
+    """What answers to the turns of a call's responses; None if they have one turn."""
+    if not call.has_turns:
+        return None
+    assert job.episodes is not None, "an environment answers"
+    return job.episodes(job, call, data, columns)
+
+
+def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Tensor) -> Tensor:
+    """The prompts of rows as their environments open them: like prompts_MCP, those of the data set."""
+    opened_MCP, opened = torch.full_like(prompts_MCP, -1), episodes.openings()
+    for index, tokens_P, tokens in zip(
+        data.prompt_MC[:, columns].flatten().tolist(), opened_MCP.flatten(0, 1), opened, strict=True
+    ):
+        if not 0 < len(tokens) <= len(tokens_P):
+            raise UserError(
+                f"the environment opens prompt {index} of the data set with {len(tokens)} tokens; give 1 to "
+                f"data.max_prompt={len(tokens_P)}, or raise that"
+            )
+        tokens_P[: len(tokens)] = torch.tensor(tokens)
+    return opened_MCP
 
 
 def _all_of_iteration(
@@ -79,14 +105,17 @@ def _all_of_iteration(
     own = {} if call.temperature is None else {"temperature": call.temperature}
     stream = random_streams.of_call(job.workload.workflow, call) if job.stream is None else job.stream
     share = cache_share(job.program, job.world.rank, call.name, len(data.generations), generation.cache_fraction)
+    prompts_MCP, episodes = data.store.at(call.prompts, (ALL, columns)), _episodes(job, call, data, columns)
+    if episodes is not None:
+        prompts_MCP = _opened(episodes, data, columns, prompts_MCP)
     return Rollout(
         model,
-        data.store.at(call.prompts, (ALL, columns)),
+        prompts_MCP,
         data.random_bits(stream, columns),
         max_sequences=max(min(places, num_rows * job.workload.num_mini_batches), 1),
         block_size=generation.block_size,
         free_bytes=share * free_bytes(job.world.device, job.world.computes.num_ranks),
-        episodes=job.episodes(call, data, columns) if job.episodes is not None else None,
+        episodes=episodes,
         max_new_tokens=generation.max_new_tokens,
         **(job.drawing | own),
     )

@@ -2,12 +2,14 @@
 answers come, and what training reads of a row is what the environment and the model made."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from rlhf_spmd.runtime.execute.iteration import ALL
 from rlhf_spmd.runtime.generation.episodes import LAST
+from rlhf_spmd.runtime.run.rollouts import Rollouts
 from tests.folders import write_all
 from tests.runs import RunOf, load
 from tests.unit.runtime.generation.test_episodes import Scripted
@@ -36,9 +38,12 @@ def a_run(overrides, *, seed: int, latest: int, options: tuple = (), **how) -> R
 def attach(run: RunOf, seed: int, latest: int) -> None:
     """Gives a run its scripted environment, which answers by prompt and sample, whichever row of a rank that is."""
 
-    def episodes(call, data, columns):
+    def episodes(job, call, data, columns):
         prompts, samples = (x[:, columns].flatten().tolist() for x in (data.prompt_MC, data.sample_MC))
-        return OfPrompts(seed + data.number, latest, [5 * p + s for p, s in zip(prompts, samples, strict=True)])
+        names = [5 * p + s for p, s in zip(prompts, samples, strict=True)]
+        made = OfPrompts(seed + data.number, latest, names)
+        made.prompts = [[7, *job.prompts.prompts[p]][:8] for p in prompts]  # a token more than the data set has
+        return made
 
     run.job.episodes = episodes
 
@@ -49,6 +54,10 @@ class OfPrompts(Scripted):
     def __init__(self, seed: int, latest: int, names: list[int]):
         super().__init__(seed, latest)
         self.names = names
+        self.prompts: list[list[int]] = []
+
+    def openings(self) -> list[list[int]]:
+        return self.prompts
 
     def answer(self, row: int, turn: int, token_ids: list[int]):
         return dataclasses.replace(super().answer(self.names[row], turn, token_ids), row=row)
@@ -80,15 +89,18 @@ def test_weights_do_not_depend_on_when_answers_come(overrides):
     assert 0 < max(one["parity_max_abs"] for one in metrics[0]) < 1e-4
 
 
-def test_what_training_reads_of_episodes(overrides):
+def test_what_training_reads_of_episodes(overrides, tmp_path):
     """Actions are what was drawn, the score is the sum of the turns' rewards, and lengths count drawn tokens."""
-    run = a_run(overrides, seed=3, latest=4, options=("rollout_batch=6",))
+    run = a_run(overrides, seed=3, latest=4, options=("rollout_batch=6", "rollouts.every=1"))
     metrics = run.iteration()
     store = run.data.store
     responses_MCG, actions_MCG = store.at("responses", EVERY), store.at("responses.actions", EVERY)
     assert ((actions_MCG > 0) <= (responses_MCG >= 0)).all() and (actions_MCG > 0).any(-1).all()
     assert ((actions_MCG == 0) & (responses_MCG >= 0)).any()  # observations
     assert metrics["response_length"] == pytest.approx(float((actions_MCG > 0).sum(-1).float().mean()))
+    prompts_MCP, opened_MCP = store.at("prompts", EVERY), store.at("responses.prompts", EVERY)
+    assert (opened_MCP[..., 0] == 7).all() and torch.equal(opened_MCP[..., 1:], prompts_MCP[..., :-1])
+    assert all(call.prompts == "responses.prompts" for call in run.program.workload.workflow.placed_calls[1:])
     ended_MC = (actions_MCG == LAST).any(-1)
     assert metrics["ended_fraction"] == pytest.approx(float(ended_MC.float().mean()))
     reasons = {name: value for name, value in metrics.items() if name.startswith("end_")}
@@ -96,6 +108,12 @@ def test_what_training_reads_of_episodes(overrides):
     assert reasons["end_tool_stopped"] + reasons["end_completed"] == pytest.approx(metrics["ended_fraction"])
     rewards_MCG, scores_MC = store.at("responses.rewards", EVERY), store.at("scores", EVERY)
     assert torch.equal(scores_MC, rewards_MCG.sum(-1)) and scores_MC.any()
+    Rollouts(run.job, tmp_path).write(run.data)
+    (path,) = tmp_path.rglob("*.jsonl")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    for row, actions_G, opened_P in zip(rows, actions_MCG.flatten(0, 1), opened_MCP.flatten(0, 1), strict=True):
+        assert row["drawn"] == (actions_G > 0).int().tolist()[: len(row["response_tokens"])]
+        assert row["prompt_tokens"] == [token for token in opened_P.tolist() if token >= 0]
     for key in ("advantages", "returns"):
         values_MCG = store.at(key, EVERY)
         assert not values_MCG[actions_MCG == 0].any() and values_MCG[actions_MCG > 0].any()

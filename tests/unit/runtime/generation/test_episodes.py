@@ -59,6 +59,9 @@ class Scripted:
         self.random.shuffle(ready)
         return ready
 
+    def openings(self) -> list[list[int]]:
+        raise AssertionError("an engine asks for none")
+
     def rewards(self, row: int, reason: str) -> list[float]:
         return [row + turn / 10 for turn in range(self.turns.get(row, 0))]
 
