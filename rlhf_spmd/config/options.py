@@ -254,7 +254,8 @@ class Config(OptionTree):
         if self.options is DEFAULTS:
             object.__setattr__(self, "options", self.algorithm.options())
         if self.environment and hasattr(self.options, OLD):  # bits of the sampler's depend on how fast answers come
-            object.__setattr__(self, "options", dataclasses.replace(self.options, **{OLD: "recompute"}))
+            own: dict[str, Any] = {OLD: "recompute"}
+            object.__setattr__(self, "options", dataclasses.replace(self.options, **own))
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
         object.__setattr__(self, "lora", self.lora.with_roles(usual))

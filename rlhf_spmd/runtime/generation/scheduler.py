@@ -171,7 +171,7 @@ class Scheduler:
             if row.blocks == [index]:
                 row.blocks = [self.blocks.take_last()]
                 self.blocks.drop([index])
-                self.moves.append([(index, *row.blocks)])
+                self.moves.append([(index, row.blocks[0])])
 
     def resume(self, request: int, num_new: int) -> RunningRequest | None:
         """A row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free for
@@ -286,7 +286,7 @@ class Scheduler:
                 self.rows[source].blocks = [to]
             for row in leaving:
                 (source,), row.blocks = row.blocks, [self.blocks.take_last()]
-                copies += [(source, *row.blocks)] if row.blocks != [source] else []
+                copies += [(source, row.blocks[0])] if row.blocks != [source] else []
         self.outside += leaving
         self.rows = [self.rows[index] for index in order]
         if not self.one_block:  # there row i keeps block i

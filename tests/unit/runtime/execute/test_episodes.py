@@ -7,14 +7,19 @@ import json
 import pytest
 import torch
 
+from rlhf_spmd.config.options import evaluated
+from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.runtime.execute.iteration import ALL
 from rlhf_spmd.runtime.generation.episodes import LAST
+from rlhf_spmd.runtime.run.evaluation import Evaluation
+from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from tests.folders import write_all
-from tests.runs import RunOf, load
+from tests.runs import RunOf, compiled, load
 from tests.unit.runtime.generation.test_episodes import Scripted
 
 EVERY = ALL, slice(0, 3)  # columns
+EVALUATED = ALL, slice(0, 11)
 EOS_IDS = tuple(range(1, 8))
 OPTIONS = [
     "environment=scripted:Tools",
@@ -117,6 +122,23 @@ def test_what_training_reads_of_episodes(overrides, tmp_path):
     for key in ("advantages", "returns"):
         values_MCG = store.at(key, EVERY)
         assert not values_MCG[actions_MCG == 0].any() and values_MCG[actions_MCG > 0].any()
+
+
+def test_evaluations_run_episodes(overrides):
+    """With a limit of drawn tokens of their own, by the same environment on prompts of their own."""
+    config = load([*overrides, *OPTIONS, "eval.prompts=held_out", "eval.max_new_tokens=9"])
+    program, prompts = compiled(config), load(overrides).data.prompts
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=prompts))
+    options = {"num_prompts": 11, "samples_per_prompt": 1, "temperature": 0.0, "by_function": True}
+    evaluation = evaluation_program(program, **options, max_response=evaluated(config).row_tokens)
+    run = RunOf(config, program=program)
+    run.job = prepare(config, program, run.world, evaluation)
+    attach(run, 0, 3)
+    run.job.evaluation.episodes = run.job.episodes
+    metrics, data = Evaluation(run.job.evaluation).run(0)
+    responses_CG, actions_CG = (data.store.at(key, EVALUATED)[0] for key in ("responses", "responses.actions"))
+    assert responses_CG.shape == (11, 22) and 1 < (actions_CG > 0).sum(1).max() <= 9
+    assert metrics["turns"] > 1 and "mean@1" in metrics
 
 
 @pytest.mark.parametrize("more", [["generation.top_k=9", "generation.top_p=0.9"], ["generation.min_new_tokens=3"]])
