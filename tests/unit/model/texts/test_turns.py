@@ -54,7 +54,7 @@ def test_joined_turns_are_the_whole_rendering_wherever_encoding_is_the_identity(
         first = [{"role": "user", "content": said_by(draw)}]
         after = conversation(draw, name, with_tools)
         text = joins.render(first, True)
-        ids, pieces = joins.encode(text), text
+        ids = joins.encode(text)
         for place in range(0, len(after), 2):
             turn, back = after[place : place + 2]
             opened = joins.render([*first, *after[:place]], True)
