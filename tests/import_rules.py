@@ -35,11 +35,13 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("config.options", "config.model_folders", "files", "kernels", "model", "plan.runtime_words", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values", "pages.user_module"),
     ),
+    "workers": (),
     "rewards": (
         *("config.options", "config.model_folders", "files", "model", "plan.runtime_words"),
-        *("pages.function_sources", "pages.option_suggestions", "pages.user_module"),
+        *("pages.function_sources", "pages.named_objects", "pages.option_suggestions", "pages.user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
+    "environments": ("files", "model", "pages.named_objects", "pages.option_suggestions", "pages.user_module"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config.options", "kernels", "config.model_folders", "model", "plan"),
     "execute": (
@@ -225,6 +227,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.pages.strategy": ("plan", "strategies", *(f"pages.{name}" for name in BELOW_PAGES)),
     "rlhf_spmd.files": ("files",),
     "rlhf_spmd.pages.user_module": ("files", "pages.option_suggestions", "runtime.guard.user_code"),
+    "rlhf_spmd.pages.named_objects": ("files", "pages.user_module", "runtime.guard.user_code"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),
