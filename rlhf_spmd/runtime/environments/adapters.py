@@ -32,6 +32,7 @@ from rlhf_spmd.runtime.environments.kinds import (
     OfSkyRL,
     OfVerl,
     VerlTool,
+    kind,
 )
 
 RESERVED = ("reset", "get_reward", "save", "load", "close", "step")
@@ -120,9 +121,7 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
         return _of_functions(spec, found)
     if inspect.isroutine(found):
         return _of_functions(spec, [found])
-    raise UserError(
-        f"it is a {type(found).__name__}: name a class, a function, a list of functions, or a dict of classes"
-    )
+    raise UserError(f"it is {kind(found)}: name a class, a function, a list of functions, or a dict of classes")
 
 
 def _has(cls: type, *names: str) -> bool:
@@ -133,7 +132,7 @@ def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
     tools: dict[str, Callable[..., Any]] = {}
     for one in functions:
         if not inspect.isroutine(one):
-            raise UserError(f"its tools are functions, and {str(one)[:60]} is a {type(one).__name__}")
+            raise UserError(f"its tools are functions, and {str(one)[:60]} is {kind(one)}")
         if {*inspect.signature(one).parameters} >= OF_SLIME:
             raise UserError(
                 f"{one.__name__} calls the model itself (as slime's generate functions do), which is not supported: "

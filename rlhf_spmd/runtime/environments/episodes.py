@@ -78,6 +78,7 @@ class Life:
 
     row: Row
     speech: Speech
+    episode: int  # its number among all of the workers
     work: Asking | None = None
     ticket: int = 0  # of the question that waits; 0: none
     until_s: float = 0.0  # 0: for ever
@@ -120,7 +121,7 @@ class Episodes:
         """speeches: of each row."""
         self.workers, self.journal, self.limits, self.on_failure = workers, journal, limits, on_failure
         self.seed, self.iteration = seed, iteration
-        self.lives = [Life(row, speech) for row, speech in zip(rows, speeches, strict=True)]
+        self.lives = [Life(*one, workers.new_episode()) for one in zip(rows, speeches, strict=True)]
         self.num_repeated = 0  # calls of which it is not known whether they were made before
         self.dropped: set[int] = set()  # prompts
         self._tickets: dict[int, int] = {}  # of questions -> row
@@ -209,7 +210,7 @@ class Episodes:
             life.work = None
             return
         limit_s = self.limits.tool_s if message["do"] in ("begin", "call", "step", "reward", "load") else 0.0
-        life.ticket = self.workers.ask(number, message, timeout_s=limit_s)
+        life.ticket = self.workers.ask(life.episode, message, timeout_s=limit_s)
         self._tickets[life.ticket] = number
 
     def _hear(self, wait_s: float) -> None:
@@ -233,7 +234,7 @@ class Episodes:
 
     def _say_over(self, number: int, life: Life, reason: str, *, tells: bool = True) -> None:
         life.reason = reason
-        self.workers.leave(number)
+        self.workers.leave(life.episode)
         if tells:
             self._ready.append(Answer(number, None, reason))
 
@@ -363,14 +364,14 @@ class Episodes:
         """Asks the environment, brought to where it was if there is none, and puts the answer into `found`. Raises
         UserError if it breaks again and again, or ends the episode if groups may be dropped."""
         while True:
-            first = self.workers.holds(number) or life.speech.environment.is_stateless
+            first = self.workers.holds(life.episode) or life.speech.environment.is_stateless
             for step, known in [*([] if first else self._way(life, message)), (message, None)]:
                 answer = yield step
                 broken = answer.get("broken", "")
                 if answer.get("timed_out") and (step["do"] not in ("call", "step") or known is not None):
                     broken = f"its {step['do']} timed out after {self.limits.tool_s:g} s"
                 if broken or "gone" in answer:
-                    self.workers.leave(number)
+                    self.workers.leave(life.episode)
                     life.tries += bool(broken)
                     if life.tries > MOST_TRIES:
                         self._give_up(number, life, broken)

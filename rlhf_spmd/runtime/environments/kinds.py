@@ -353,7 +353,8 @@ def taken_by(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
 
 
 def kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"a{'n' if name[0] in 'aeiou' else ''} {name}"
 
 
 def text_of(value: Any) -> str:

@@ -45,9 +45,14 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
         super().__init__(EpisodeWorker, MODULE, {"environment": spec, "columns": list(columns)})
         self.spec, self.beat = spec, beat
         self._place: dict[int, EpisodeWorker] = {}
-        self._next = 0
+        self._next = self._num_episodes = 0
         self._answers: list[tuple[int, Mapping[str, Any]]] = []
         self.open(num)
+
+    def new_episode(self) -> int:
+        """A number for an episode."""
+        self._num_episodes += 1
+        return self._num_episodes
 
     def holds(self, episode: int) -> bool:
         """Whether a worker holds the environment of an episode."""
