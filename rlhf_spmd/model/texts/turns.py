@@ -36,13 +36,23 @@ class TurnJoins:
         """The tokens behind a turn: its end unless the model drew one, what came back, and the beginning of the next
         turn. back: messages with the roles user or tool. calls: the `tool_calls` of the turn that messages of tools
         answer, which some templates ask for. Raises UserError if the template does not only add."""
-        said = _answer(MARK, calls)
-        before, whole = self.render([ASK, said], False), self.render([ASK, said, *back], True)
+        before, whole = self._around(back, calls)
         if not whole.startswith(before):
             raise self._refused("what it wrote of a turn changes when an answer follows")
         tokens = self.encode(self.end + whole[len(before) :])
         has_ended = bool(drawn) and drawn[-1] in self.stops
         return tokens[1:] if has_ended and tokens and tokens[0] in self.stops else tokens
+
+    def _around(self, back: Sequence[Message], calls: Sequence[Message]) -> tuple[str, str]:
+        """A conversation up to a turn's end, and up to the next turn. Templates that write one call at most get the
+        first one, so that what follows a turn with several is still written."""
+        said = _answer(MARK, calls)
+        try:
+            return self.render([ASK, said], False), self.render([ASK, said, *back], True)
+        except UserError:
+            if len(calls) < 2:
+                raise
+            return self._around(back, calls[:1])
 
     @property
     def end(self) -> str:

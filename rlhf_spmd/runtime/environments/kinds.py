@@ -330,7 +330,7 @@ async def called_tool(tools: Mapping[str, Callable[..., Any]], name: str, argume
 
 
 def no_tool(name: str, tools: Mapping[str, Any]) -> Step:
-    return Step(f"error: there is no tool {name!r}; there are: {', '.join(tools)}", has_failed=True)
+    return Step(f"error: there is no tool {name[:60]!r}; there are: {', '.join(tools)}", has_failed=True)
 
 
 def failed(error: BaseException) -> Step:

@@ -54,16 +54,22 @@ class Speech:
         if self.environment.speaks == "text":
             (step,) = steps
             assert isinstance(step.back, str)
-            return self.joins.encode(step.back)
+            return self.joins.encode(_unicode(step.back))
         if calls:
             answers = [
-                answer_of("tool", str(step.back), call.name or "unknown", call.number)
+                answer_of("tool", _unicode(step.back), _unicode(call.name) or "unknown", call.number)
                 for call, step in zip(calls, steps, strict=True)
             ]
             return self.joins.after(drawn, answers, [call.message for call in calls])
         (step,) = steps
-        messages = [answer_of("user", step.back)] if isinstance(step.back, str) else step.back
+        given = [answer_of("user", step.back)] if isinstance(step.back, str) else step.back
+        messages = [message | {"content": _unicode(message["content"])} for message in given]
         return self.joins.after(drawn, messages)
+
+
+def _unicode(text: Any) -> str:
+    """A text without halves of surrogate pairs, which no tokenizer takes, and which models and tools do write."""
+    return str(text).encode(errors="replace").decode()
 
 
 def speech_of(
@@ -76,9 +82,10 @@ def speech_of(
     describe: Callable[[Callable[..., Any]], dict[str, Any]],
     form: str = "",
 ) -> Speech:
-    """How rows of an environment are written by a chat template. stops: the tokens that end a turn. template: its name,
-    for messages. describe: see Environment.schemas. form: of tool calls; empty: as the template writes them. Raises
-    UserError for a template that changes earlier turns, or has no known form of calls."""
+    """How rows of an environment are written by a chat template. render: with the chat_template_kwargs of the run.
+    stops: the tokens that end a turn. template: its name, for messages. describe: see Environment.schemas. form: of
+    tool calls; empty: as the template writes them. Raises UserError for a template that changes earlier turns, or has
+    no known form of calls."""
     tools = environment.schemas(describe) or None
 
     def rendered(messages: list[Message], answers: bool) -> str:

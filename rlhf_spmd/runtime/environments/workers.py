@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.environments import worker as program
 from rlhf_spmd.runtime.workers.pool import TICK_S, Worker, WorkerPool
 
-MODULE = "rlhf_spmd.runtime.environments.worker"
+MODULE = program.__name__
 GRACE_S = 5.0  # for a worker to say itself that the time of a call is over; then it is ended
 
 
@@ -47,7 +48,7 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
         self._place: dict[int, EpisodeWorker] = {}
         self._next = self._num_episodes = 0
         self._answers: list[tuple[int, Mapping[str, Any]]] = []
-        self.open(num)
+        self.start(num)
 
     def new_episode(self) -> int:
         """A number for an episode."""

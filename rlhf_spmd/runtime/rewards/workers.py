@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.rewards import worker as program
 from rlhf_spmd.runtime.rewards.function import shortened
 from rlhf_spmd.runtime.rewards.styles import Scored
 from rlhf_spmd.runtime.workers.pool import TICK_S, Worker, WorkerPool
 
-MODULE = "rlhf_spmd.runtime.rewards.worker"
+MODULE = program.__name__
 
 Scores = tuple[list[float | None], dict[str, list[float | None]]]  # of rows, and further numbers for the log
 
@@ -68,7 +69,7 @@ class RewardWorkers(WorkerPool[RowWorker]):
         super().__init__(RowWorker, MODULE, {"functions": list(specs), "columns": list(columns)})
         self.specs, self.timeout_s, self.beat = list(specs), timeout_s or math.inf, beat
         self._now: Round | None = None
-        self.open(num)
+        self.start(num)
 
     def score(self, rows: Scored) -> tuple[list[Scores], set[int]]:
         """The scores of each function, as RewardFunction.score gives them for these rows one by one, and the rows that

@@ -60,7 +60,7 @@ One = TypeVar("One", bound=Worker)
 
 
 class WorkerPool(ABC, Generic[One]):
-    """Processes that call code of the user. Raises UserError, also from `open`, if one cannot load it."""
+    """Processes that call code of the user. Raises UserError, also from `start`, if one cannot load it."""
 
     def __init__(self, make: Callable[[subprocess.Popen, socket.socket], One], module: str, opening: Mapping[str, Any]):
         """make: a worker of a process and a connection. module: the program of a worker. opening: the first message to
@@ -71,7 +71,7 @@ class WorkerPool(ABC, Generic[One]):
         self._selector = selectors.DefaultSelector()
         self._workers: list[One] = []
 
-    def open(self, num: int) -> None:
+    def start(self, num: int) -> None:
         """Starts so many workers, and waits until they are ready."""
         atexit.register(self.close)
         for _ in range(num):

@@ -89,6 +89,13 @@ def test_several_tools_answer_one_turn_in_one_block(folder):
     assert text.count("<tool_response>") == 2 and text.count("<|im_start|>user") == 1
 
 
+def test_several_calls_in_a_turn_of_a_template_that_writes_one(folder):
+    joins, tokenizer = joins_of(folder, "llama3", TOOLS)
+    calls = [tool_call("add", {}, NUMBER)] * 2
+    added = joins.after([], [answer_of("tool", text, "add", NUMBER) for text in "ab"], calls)
+    assert tokenizer.decode(added, special=True).count("<|start_header_id|>ipython") == 2
+
+
 @pytest.mark.parametrize(
     ("name", "roles", "tools"),
     [

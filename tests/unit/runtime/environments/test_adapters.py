@@ -7,8 +7,9 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import tool_schema
+from rlhf_spmd.runtime.environments import kinds
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.kinds import Opening, Start, Step, called, hanging, number
+from rlhf_spmd.runtime.environments.kinds import Opening, Start, Step, hanging, number
 from tests import environments
 
 FILES = Path(environments.__file__).parent
@@ -191,7 +192,7 @@ def test_a_call_whose_time_is_over_hangs_in_its_thread_only():
 
     async def late() -> None:
         async with asyncio.timeout(0.02):
-            await called(time.sleep, 0.2)
+            await kinds.called(time.sleep, 0.2)
 
     with pytest.raises(TimeoutError):
         asyncio.run(late())

@@ -171,6 +171,14 @@ def test_an_environment_of_trl_opens_the_prompt_and_gives_the_reward(world):
     assert reasons == ["completed"] * 2 and rewards == [[0.0, 0.0, 0.5]] * 2
 
 
+def test_text_that_no_tokenizer_takes_is_replaced(world):
+    """Halves of surrogate pairs, in what the model writes and in what a tool answers; and names without an end."""
+    call = CALL.format("shout", r'{"text": "a\ud800"}') + CALL.format(r"\udc80", "{}") + CALL.format("x" * 9999, "{}")
+    episodes = world("functions.py:TOOLS", rows_of(1))
+    (ids,), reasons, _ = play(episodes, scripted(call, "ok"))
+    assert "<tool_response>\nA?\n</tool_response>" in text_of(episodes, ids) and reasons == ["completed"]
+
+
 def test_an_environment_with_steps_answers_as_the_user(world):
     episodes = world("of_skyrl.py:TurnsEnv", rows_of(1, reward_spec={"ground_truth": "4"}))
     (ids,), reasons, rewards = play(episodes, scripted("3", "4"), is_cut=True)
@@ -353,5 +361,5 @@ def test_an_episode_that_takes_too_long_ends_and_the_others_go_on(world):
 
 
 def test_seeds_are_of_the_group_and_of_the_sample():
-    assert 0 <= seed_of(1, 3, 0) < 2**31
+    assert (seed_of(1, 3, 0), seed_of(1, 3, 0, 1)) == (1410065689, 2027960600)
     assert len({seed_of(1, 3, 0), seed_of(1, 3, 0, 0), seed_of(1, 3, 0, 1), seed_of(1, 4, 0), seed_of(2, 3, 0)}) == 5
