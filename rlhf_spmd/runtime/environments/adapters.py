@@ -100,11 +100,11 @@ def chosen(environments: Mapping[str, Environment], columns: Mapping[str, Any]) 
     """The environment of a row. Raises UserError."""
     if "" in environments:
         return environments[""]
-    name = columns.get(CHOICE)
+    name = str(columns.get(CHOICE))
     if name not in environments:
         raise UserError(
             f"the column {CHOICE!r} says {name!r}, which is not one of {', '.join(environments)}"
-            f"{did_you_mean(str(name), environments)}: correct the row"
+            f"{did_you_mean(name, environments)}: correct the row"
         )
     return environments[name]
 
@@ -124,7 +124,7 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
     raise UserError(f"it is {kind(found)}: name a class, a function, a list of functions, or a dict of classes")
 
 
-def _has(cls: type, *names: str) -> bool:
+def _has(cls: Any, *names: str) -> bool:
     return all(callable(getattr(cls, name, None)) for name in names)
 
 
@@ -147,7 +147,7 @@ def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
     return Environment(spec, "tools", lambda: Functions(tools), tuple(tools), once, is_stateless=True, functions=tools)
 
 
-def _of_class(spec: str, cls: type, columns: Sequence[str] | None) -> Environment:
+def _of_class(spec: str, cls: Any, columns: Sequence[str] | None) -> Environment:
     if _has(cls, "create", "execute"):
         return _of_verl(spec, [VerlTool(cls)])
     if _has(cls, "init", "step") and not _has(cls, "reset"):
@@ -184,7 +184,7 @@ def _of_class(spec: str, cls: type, columns: Sequence[str] | None) -> Environmen
     return Environment(spec, "tools", lambda: OfReset(cls, tools), tools, once, saves=saves, functions=functions)
 
 
-def _check_reset(cls: type, columns: Sequence[str] | None) -> None:
+def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
     """Raises UserError if reset() asks for what the data set lacks."""
     for one in [*inspect.signature(cls.reset).parameters.values()][1:]:
         is_needed = one.default is one.empty and one.kind in (*BY_NAME, one.POSITIONAL_ONLY)

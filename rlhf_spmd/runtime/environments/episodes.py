@@ -269,9 +269,9 @@ class Episodes:
         steps: list[Step] = []
         digest = hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]
         for place, call in enumerate(calls or [None]):
-            message = {"do": "step", "text": speech.said(drawn)} if call is None else {"do": "call", "name": call.name}
+            message: dict[str, Any] = {"do": "step", "text": speech.said(drawn)}
             if call is not None:
-                message["arguments"] = call.arguments
+                message = {"do": "call", "name": call.name, "arguments": call.arguments}
                 life.num_calls += 1
             if call is not None and call.error:
                 steps.append(Step(call.error, has_failed=True))

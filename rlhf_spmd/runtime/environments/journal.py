@@ -33,7 +33,7 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.folder.glob(f"{name}-{iteration}-rank*.jsonl")):
             for line in _lines(path):
-                key: Key = tuple(line["key"])  # type: ignore[assignment]  # four numbers
+                key: Key = tuple(line["key"])
                 if line.get("asked"):
                     self.asked.add(key)
                 else:

@@ -312,10 +312,11 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 async def made(cls: type, **kwargs: Any) -> Any:
     """An object of a class of the user. OpenRLHF's may have an async __init__."""
-    if not inspect.iscoroutinefunction(cls.__init__):
+    begin = vars(cls).get("__init__")
+    if not inspect.iscoroutinefunction(begin):
         return await called(cls, **kwargs)
-    own = cls.__new__(cls)
-    await own.__init__(**kwargs)
+    own: Any = object.__new__(cls)
+    await begin(own, **kwargs)
     return own
 
 
