@@ -214,10 +214,8 @@ class Episodes:
         self._tickets[life.ticket] = number
 
     def _hear(self, wait_s: float) -> None:
-        for ticket, answer in self.workers.answers(wait_s):
-            number = self._tickets.pop(ticket, None)
-            if number is not None and self.lives[number].ticket == ticket:
-                self._go_on(number, None, answer)
+        for ticket, answer in self.workers.answers(wait_s, self._tickets):
+            self._go_on(self._tickets.pop(ticket), None, answer)
 
     def _wait_for_all(self) -> None:
         while self._tickets:
@@ -228,6 +226,7 @@ class Episodes:
         for number, life in enumerate(self.lives):
             if life.ticket and life.until_s and time.monotonic() >= life.until_s and not life.reason:
                 self._tickets.pop(life.ticket, None)
+                self.workers.drop(life.ticket)
                 life.ticket, life.work = 0, None
                 self.journal.add(self._key(life, END), {"reason": TIMEOUT, "turn": life.turn, "reward": 0.0})
                 self._say_over(number, life, TIMEOUT)

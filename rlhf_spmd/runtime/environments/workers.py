@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,9 +68,15 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
         self._send(worker, {**message, "ticket": self._next, "episode": episode, "timeout_s": timeout_s})
         return self._next
 
+    def drop(self, ticket: int) -> None:
+        """Drops the answer to a question, now or when it comes."""
+        for worker in self._workers:
+            if worker.tickets.pop(ticket, None) is not None:
+                worker.hanging += 1  # until it says how many are
+        self._answers = [one for one in self._answers if one[0] != ticket]
+
     def leave(self, episode: int) -> None:
-        """Closes the environment of an episode, if there is one. An answer that is still to come is dropped by whoever
-        gets it."""
+        """Closes the environment of an episode, if there is one."""
         worker = self._place.pop(episode, None)
         if worker is None:
             return
@@ -80,18 +86,19 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
             self._end(worker, by_force=True)
             self._start()
 
-    def answers(self, wait_s: float) -> list[tuple[int, Mapping[str, Any]]]:
-        """What has come back since: numbers of questions, and answers. Waits for so long at most if nothing has. An
-        answer may also be {"gone": True}: its worker has ended for what another episode did."""
+    def answers(self, wait_s: float, tickets: Container[int]) -> list[tuple[int, Mapping[str, Any]]]:
+        """What has come back since: numbers of questions, and answers, of these. Waits for so long at most if nothing
+        has. An answer may also be {"gone": True}: its worker has ended for what another episode did."""
         until_s = time.monotonic() + wait_s
-        while not self._answers:
+        while not any(ticket in tickets for ticket, _ in self._answers):
             left_s = until_s - time.monotonic()
             self._look(max(0.0, min(TICK_S, left_s)))
             for worker in [one for one in self._workers if time.monotonic() >= one.until_s]:
                 self._end_blocked(worker)
             if left_s <= 0:
                 break
-        found, self._answers = self._answers, []
+        found = [one for one in self._answers if one[0] in tickets]
+        self._answers = [one for one in self._answers if one[0] not in tickets]
         return found
 
     def _placed(self, episode: int) -> EpisodeWorker:

@@ -83,7 +83,7 @@ def world(folder, tmp_path):
         """Waits for calls of a run that was killed, whose workers would have been killed, too."""
         for pool in pools.values():
             while any(worker.tickets for worker in pool._workers):
-                pool.answers(0.1)
+                pool.answers(0.1, [])
 
     world.end_calls = end_calls
     yield world

@@ -33,7 +33,7 @@ def answered(pool: EnvironmentWorkers, *tickets: int) -> list[dict]:
     found, began = {}, time.monotonic()
     while not found.keys() >= {*tickets}:
         assert time.monotonic() < began + LIMIT_S
-        found |= dict(pool.answers(0.5))
+        found |= dict(pool.answers(0.5, tickets))
     return [found[ticket] for ticket in tickets]
 
 

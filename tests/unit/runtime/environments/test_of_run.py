@@ -1,0 +1,84 @@
+"""The environments of a run: what is refused before anything starts, two calls at once, and the end of the workers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
+from rlhf_spmd.runtime.environments.episodes import Limits
+from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
+from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
+from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, play, scripted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def of_run(folder: Path, tmp_path: Path, spec: str, columns: list[str], name: str = "chatml") -> RunEnvironments:
+    tokenizer = load_tokenizer(folder)
+    template = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED)
+    stops = [tokenizer.vocabulary()[ENDS[name]]]
+    how = {
+        "template": name,
+        "num_workers": 1,
+        "limits": Limits(),
+        "seed": 1,
+        "journal": tmp_path / "answers",
+        "rank": 0,
+    }
+    return RunEnvironments(f"{FILES}/{spec}", columns, tokenizer, template.render, stops, **how)
+
+
+def test_two_calls_at_once_get_their_own_answers(folder, tmp_path):
+    run = of_run(folder, tmp_path, "functions.py:SEVERAL", ["environment", "rounds", "prompt"])
+    assert run._workers is None  # a rank that generates nothing has none
+    try:
+        record = {"environment": "saved", "rounds": None, "prompt": ASK}
+        one, other = (
+            run.episodes([row_of(0, 0, record, "text", "prompt")], 3, name) for name in ("rollout", "evaluation")
+        )
+        for episodes, by in ((one, 2), (other, 5)):
+            (ids,) = episodes.openings()
+            drawn = one.lives[0].speech.tokenizer.encode(CALL.format("count", json.dumps({"by": by})), special=False)
+            episodes.drew(0, drawn)
+        for episodes, total in ((other, "5"), (one, "2")):
+            found = []
+            while not found:
+                found = episodes.answers(1.0)
+            text = one.lives[0].speech.tokenizer.decode(found[0].token_ids, special=True)
+            assert f"<tool_response>\n{total}\n</tool_response>" in text and ids
+        assert len(list((tmp_path / "answers").iterdir())) == 2
+        run.forget(4)
+        assert not list((tmp_path / "answers").iterdir())
+        with pytest.raises(UserError, match="the column 'environment' says 'other', which is not one of rounds, saved"):
+            run.episodes([row_of(0, 0, record | {"environment": "other"}, "text", "prompt")], 3)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "says"),
+    [
+        ("functions.py:TOOLS", "qwen3_dropped", "template of qwen3_dropped writes a tool call as ''"),
+        ("functions.py:Rounds", "qwen3_dropped", "its thinking changes when an answer of the user follows"),
+        ("functions.py:TOOLS", "gemma", "gemma: the chat template does not take this conversation"),
+        ("functions.py:untyped", "chatml", "the tool untyped can't be described"),
+        ("functions.py:Round", "chatml", "did you mean 'Rounds'"),
+    ],
+)
+def test_bad_input_is_one_message_before_anything_starts(spec, name, says, folder, tmp_path):
+    with pytest.raises(UserError, match=says):
+        of_run(folder, tmp_path, spec, ["rounds", "seed", "sample_seed"], name)
+
+
+def test_an_environment_that_speaks_text_needs_no_template_of_turns(folder, tmp_path):
+    run = of_run(folder, tmp_path, "of_openrlhf.py:AgentInstance", ["label"], "qwen3_dropped")
+    try:
+        episodes = run.episodes([row_of(0, 0, {"label": "4", "prompt": "Go."}, "Go.", "prompt")], 1)
+        assert play(episodes, scripted("4", "5"))[2] == [[1.0, 0.0]]
+    finally:
+        run.close()
