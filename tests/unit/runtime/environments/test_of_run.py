@@ -1,6 +1,8 @@
 """The environments of a run: what is refused before anything starts, two calls at once, and the end of the workers."""
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.environments.episodes import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
+from tests.import_rules import ROOT
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
 from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, play, scripted
+
+SEARCH = CALL.format("search", '{"query": "Bern"}')
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,14 @@ def of_run(folder: Path, tmp_path: Path, spec: str, columns: list[str], name: st
         "journal": tmp_path / "answers",
         "rank": 0,
     }
-    return RunEnvironments(f"{FILES}/{spec}", columns, tokenizer, template.render, stops, **how)
+    return RunEnvironments(
+        spec if spec.endswith(("Guess", "search")) else f"{FILES}/{spec}",
+        columns,
+        tokenizer,
+        template.render,
+        stops,
+        **how,
+    )
 
 
 def test_two_calls_at_once_get_their_own_answers(folder, tmp_path):
@@ -82,3 +94,25 @@ def test_an_environment_that_speaks_text_needs_no_template_of_turns(folder, tmp_
         assert play(episodes, scripted("4", "5"))[2] == [[1.0, 0.0]]
     finally:
         run.close()
+
+
+def test_what_the_documents_show_runs(folder, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "write_an_environment.md").read_text(encoding="utf-8")
+    guess, search = re.findall(r"^ *```python\n(.*?)^ *```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "guess.py").write_text(textwrap.dedent(guess), encoding="utf-8")
+    (tmp_path / "look.py").write_text(search, encoding="utf-8")
+    (tmp_path / "passages.jsonl").write_text('{"text": "Bern is a city."}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    guesses = [CALL.format("guess", json.dumps({"number": number})) for number in range(1, 21)]
+    made = (("guess.py:Guess", [*guesses, "ok"]), ("look.py:search", [SEARCH, "ok"]))
+    for iteration, (spec, turns) in enumerate(made):
+        run = of_run(folder, tmp_path, spec, ["prompt"])
+        try:
+            episodes = run.episodes([row_of(0, 0, {"prompt": ASK}, "text", "prompt")], iteration)
+            ids, _, (rewards,) = play(episodes, scripted(*turns))
+            text = episodes.lives[0].speech.tokenizer.decode(ids[0], special=True)
+            found = "right" if "guess" in spec else "Bern is a city."
+            assert f"<tool_response>\n{found}\n</tool_response>" in text and "error" not in text
+            assert (0 < sum(rewards) <= 0.05) == ("guess" in spec)
+        finally:
+            run.close()
