@@ -2,7 +2,11 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,11 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.environments.episodes import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
+from rlhf_spmd.runtime.guard.descendants import below
 from tests.import_rules import ROOT
+from tests.run_mpi import environment_alone
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
-from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, play, scripted
+from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, SLEEPY, play, scripted
 
 SEARCH = CALL.format("search", '{"query": "Bern"}')
 
@@ -36,7 +42,7 @@ def of_run(folder: Path, tmp_path: Path, spec: str, columns: list[str], name: st
         "rank": 0,
     }
     return RunEnvironments(
-        spec if spec.endswith(("Guess", "search")) else f"{FILES}/{spec}",
+        spec if spec.endswith(("Guess", "search", "Sleepy")) else f"{FILES}/{spec}",
         columns,
         tokenizer,
         template.render,
@@ -116,3 +122,47 @@ def test_what_the_documents_show_runs(folder, tmp_path, monkeypatch):
             assert (0 < sum(rewards) <= 0.05) == ("guess" in spec)
         finally:
             run.close()
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from tests.unit.runtime.environments.test_of_run import *
+from tests.unit.runtime.environments.test_episodes import by_ids
+run = of_run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], ["prompt"])
+episodes = run.episodes([row_of(n // 2, n % 2, {"prompt": ASK}, "text", "prompt") for n in range(4)], 1)
+found = play(episodes, by_ids)
+run.close()
+print(json.dumps([*found, episodes.num_repeated, sum(len(life.seconds) for life in episodes.lives)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_in_calls_goes_on_with_the_same_bits(folder, tmp_path):
+    """SIGKILL at four places; no worker is left, and what was answered is not asked again."""
+    (tmp_path / "e.py").write_text(SLEEPY.replace("random.random() * 0.01", "0.2"), encoding="utf-8")
+
+    alone = environment_alone() | {"PYTHONPATH": str(ROOT)}
+
+    def start(place: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", PROGRAM, str(folder), str(tmp_path / place), f"{tmp_path}/e.py:Sleepy"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=alone, cwd=ROOT)
+
+    def made(place: str) -> list:
+        with start(place) as process:
+            return json.loads(process.communicate(timeout=120)[0])
+
+    *expected, repeated, num_calls = made("whole")
+    assert repeated == 0
+    for lines in (5, 9, 13, 17):
+        place, path = f"killed{lines}", tmp_path / f"killed{lines}" / "answers" / "rollout-1-rank0.jsonl"
+        with start(place) as process:
+            while not path.exists() or path.read_bytes().count(b"\n") < lines:
+                assert process.poll() is None
+                time.sleep(0.01)
+            children = below(process.pid)
+            process.send_signal(signal.SIGKILL)
+        known = len([line for line in path.read_bytes().split(b"\n")[:-1] if b'"step"' in line])
+        *found, repeated, num_made = made(place)
+        assert found == expected and num_made == num_calls - known and 0 <= repeated <= 4
+        assert children and not any(Path(f"/proc/{child}").exists() for child in children)
