@@ -117,6 +117,36 @@ class Saved:
         return self.total
 
 
+class Broken:
+    """Breaks where its row says."""
+
+    def reset(self, at: str):
+        self.at = at
+        if at == "reset":
+            raise RuntimeError("no reset")
+
+    def step(self, text: str):
+        return "more", 1.0, len(text) == 1
+
+    def get_reward(self):
+        if self.at == "get_reward":
+            raise RuntimeError("no reward")
+        return 2.0
+
+
+class SlowReward:
+    """Is done at once, and thinks about what that is worth."""
+
+    def reset(self): ...
+
+    def step(self, text: str):
+        return "", 1.0, True
+
+    def get_reward(self):
+        time.sleep(1.0)
+        return 2.0
+
+
 class Restless(Saved):
     """Answers by the clock, and has neither save() nor load()."""
 

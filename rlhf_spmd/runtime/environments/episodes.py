@@ -8,20 +8,20 @@ first unanswered call comes, and brought to where it was by the earlier calls, w
 
 import hashlib
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tool_calls import Call
 from rlhf_spmd.runtime.environments.journal import END, OPENING, Journal, Key
-from rlhf_spmd.runtime.environments.kinds import Message, Opening, Step
+from rlhf_spmd.runtime.environments.kinds import Opening, Step
+from rlhf_spmd.runtime.environments.rows import Asking, Life, Limits, Result, Row, seed_of
 from rlhf_spmd.runtime.environments.speech import Speech
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
-Asking = Generator[dict[str, Any], Mapping[str, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,75 +31,6 @@ class Answer:
     row: int
     token_ids: tuple[int, ...] | None
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row to be drawn. prompt: its number in the iteration, the same in a group; sample: its number in the group.
-    text, messages: of the prompt. where: of the row in the data, for messages."""
-
-    prompt: int
-    sample: int
-    columns: Mapping[str, Any]
-    text: str
-    messages: list[Message] | None
-    where: str = "the data set"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of an episode; 0: none. calls: of tools. tool_s: seconds of a call; episode_s: of a whole episode."""
-
-    turns: int = 0
-    calls: int = 0
-    tool_s: float = 0.0
-    episode_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What an episode came to. rewards: of each turn, with that of the whole episode in the last. seconds: of each call
-    that was made now. is_dropped: its environment, or that of another episode of its group, broke too often."""
-
-    rewards: tuple[float, ...]
-    num_turns: int
-    num_calls: int
-    num_failures: int
-    num_timeouts: int
-    reason: str
-    seconds: tuple[float, ...]
-    logs: Mapping[str, float]
-    is_dropped: bool = False
-
-
-@dataclass(slots=True)
-class Life:
-    """A row on its way. made: the calls so far with their answers, None for those whose time was over."""
-
-    row: Row
-    speech: Speech
-    episode: int  # its number among all of the workers
-    work: Asking | None = None
-    ticket: int = 0  # of the question that waits; 0: none
-    until_s: float = 0.0  # 0: for ever
-    began_s: float = 0.0
-    turn: int = 0
-    opening: Opening | None = None
-    made: list[tuple[dict[str, Any], Step | None]] = field(default_factory=list)
-    state: Any = None  # as save() gave it
-    turn_rewards: list[float] = field(default_factory=list)
-    end_reward: float = 0.0
-    num_calls: int = 0
-    num_failures: int = 0
-    num_timeouts: int = 0
-    tries: int = 0
-    seconds: list[float] = field(default_factory=list)
-    logs: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-
-    @property
-    def where(self) -> str:
-        return f"prompt {self.row.prompt}, sample {self.row.sample}, turn {self.turn}"
 
 
 class Episodes:
@@ -140,11 +71,14 @@ class Episodes:
     def drew(self, row: int, token_ids: list[int]) -> None:
         """The model ended a turn of this row with these ids, the one that ends the turn included, if it drew one."""
         life = self.lives[row]
-        assert life.work is None and not life.reason, "a row draws after its turn has been answered"
+        assert life.work is None and not life.is_told, "a row draws after its turn has been answered"
         if not life.began_s:
             life.began_s = time.monotonic()
             life.until_s = life.began_s + self.limits.episode_s if self.limits.episode_s else 0.0
         life.turn += 1
+        if life.reason:  # it was dropped before it began
+            self._tell(row, life, life.reason)
+            return
         self._go_on(row, self._turn(row, life, token_ids))
 
     def answers(self, wait_s: float) -> list[Answer]:
@@ -153,7 +87,7 @@ class Episodes:
         while not self._ready:
             self._out_of_time()
             now_s = time.monotonic()
-            ends_s = [life.until_s - now_s for life in self.lives if life.ticket and life.until_s and not life.reason]
+            ends_s = [life.until_s - now_s for life in self.lives if life.ticket and life.until_s and not life.is_told]
             if self._ready or not self._tickets:
                 break
             self._hear(max(0.0, min(until_s - now_s, *ends_s, float("inf"))))
@@ -167,7 +101,8 @@ class Episodes:
         in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
         life = self.lives[row]
         if not life.reason and life.work is None:
-            self._go_on(row, self._ended(row, life, reason, tells=False))
+            life.is_told = True
+            self._go_on(row, self._ended(row, life, reason))
         while life.work is not None:
             self._hear(1.0)
         found = [*life.turn_rewards, *[0.0] * (max(life.turn, 1) - len(life.turn_rewards))]
@@ -184,6 +119,7 @@ class Episodes:
                 life.num_calls,
                 life.num_failures,
                 life.num_timeouts,
+                life.tries,
                 life.reason,
                 tuple(life.seconds),
                 life.logs,
@@ -224,17 +160,22 @@ class Episodes:
     def _out_of_time(self) -> None:
         """Ends the episodes that wait and whose time is over."""
         for number, life in enumerate(self.lives):
-            if life.ticket and life.until_s and time.monotonic() >= life.until_s and not life.reason:
+            if life.ticket and life.until_s and time.monotonic() >= life.until_s and not life.is_told:
                 self._tickets.pop(life.ticket, None)
                 self.workers.drop(life.ticket)
                 life.ticket, life.work = 0, None
                 self.journal.add(self._key(life, END), {"reason": TIMEOUT, "turn": life.turn, "reward": 0.0})
                 self._say_over(number, life, TIMEOUT)
 
-    def _say_over(self, number: int, life: Life, reason: str, *, tells: bool = True) -> None:
+    def _say_over(self, number: int, life: Life, reason: str) -> None:
         life.reason = reason
         self.workers.leave(life.episode)
-        if tells:
+        self._tell(number, life, reason)
+
+    def _tell(self, number: int, life: Life, reason: str) -> None:
+        """Tells the engine once that an episode is over; not before it has drawn anything."""
+        if life.turn and not life.is_told:
+            life.is_told = True
             self._ready.append(Answer(number, None, reason))
 
     # ---- what a row asks --------------------------------------------------------------------------------------------
@@ -341,13 +282,12 @@ class Episodes:
         life.state = known["state"]
         steps.append(step)
 
-    def _ended(self, number: int, life: Life, reason: str, *, tells: bool = True) -> Asking:
+    def _ended(self, number: int, life: Life, reason: str) -> Asking:
         """Ends an episode: the engine is told at once, then its last reward is asked for."""
         if life.speech.environment.is_stateless:
-            self._say_over(number, life, reason, tells=tells)
+            self._say_over(number, life, reason)
             return
-        if tells:
-            self._ready.append(Answer(number, None, reason))
+        self._tell(number, life, reason)
         known = self.journal.answers.get(self._key(life, END))
         if known is None:
             answer: dict[str, Any] = {}
@@ -357,7 +297,7 @@ class Episodes:
             known = {"reason": reason, "turn": life.turn, "reward": answer["reward"]}
             self.journal.add(self._key(life, END), known)
         life.end_reward = known["reward"]
-        self._say_over(number, life, reason, tells=False)
+        self._say_over(number, life, reason)
 
     def _asked(self, number: int, life: Life, message: dict[str, Any], found: dict[str, Any]) -> Asking:
         """Asks the environment, brought to where it was if there is none, and puts the answer into `found`. Raises
@@ -420,8 +360,3 @@ class Episodes:
 
     def _key(self, life: Life, turn: int, place: int = 0) -> Key:
         return life.row.prompt, life.row.sample, turn, place
-
-
-def seed_of(*key: int) -> int:
-    """A number below 2**31 for random generators, the same on any machine."""
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big") >> 1

@@ -8,8 +8,9 @@ from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.readers import conversation_of
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episodes import Episodes, Limits, Row
+from rlhf_spmd.runtime.environments.episodes import Episodes
 from rlhf_spmd.runtime.environments.journal import Journal, forget
+from rlhf_spmd.runtime.environments.rows import Limits, Row
 from rlhf_spmd.runtime.environments.speech import Render, speech_of
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
 

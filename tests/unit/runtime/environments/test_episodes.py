@@ -9,8 +9,9 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episodes import Episodes, Limits, Row, seed_of
+from rlhf_spmd.runtime.environments.episodes import Episodes
 from rlhf_spmd.runtime.environments.journal import Journal
+from rlhf_spmd.runtime.environments.rows import Limits, Row, seed_of
 from rlhf_spmd.runtime.environments.speech import speech_of
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
 from tests import environments
@@ -336,6 +337,26 @@ def test_a_group_whose_environment_breaks_may_be_dropped(text, world):
     _, reasons, rewards = play(episodes, lambda row, turn, ids: text if (row, turn) == (1, 1) else "ab")
     assert reasons == ["tool_stopped"] * 4 and rewards == [[2.0, 2.0], [2.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
     assert [one.is_dropped for one in episodes.results()] == [True, True, False, False]
+
+
+def test_a_group_is_dropped_wherever_its_environment_breaks(world):
+    rows = [Row(n, 0, {"at": at}, "Go.", ASK) for n, at in enumerate(("reset", "get_reward", ""))]
+    episodes = world("functions.py:Broken", rows, on_failure="drop_group")
+    _, reasons, rewards = play(episodes, scripted("ab", "c"))
+    assert reasons == ["tool_stopped"] * 3 and rewards == [[0.0], [1.0, 1.0], [1.0, 3.0]]
+    assert [(one.is_dropped, one.num_broken) for one in episodes.results()] == [(True, 4), (True, 4), (False, 0)]
+    for row, says in zip(rows, ("no reset", "no reward"), strict=False):
+        with pytest.raises(UserError, match=f"(?s)Broken broke 4 times.*RuntimeError: {says}"):
+            play(world("functions.py:Broken", [row], iteration=4), scripted("c"))
+
+
+@pytest.mark.timed
+def test_the_time_of_an_episode_is_over_while_its_reward_is_asked_for(world):
+    """It has ended by itself, and stays so in the journal."""
+    for _ in range(2):
+        episodes = world("functions.py:SlowReward", rows_of(1), limits=Limits(episode_s=0.4))
+        _, reasons, rewards = play(episodes, scripted("a"))
+        assert reasons == ["tool_stopped"] and rewards == [[3.0]] and episodes.answers(0.5) == []
 
 
 @pytest.mark.timed
