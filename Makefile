@@ -8,9 +8,9 @@ MPIRUN := $(BIN)/mpirun
 # of torch 2.11, 2.12.0, and 2.12.1 and 2.13 for CUDA
 TRITONS := 3.6.0 3.7.0 3.7.1
 SMOLLM2 := .cache/smollm2-135m
-SOURCES := rlhf_spmd kernels strategies bench tests
+SOURCES := rlhf_spmd kernels strategies bench tests tools
 
-.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format peers peers-vllm clean
+.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -52,16 +52,25 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+docs: .venv/.installed-test .venv-docs/.installed  ## the documents as a site with search, in build/site; not part of `make test`
+	NO_MKDOCS_2_WARNING=1 RLHF_SPMD_PYTHON=$(BIN)/python .venv-docs/bin/mkdocs build --quiet --strict -f tools/site/mkdocs.yml
+	$(BIN)/python -m pytest -q -rs tests/site
+
 peers: .venv-peers/.installed  ## TRL and peft, for `python -m bench against-trl` and `make test-slow`, in an environment of its own
 
 peers-vllm: .venv-peers-vllm/.installed  ## vLLM's CPU backend, for `python -m bench against-vllm`, in another one (3 GB)
 
 clean:
-	rm -rf .venv .venv-peers .venv-peers-vllm .cache runs
+	rm -rf .venv .venv-docs .venv-peers .venv-peers-vllm .cache build runs
 
 .venv/.installed: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) constraints-shared.txt $(wildcard kernels/native/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) -e ".[mpi]"
+	touch $@
+
+.venv-docs/.installed: constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs mkdocs-material mkdocstrings-python
 	touch $@
 
 .venv-peers/.installed: constraints.txt constraints-shared.txt constraints-peers.txt

@@ -6,7 +6,7 @@ if [[ -n $RLHF_SPMD_MODULES ]]; then
     module load $RLHF_SPMD_MODULES
 fi
 if [[ ! -x $RLHF_SPMD_VENV/bin/python ]]; then
-    echo "slurm: there is no $RLHF_SPMD_VENV/bin/python on $(hostname): name the virtual environment in slurm/env.sh" >&2
+    echo "slurm: there is no $RLHF_SPMD_VENV/bin/python on $(hostname): set RLHF_SPMD_VENV in $RLHF_SPMD_SITE" >&2
     exit 2
 fi
 export PATH="$RLHF_SPMD_VENV/bin:$PATH"
@@ -24,7 +24,12 @@ case $RLHF_SPMD_LAUNCHER in
 srun) launcher=(srun "--mpi=$RLHF_SPMD_PMI" --kill-on-bad-exit=1) ;;
 mpirun) launcher=(mpirun -n "$SLURM_NTASKS") ;;
 *)
-    echo "slurm: RLHF_SPMD_LAUNCHER=$RLHF_SPMD_LAUNCHER in slurm/env.sh is neither srun nor mpirun" >&2
+    echo "slurm: RLHF_SPMD_LAUNCHER=$RLHF_SPMD_LAUNCHER is neither srun nor mpirun" >&2
     exit 2
     ;;
 esac
+if [[ -n $RLHF_SPMD_CONTAINER ]]; then
+    export APPTAINERENV_PREPEND_PATH=$RLHF_SPMD_VENV/bin # a container has a PATH of its own
+    read -ra container <<<"$RLHF_SPMD_CONTAINER"
+    launcher+=("${container[@]}")
+fi

@@ -13,7 +13,8 @@
 # missing: a stage that has written its model is left as it is, one in the queue is waited for, and an interrupted one
 # continues from its checkpoint. For other chains, change the lines at the end.
 set -euo pipefail
-. slurm/env.sh
+# shellcheck source=slurm/env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 usage() {
     echo "usage: slurm/stages.sh NAME [OPTIONS OF SBATCH] : [ARGUMENTS OF SFT] : [OF THE REWARD MODEL] : [OF PPO]" >&2
@@ -72,7 +73,7 @@ stage() { # STAGE, folder of its model, stages before it, words of `train`: subm
         mapfile -t words < <(changes "${words[@]}")
     fi
     how+=(--parsable "--job-name=$run")
-    job=$(RLHF_SPMD_RUN=$run sbatch "${options[@]}" "${how[@]}" slurm/train.sbatch "${words[@]}")
+    job=$(RLHF_SPMD_RUN=$run sbatch "${options[@]}" "${how[@]}" "$RLHF_SPMD_SLURM/train.sbatch" "${words[@]}")
     jobs[$1]=${job%%;*} # behind a semicolon, the cluster
     echo "$run: job ${jobs[$1]}${after:+ after ${after:1}}"
 }

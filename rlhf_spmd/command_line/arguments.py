@@ -446,6 +446,13 @@ def parser(text: str) -> argparse.ArgumentParser:
 
 def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
     """The options of a verb; its other arguments with `=` are overrides. text: see `parser`. Raises UserError."""
+    if words and not words[0].startswith("-") and words[0] not in VERBS:
+        from rlhf_spmd.pages.option_suggestions import did_you_mean
+
+        raise UserError(
+            f"{words[0]!r} is not a subcommand{did_you_mean(words[0], VERBS)}; there are {', '.join(VERBS)} ({PROGRAM} "
+            "--help says what each does)"
+        )
     parsed, rest = parser(text).parse_known_args(words)
     if parsed.verb in CHECKED:
         first = parsed.strategies or []

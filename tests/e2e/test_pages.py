@@ -5,6 +5,7 @@ samples, which three data-parallel ranks cut.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -95,3 +96,17 @@ def test_check_and_plan_know_a_page(page, options):
     command = [sys.executable, "-m", "rlhf_spmd", "check", out, "--layout", "1x4", "--json", *base]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"], stdout + stderr
+
+
+def test_the_usual_page_of_the_documents(warm, tmp_path):
+    """In docs/write_an_algorithm.md: it learns."""
+    text = (Path(__file__).parents[2] / "docs" / "write_an_algorithm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (page,) = [block for block in blocks if "REINFORCE" in block]
+    (tmp_path / "mine.py").write_text(page, encoding="utf-8")
+    words = ["--preset", "arithmetic", "--runs", tmp_path / "runs", "--name", "x", "iterations=6", "eval.every=6"]
+    status, _, stderr = warm.run(["train", "--algorithm", tmp_path / "mine.py", *words, "optimizer.actor_lr=3e-4"])
+    assert status == 0, stderr
+    rows = (tmp_path / "runs" / "x" / "evaluations.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    before, after = (json.loads(row)["mean@1"] for row in rows)
+    assert after > before + 0.1

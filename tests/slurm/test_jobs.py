@@ -1,8 +1,11 @@
-"""Arrays of benches, and the tests of a site.
+"""Arrays of benches and of seeds, jobs from another folder, and the tests of a site.
 
 make test-slurm
 """
 
+import json
+
+from tests.run_mpi import REPOSITORY
 from tests.slurm.cluster import wait_until
 
 LIMIT_S = 120.0
@@ -26,3 +29,25 @@ def test_the_tests_of_a_site(site):
     job = site.submit("test.sbatch", "tests/mpi/test_world.py", options=("--nodes=2", "--ntasks-per-node=2"))
     fields = site.cluster.wait_for(job, "COMPLETED", "FAILED", limit_s=LIMIT_S)
     assert fields["JobState"] == "COMPLETED" and " passed, 0 failed" in site.log(job), site.log(job)
+
+
+def test_an_array_of_seeds_from_another_folder(site):
+    """With the settings of the site in a file of the user's; the two runs draw different tokens."""
+    elsewhere = site.folder / "elsewhere"
+    elsewhere.mkdir()
+    lines = [f"{name}={value}" for name, value in site.environment.items() if name.startswith("RLHF")]
+    (elsewhere / "site.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = '--array=3-4 --nodes=1 --ntasks-per-node=2 "$RLHF_SPMD_SLURM/train.sbatch" iterations=2 rollout_batch=64'
+    script = f". {REPOSITORY}/slurm/env.sh && sbatch --parsable {words}"
+    number = site.cluster.command(
+        "bash", "-c", script, folder=elsewhere, RLHF_SPMD_SITE=str(elsewhere / "site.sh"), OMP_NUM_THREADS="1"
+    ).strip()
+    hashes = set()
+    for seed in (3, 4):
+        job = f"{number}_{seed}"
+        wait_until(lambda job=job: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), LIMIT_S, f"{job} ends")
+        assert site.cluster.job(job)["ExitCode"] == "0:0", list(elsewhere.glob("*.log"))
+        run = f"job-{number}-seed-{seed}"
+        assert json.loads((site.runs / run / "config.json").read_text(encoding="utf-8"))["seed"] == seed
+        hashes |= {row["tokens_sha256"] for row in site.metrics(run)}
+    assert len(hashes) == 4

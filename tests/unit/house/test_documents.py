@@ -20,10 +20,25 @@ from rlhf_spmd.pages.strategy import load_strategy
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PROMISING = [README, *DOCS, ROOT / "CONTRIBUTING.md"]  # their commands and the files that they name are checked
+PROMISING = [
+    README,
+    *DOCS,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+]  # their commands and the files that they name are checked
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
+SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES, MOST_COLUMNS = 200, 120
-OURS = ("rlhf_spmd", "kernels", "strategies", "bench", "tests", "slurm", "docs")  # folders whose files are named
+OURS = (
+    "rlhf_spmd",
+    "kernels",
+    "strategies",
+    "bench",
+    "tests",
+    "slurm",
+    "docs",
+    "examples",
+)  # folders whose files are named
 VERBS = (
     "train",
     "evaluate",
@@ -134,6 +149,12 @@ def test_every_page_is_reachable():
     assert not set(DOCS) - seen
 
 
+def test_every_page_has_a_place_on_the_site():
+    places = re.findall(r"- (?:Home: )?(\S+\.md)$", SITE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {named(page) for page in DOCUMENTS} <= set(places)
+    assert len(places) == len(set(places))
+
+
 @pytest.mark.parametrize("page", [*DOCS, README, RESULTS], ids=named)
 def test_named_files_exist(page):
     """Of files and folders of the repository that stand in backticks, by their path from its root."""
@@ -152,13 +173,15 @@ def test_named_modules_exist(page):
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_understood(page, command, tmp_path):
-    """A file of --config is the block of YAML on the same page."""
+    """A file of --config is one of the repository, or the block of YAML on the same page."""
     parsed = parse(words_for_us(command))
     assert parsed.verb in VERBS
     if parsed.verb in ("train", "check", "plan") and not getattr(parsed, "resume", None):
         options = [word for word in parsed.overrides if not word.startswith("strategy.")]
         if parsed.config:
-            (block,) = [block for where, block in FILES if where == page]
+            here = ROOT / parsed.config
+            texts = [block for where, block in FILES if where == page]
+            (block,) = [here.read_text(encoding="utf-8")] if here.is_file() else texts
             load(file=read_block(block, tmp_path), preset="llama-7b", overrides=options)
             return
         load("llama-7b" if parsed.model else parsed.preset, options)

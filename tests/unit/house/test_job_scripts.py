@@ -37,6 +37,7 @@ def test_only_env_knows_the_site():
     assert {"env.sh", "launch.sh", "stages.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(SCRIPTS)
     known = set(re.findall(r"^: .*", SCRIPTS["env.sh"], re.MULTILINE))
     variables = set(re.findall(r"\w+(?=:=)", " ".join(known)))
+    variables |= {"RLHF_SPMD_SLURM"}  # the folder of the scripts, not a setting
     assert {"RLHF_SPMD_LAUNCHER", "RLHF_SPMD_VENV", "SBATCH_PARTITION"} <= variables
     for name in SCRIPTS:
         text = "\n".join(code(name))
@@ -70,6 +71,22 @@ def test_env_has_defaults_and_keeps_what_is_set():
     assert first[1] == "mpirun" and exported["SBATCH_PARTITION"] == "gpu" and exported["RLHF_SPMD_INTERFACE"] == "ib0"
 
 
+def test_a_file_of_the_user_has_the_settings_of_the_site(tmp_path):
+    """Variables that are set, exported or not, take precedence over it."""
+    (tmp_path / "rlhf_spmd").mkdir()
+    lines = "SBATCH_PARTITION=gpu", "RLHF_SPMD_LAUNCHER=mpirun", "RLHF_SPMD_CONTAINER='apptainer exec --nv a.sif'"
+    (tmp_path / "rlhf_spmd" / "site.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    first, exported = sourced(XDG_CONFIG_HOME=str(tmp_path))
+    assert first[1] == "mpirun" and exported["SBATCH_PARTITION"] == "gpu"
+    assert exported["RLHF_SPMD_CONTAINER"] == "apptainer exec --nv a.sif"
+    first, exported = sourced(XDG_CONFIG_HOME=str(tmp_path), RLHF_SPMD_LAUNCHER="srun")
+    assert first[1] == "srun" and exported["SBATCH_PARTITION"] == "gpu"
+    other = tmp_path / "other.sh"
+    other.write_text("SBATCH_ACCOUNT='a b'\n", encoding="utf-8")
+    first, exported = sourced(XDG_CONFIG_HOME=str(tmp_path), RLHF_SPMD_SITE=str(other))
+    assert first[1] == "srun" and exported["SBATCH_ACCOUNT"] == "a b" and "SBATCH_PARTITION" not in exported
+
+
 # ---- train.sbatch with a launcher and a Slurm that only write down what they are told ------------------------------
 
 SRUN = """#!/bin/bash
@@ -87,7 +104,7 @@ echo "JobState=RUNNING PreemptTime=None"
 class Job:
     """The script, running."""
 
-    def __init__(self, folder: Path, *words: str, restart: int = 0, run: str = ""):
+    def __init__(self, folder: Path, *words: str, restart: int = 0, run: str = "", **environment: str):
         self.folder, self.runs = folder, folder / "runs"
         (folder / "slurm").mkdir(exist_ok=True)
         for name, text in SCRIPTS.items():
@@ -99,7 +116,7 @@ class Job:
         self.runs.mkdir(exist_ok=True)
         of_slurm = {"SLURM_SUBMIT_DIR": folder, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": restart, "SLURM_NTASKS": 2}
         ours = {"RLHF_SPMD_VENV": folder / "venv", "RLHF_SPMD_RUNS": self.runs, "HERE": folder} | of_slurm
-        ours |= {"RLHF_SPMD_RUN": run} if run else {}
+        ours |= ({"RLHF_SPMD_RUN": run} if run else {}) | environment
         self.process = subprocess.Popen(
             ["bash", folder / "slurm" / "train.sbatch", *words],
             env={"PATH": "/usr/bin:/bin", **{name: str(value) for name, value in ours.items()}},
@@ -129,6 +146,37 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < end, path
         time.sleep(0.02)
+
+
+def test_a_job_from_another_folder_finds_the_scripts(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    places = {"SLURM_SUBMIT_DIR": str(tmp_path / "elsewhere"), "RLHF_SPMD_SLURM": str(tmp_path / "slurm")}
+    assert Job(tmp_path, "--preset", "tiny", **places).end()[0][-2:] == ["--preset", "tiny"]
+
+
+def test_the_tasks_of_an_array_differ_in_seed_and_folder(tmp_path):
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    words = Job(tmp_path, "--preset", "tiny", **array).end()[0]
+    assert words == ["--runs", str(tmp_path / "runs"), "--name", "job-5-seed-3", "seed=3", "--preset", "tiny"]
+    job = Job(tmp_path, "--preset", "tiny", restart=1, **array)
+    job.checkpoint(10, run="job-5-seed-3")
+    job.end()
+    again = Job(tmp_path, "--preset", "tiny", restart=1, **array).end()[0]
+    assert again == ["--resume", str(tmp_path / "runs/job-5-seed-3")]
+
+
+def test_a_container_comes_before_python(tmp_path):
+    job = Job(tmp_path, RLHF_SPMD_CONTAINER="apptainer exec --nv a.sif")
+    job.end()
+    words = (tmp_path / "words").read_text(encoding="utf-8").split("\n")
+    assert words[words.index("apptainer") :][:6] == [
+        "apptainer",
+        "exec",
+        "--nv",
+        "a.sif",
+        "env",
+        "--ignore-signal=USR1",
+    ]
 
 
 def test_a_restart_repeats_its_words_where_an_old_run_goes_on(tmp_path):
@@ -196,7 +244,7 @@ def stages(tmp_path):
 
 
 def of_train(submitted):
-    return submitted[submitted.index("slurm/train.sbatch") + 1 :]
+    return submitted[submitted.index(str(FOLDER / "train.sbatch")) + 1 :]
 
 
 def test_stages_wait_for_each_other_and_read_what_the_others_write(stages, tmp_path):

@@ -163,7 +163,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
     ("arguments", "words"),
     [
         ([], ["arguments are required", "--help"]),
-        (["chekc"], ["invalid choice", "check"]),
+        (["chekc"], ["'chekc' is not a subcommand (did you mean 'check'?); there are train, "]),
         (["check"], ["STRATEGY"]),
         (["check", "flatening"], ["unknown strategy 'flatening'", "did you mean 'flattening'"]),
         (["check", "none.py"], ["none.py does not exist"]),

@@ -1,0 +1,105 @@
+"""Feeds mkdocs with the Markdown of the repository, each file under its path there, so that the links which repository
+browsers follow are those of the site, too. Also makes the pages of the reference.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGES.md", "SECURITY.md", "examples/README.md")
+PAGES += ("bench/RESULTS.md", "bench/LOG.md", "bench/data/README.md")
+SHIM = "assets/iframe-worker.js"  # without it, pages that are opened as files have no search
+REFERENCE = """\
+# Python reference
+
+What a strategy, an algorithm's page and a reward function are written with. Made from the docstrings.
+
+"""
+OBJECTS = {
+    "Strategies": ("plan.placement.Placement", "plan.layout.Layout", "plan.workload.Workload", "plan.cluster.Cluster"),
+    "Algorithms": ("algorithms.page", "plan.workflow"),
+    "Rewards": ("rewards",),
+}
+FOREIGN = re.compile(r"https://unpkg\.com/iframe-worker/shim")
+LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config) -> Files:
+    """Takes the place of docs_dir: those of the repository and the generated pages."""
+    paths = [*PAGES, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+    linked = {target for path, text in texts.items() for target in _targets(path, text)} - set(texts)
+    made = [File.generated(config, path, content=text) for path, text in texts.items()]
+    made += [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in sorted(linked)]
+    generated = {"python": _python(), "command_line": _command_line(), "metrics": _metrics()}
+    made += [File.generated(config, f"reference/{name}.md", content=text) for name, text in generated.items()]
+    made.append(File.generated(config, SHIM, abs_src_path=str(Path(__file__).with_name("assets") / "iframe-worker.js")))
+    theme = [file for file in files if not (ROOT / "docs" / file.src_uri).exists()]
+    return Files([*theme, *made])
+
+
+def on_post_page(output: str, page, config) -> str:
+    """Takes the one script that the theme loads from another host from here instead."""
+    return FOREIGN.sub(get_relative_url(SHIM, page.url), output)
+
+
+def on_post_template(output_content: str, template_name: str, config) -> str:
+    """Does the same for pages that are not made from Markdown."""
+    return FOREIGN.sub(f"/{SHIM}" if template_name == "404.html" else SHIM, output_content)
+
+
+def _targets(path: str, text: str) -> set[str]:
+    """The files of the repository that a page links to."""
+    found = set()
+    for link in LINK.findall(text):
+        target = Path(os.path.normpath(ROOT / Path(path).parent / unquote(link)))
+        if ":" not in link and target.is_file():
+            found.add(target.relative_to(ROOT).as_posix())
+    return found
+
+
+def _python() -> str:
+    parts = [REFERENCE]
+    for heading, names in OBJECTS.items():
+        parts.append(f"## {heading}\n\n")
+        parts += [f"::: rlhf_spmd.{name}\n\n" for name in names]
+    return "".join(parts)
+
+
+def _command_line() -> str:
+    """The help of each subcommand."""
+    main = _help()
+    verbs = re.findall(r"^    ([a-z][a-z-]+)(?: |$)", main.partition("SUBCOMMAND\n")[2].partition("\n\n")[0], re.M)
+    parts = ["# Command line\n\nWhat `python -m rlhf_spmd SUBCOMMAND --help` prints.\n", f"\n```text\n{main}```\n"]
+    parts += [f"\n## {verb}\n\n```text\n{_help(verb)}```\n" for verb in verbs]
+    return "".join(parts)
+
+
+def _metrics() -> str:
+    """The metrics of each algorithm, by the names that metrics.jsonl has."""
+    return _run("-m", "tools.site.metrics")
+
+
+def _help(*words: str) -> str:
+    return _run("-m", "rlhf_spmd", *words, "--help")
+
+
+def _run(*words: str) -> str:
+    """Runs the package in the environment in which it is installed, which this one is not."""
+    python = os.environ.get("RLHF_SPMD_PYTHON", sys.executable)
+    return subprocess.run(
+        [python, *words],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        check=True,
+    ).stdout

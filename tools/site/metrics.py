@@ -1,0 +1,59 @@
+"""Prints a page with the metrics of each algorithm that comes with the package: their meaning is the comment at the
+metric in METRICS of the algorithm's page, or of the module from which the page takes it."""
+
+import re
+
+from bench.rows import REPOSITORY
+from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
+
+HEAD = """# Metrics of the algorithms
+
+The names are those of `metrics.jsonl`. Metrics that every algorithm has are in [Run
+folder](../docs/run_folder.md#metrics). *Console* is the heading of the metric's column. *Normal* is the range outside
+which a run warns.
+"""
+TABLE = "\n| metric | meaning | console | normal |\n|---|---|---|---|\n"
+ENTRY = re.compile(r'^    "(\w+)": Metric\(.*?(?:  # (.*))?$')
+
+
+def page() -> str:
+    """The page in Markdown."""
+    folder = REPOSITORY / "rlhf_spmd" / "algorithms"
+    meanings = {path.stem: meanings_in(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))}
+    everywhere = {name: text for found in meanings.values() for name, text in found.items() if text}
+    parts = [HEAD]
+    for name in algorithm_names():
+        algorithm = load_algorithm(name)
+        rows = [
+            f"| `{key}` | {meanings.get(name, {}).get(key) or everywhere.get(key, '')} | {metric.column} "
+            f"| {normal(metric)} |\n"
+            for key, metric in algorithm.metrics.items()
+        ]
+        parts.append(
+            f"\n## {name}\n\n{algorithm.title}.\n\n| metric | meaning | console | normal |\n|---|---|---|---|\n"
+        )
+        parts += rows
+    return "".join(parts)
+
+
+def normal(metric: Metric) -> str:
+    """The range in which a metric causes no warning, as text; empty: it never does."""
+    if metric.limits is None:
+        return ""
+    return f"{metric.limits[0]:g} to {metric.limits[1]:g}"
+
+
+def meanings_in(source: str) -> dict[str, str]:
+    """The comment at each metric of a module: at the end of its line, or on the lines above it."""
+    found, above = {}, []
+    for line in source.split("\n"):
+        entry = ENTRY.match(line)
+        if entry:
+            found[entry[1]] = entry[2] or " ".join(above)
+        above = [*above, line.strip("# ")] if line.startswith("    # ") else []
+    return found
+
+
+if __name__ == "__main__":
+    print(page(), end="")
