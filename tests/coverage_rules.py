@@ -71,6 +71,11 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/runtime/execute/handlers/test_compute.py": ("runtime.execute.job", "runtime.observe.metric_sums"),
     "unit/runtime/execute/test_invariants.py": ("runtime.run.inputs", "runtime.run.loop", "runtime.run.train"),
     "unit/runtime/checkpoint/test_resume.py": ("runtime.run.run_text",),
+    "unit/runtime/rewards/test_function.py": ("pages.named_objects",),
+    "unit/runtime/environments/test_adapters.py": ("runtime.environments.kinds",),
+    "unit/runtime/environments/test_episodes.py": ("runtime.environments.rows", "runtime.environments.speech"),
+    "unit/runtime/environments/test_workers.py": ("runtime.environments.worker",),
+    "unit/runtime/rewards/test_workers.py": ("runtime.rewards.worker", "runtime.workers.pool"),
     "unit/runtime/generation/test_engine.py": (
         *("runtime.generation.decoder", "runtime.generation.kv_cache", "runtime.generation.requests"),
     ),

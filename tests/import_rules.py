@@ -22,7 +22,13 @@ BESIDE = ("tests",)  # folders that import anything, but keep their files and fu
 MAX_FUNCTION, MAX_FILES = 80, 12  # lines of a function, files of a folder
 LONG_FILE = 400  # lines, of which a warning asks
 LISTS = ("rlhf_spmd/algorithms", "rlhf_spmd/verbs", "kernels", "strategies", "bench", "tests")  # a file for each thing
-LOOSE = ("rlhf_spmd/__init__.py", "rlhf_spmd/__main__.py", "rlhf_spmd/errors.py", "rlhf_spmd/rewards.py")
+LOOSE = (
+    "rlhf_spmd/__init__.py",
+    "rlhf_spmd/__main__.py",
+    "rlhf_spmd/errors.py",
+    "rlhf_spmd/rewards.py",
+    "rlhf_spmd/tools.py",
+)
 ANYTHING = ("",)
 
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
@@ -35,11 +41,13 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("config.options", "config.model_folders", "files", "kernels", "model", "plan.runtime_words", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values", "pages.user_module"),
     ),
+    "workers": (),
     "rewards": (
         *("config.options", "config.model_folders", "files", "model", "plan.runtime_words"),
-        *("pages.function_sources", "pages.option_suggestions", "pages.user_module"),
+        *("pages.function_sources", "pages.named_objects", "pages.option_suggestions", "pages.user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
+    "environments": ("config.file", "files", "model", "pages.named_objects", "pages.option_suggestions"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config.options", "kernels", "config.model_folders", "model", "plan"),
     "execute": (
@@ -228,6 +236,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.pages.strategy": ("plan", "strategies", *(f"pages.{name}" for name in BELOW_PAGES)),
     "rlhf_spmd.files": ("files",),
     "rlhf_spmd.pages.user_module": ("files", "pages.option_suggestions", "runtime.guard.user_code"),
+    "rlhf_spmd.pages.named_objects": ("files", "pages.user_module", "runtime.guard.user_code"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),

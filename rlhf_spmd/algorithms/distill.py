@@ -33,7 +33,7 @@ class Options(off_policy.Options):
     scale_eps: NonNegative = 1e-4  # constant added to the standard deviation of a group's rewards, which divides them
     clip_low: NonNegative = 0.2  # probability ratios are clipped at 1 - clip_low
     clip_high: NonNegative = 0.2  # probability ratios are clipped at 1 + clip_high
-    # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by generation.max_new_tokens
+    # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by the limit on a response
     aggregation: Aggregation = "token-mean"
 
 

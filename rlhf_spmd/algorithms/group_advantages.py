@@ -141,6 +141,18 @@ def group_advantages_finish(
     return advantages_NS, used_NS
 
 
+def turn_advantages(advantages_NS: Tensor, turn_rewards_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
+    """Advantages of turns, for rows that are episodes: what an episode earns from a turn on, minus the mean of the
+    group's *episodes*: advantages_NSG.
+
+    advantages_NS: of episodes, not scaled. turn_rewards_NSG: the reward of each turn, on its last token. The mean is
+    not one over the episodes that still run in a turn: their number is the policy's choice, and such a mean puts a
+    hidden price on another turn."""
+    rewards_NSG = torch.where(mask_NSG, turn_rewards_NSG, 0.0).double()
+    earned_NSG = rewards_NSG.cumsum(-1) - rewards_NSG  # by earlier turns
+    return torch.where(mask_NSG, advantages_NS[..., None] - earned_NSG, 0.0).to(advantages_NS.dtype)
+
+
 def group_starts(scores_NS: Tensor) -> Tensor:
     """1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no groups."""
     starts_NS = torch.zeros_like(scores_NS)

@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from rlhf_spmd.algorithms import policy_gradient
 from rlhf_spmd.algorithms.page import KLEstimator, Metric, NonNegative
+from rlhf_spmd.plan.runtime_words import rewards_of
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
 TITLE = "GRPO"
@@ -44,6 +45,9 @@ class Options(policy_gradient.Options):
     overlong_buffer: NonNegativeInt = 0
     overlong_penalty: NonNegative = 1.0  # reward that overlong=shape takes off at the limit
     drop_equal_groups: bool = False  # leave groups whose rewards are all equal out of the loss
+    # give each turn of an episode the rewards from this turn on, instead of the sum over all turns; with scale=none and
+    # an environment
+    turn_rewards: bool = False
     # smallest number of groups left in an iteration, below which the run ends; 0: no limit; above 0 there is no
     # streaming
     min_groups: NonNegativeInt = 0
@@ -63,6 +67,14 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         scope="group",
         sums=options.scale == "batch" or options.min_groups > 0,
     )
+    if options.turn_rewards:
+        advantages = compute(
+            "turn_advantages",
+            responses=responses,
+            advantages=advantages,
+            turn_rewards=Data(rewards_of(responses.key)),
+            makes={"turn_advantages": "token"},
+        )
     if kl:
         loss["ref_logprobs"] = kl["ref_logprobs"]
     if options.oversampling > 1:
@@ -93,6 +105,8 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
         return "overlong=shape and overlong_buffer=TOKENS belong together; give both, or none"
     if options.overlong_buffer > max_new_tokens:
         return f"overlong_buffer={options.overlong_buffer} is more than generation.max_new_tokens={max_new_tokens}"
+    if options.turn_rewards and options.scale != "none":
+        return f"turn_rewards=true needs scale=none, not {options.scale}: a group's spread is that of whole episodes"
     if options.oversampling > 1:
         wanted = mini_batch / samples_per_prompt / options.oversampling
         if not leaves_out(options):

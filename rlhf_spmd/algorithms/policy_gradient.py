@@ -33,7 +33,7 @@ class Options(off_policy.Options):
     clip_high: NonNegative = 0.2  # probability ratios are clipped at 1 + clip_high
     # limit on the loss where an advantage A is negative: at most -dual_clip * A; none: no limit
     dual_clip: PositiveFloat | None = None
-    # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by generation.max_new_tokens
+    # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by the limit on a response
     aggregation: Aggregation = "token-mean"
     # weight of the bonus for entropy, in nats, of the distribution that a token was sampled from; 0: none
     entropy_coef: NonNegative = 0.0

@@ -49,7 +49,7 @@ def evaluate_of(config: Config) -> Evaluate:
         num_prompts=min(num, evaluation.num_prompts) if evaluation.num_prompts else num,
         samples_per_prompt=evaluation.samples_per_prompt,
         temperature=evaluation.temperature,
-        max_response=evaluated(config).generation.max_new_tokens,
+        max_response=evaluated(config).row_tokens,
         by_function=evaluated(config).only_function,
     )
 

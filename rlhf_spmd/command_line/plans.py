@@ -218,7 +218,7 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
 
 def evaluated_tokens(config: Config) -> int:
     """The most tokens of a response in evaluations; 0: there are none. Raises UserError."""
-    return evaluated(config).generation.max_new_tokens if config.eval.prompts else 0
+    return evaluated(config).row_tokens if config.eval.prompts else 0
 
 
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:

@@ -3,7 +3,15 @@
 import dataclasses
 
 from rlhf_spmd.config.evaluation_metrics import metric_names
-from rlhf_spmd.config.options import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
+from rlhf_spmd.config.options import (
+    OLD,
+    Config,
+    Evaluation,
+    RolloutFiles,
+    function_labels,
+    prompt_files,
+    split_functions,
+)
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.uniform import other_base
 from rlhf_spmd.pages.option_suggestions import did_you_mean
@@ -30,7 +38,7 @@ def check_options(config: Config) -> None:
     check_temperature("generation.temperature", config.generation.temperature, or_zero=False)
     check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     rules = [*_of_sizes(config), *_of_data(config), *_of_rewards(config), *_of_evaluation(config)]
-    rules += [*_of_learning_rates(config), *_of_logging(config), *_of_lora(config)]
+    rules += [*_of_episodes(config), *_of_learning_rates(config), *_of_logging(config), *_of_lora(config)]
     if problems := [text for is_broken, text in rules if is_broken]:
         raise UserError("\n".join(problems))
     sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
@@ -166,6 +174,35 @@ def _of_rewards(config: Config) -> list[Rule]:
             config.reward_workers and not functions,
             f"reward_workers={config.reward_workers} are for reward functions, and reward_function is empty; give one, "
             "or leave reward_workers out",
+        ),
+    ]
+
+
+def _of_episodes(config: Config) -> list[Rule]:
+    width, most, name = config.episode.max_row_tokens, config.generation.max_new_tokens, config.algorithm.name
+    given = f"environment={config.environment}"
+    if not config.environment:
+        what = "is for responses that an environment answers; give environment=FILE.py:NAME, or drop the option"
+        has_turns = getattr(config.options, "turn_rewards", False)
+        return [(width, f"episode.max_row_tokens={width} {what}"), (has_turns, f"{name}.turn_rewards=true {what}")]
+    return [
+        (
+            0 < width < most,
+            f"episode.max_row_tokens={width} is smaller than generation.max_new_tokens={most}, the drawn tokens among "
+            "them; raise the one or lower the other",
+        ),
+        (
+            not config.algorithm.workflow(config.options).generate_calls,
+            f"{given}: algorithm {name} generates no responses; drop the option",
+        ),
+        (
+            not hasattr(config.options, OLD),
+            f"{given} needs {name}.{OLD}=recompute, and algorithm {name} has no such option; derive its Options from "
+            "off_policy.Options",
+        ),
+        (
+            getattr(config.options, "overlong", "") == "shape",
+            f"{given}: {name}.overlong=shape measures the length of a response of one turn; choose keep or mask",
         ),
     ]
 

@@ -48,6 +48,7 @@ Products = Literal["auto", "linear", "onednn", "native"]  # as in kernels/produc
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Passes = Annotated[float, Field(ge=0, le=10**6, allow_inf_nan=False)]
 LR = "_lr"  # optimizer.ROLE_lr
+OLD = "old_logprobs"  # of the options of an algorithm with a policy loss (algorithms/off_policy.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,15 @@ class Generation:
     # size of a block of the KV cache, in tokens; 0: 16 on a GPU, a whole sequence on a CPU
     block_size: NonNegativeInt = 0
     cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # fraction of the free memory that the KV cache may take
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Limits of an episode, a response of several turns that an environment answers."""
+
+    # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be drawn and all others are
+    # answers; 0: generation.max_new_tokens
+    max_row_tokens: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +224,9 @@ class Config(OptionTree):
     # time limit in seconds for a reward function on one response; 0: no limit
     reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0
     reward_on_timeout: float = 0.0  # score of a response whose reward function ran out of time
+    # environment that answers to responses, which then have several turns, as module:name or file.py:name; sets
+    # old_logprobs=recompute; empty: none
+    environment: str = ""
     # largest difference in nats between a token's logprobs in generation and in training; none: 1e-4 in float32, 2 in
     # bfloat16
     parity_tolerance: NonNegative | None = None
@@ -223,6 +236,7 @@ class Config(OptionTree):
     wandb: str = ""  # project at Weights & Biases to log to; empty: nothing is logged there
     data: DataOptions = DataOptions()
     generation: Generation = Generation()
+    episode: Episode = Episode()
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     checkpoint: Checkpointing = Checkpointing()
@@ -245,6 +259,9 @@ class Config(OptionTree):
         rates = {role: self.optimizer.lr.get(role, lr) for role, lr in usual.items()}
         if self.options is DEFAULTS:
             object.__setattr__(self, "options", self.algorithm.options())
+        if self.environment and hasattr(self.options, OLD):  # bits of the sampler's depend on how fast answers come
+            own: dict[str, Any] = {OLD: "recompute"}
+            object.__setattr__(self, "options", dataclasses.replace(self.options, **own))
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
         object.__setattr__(self, "lora", self.lora.with_roles(usual))
@@ -265,8 +282,13 @@ class Config(OptionTree):
 
     @property
     def only_function(self) -> bool:
-        """Whether the reward function replaces the reward model."""
-        return bool(self.reward_function) and self.reward_function_mode == "replace"
+        """Whether the reward function, or the environment, replaces the reward model."""
+        return bool(self.reward_function or self.environment) and self.reward_function_mode == "replace"
+
+    @property
+    def row_tokens(self) -> int:
+        """The limit on the length of a response, with what an environment answers."""
+        return self.episode.max_row_tokens or self.generation.max_new_tokens
 
     def folder(self, role: str) -> str:
         """The folder of a role, of one with an adapter that of its base; empty if a reward function replaces the role,
@@ -414,7 +436,8 @@ def leaves(config: Config) -> dict[str, str]:
 def make_workload(config: Config) -> Workload:
     """The workload that strategies and the compiler see."""
     roles = config.algorithm.roles
-    workflow = config.algorithm.workflow(config.options, replay=config.generation.top_k > 0)
+    how = {"replay": config.generation.top_k > 0, "episodes": bool(config.environment)}
+    workflow = config.algorithm.workflow(config.options, **how)
     if config.data.precomputed_logprobs:
         if not workflow.repeated_calls:
             raise UserError(f"data.precomputed_logprobs: {NOTHING_REPEATED}; drop the option")
@@ -442,12 +465,12 @@ def make_workload(config: Config) -> Workload:
         micro_batch=config.micro_batch,
         epochs=config.options.epochs,
         max_prompt=config.data.max_prompt,
-        max_response=config.generation.max_new_tokens,
+        max_response=config.row_tokens,
         param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
-        forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.generation.max_new_tokens),
+        forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
         bases=bases(shapes, roles, config.folder),
     )
 

@@ -7,7 +7,7 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -268,6 +268,19 @@ class ChatTemplate:
 
 def _refuse_chance(*_: object, **__: object) -> None:
     raise ValueError("it draws at random, so that no run with it could be repeated or resumed")
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """What chat templates are told of a tool, from its signature and docstring. Raises UserError for one without."""
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # of transformers, a class for each kind of mistake
+        raise UserError(
+            f"the tool {getattr(function, '__name__', function)} can't be described to the model ({error}): give each "
+            "parameter a type, and the docstring a line for it under Args:"
+        ) from None
 
 
 def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:

@@ -1,16 +1,18 @@
 """Attention over a paged KV cache: the context of a generation round, with prompts and new tokens."""
 
-# B rows, N tokens of packed sequences, H heads, K key-value heads, d head_dim, n blocks of s tokens
+# B rows, N tokens of packed sequences, T tokens of a row, of which t are new, H heads, K key-value heads, d head_dim,
+# n blocks of s tokens
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
 from rlhf_spmd.kernels.kv_write import heads_of, kv_write
-from rlhf_spmd.model.attention import Packed
+from rlhf_spmd.model.attention import Packed, reads_groups
 from rlhf_spmd.model.linear import Joined
 
 
@@ -34,6 +36,40 @@ class Prefill(Packed):
         return super().attend(layer, q, k, v, window)
 
 
+class Continued:
+    """Further tokens of rows that are in the cache, row by row; each attends to the tokens of its row before it."""
+
+    def __init__(self, lengths: Sequence[int], cache: Cache, slots: Sequence[Tensor]):
+        """lengths: new tokens of each row. slots: of all tokens of each row, int64 (block * s + offset)."""
+        self._lengths, self._cache, self._slots = list(lengths), cache, slots
+        new = list(zip(lengths, slots, strict=True))
+        self._slots_N = torch.cat([slots_T[-num:] for num, slots_T in new])
+        spans = [torch.arange(len(slots_T) - num, len(slots_T)) for num, slots_T in new]
+        self.positions = torch.cat(spans).to(self._slots_N.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        keys_nKsd, values_nKsd = self._cache.layer(layer)
+        kv_write(k, v, keys_nKsd, values_nKsd, self._slots_N)
+        group, size, outputs = q.shape[1] // k.shape[1], keys_nKsd.shape[2], []
+        for q_tHd, slots_T in zip(q.split(self._lengths), self._slots, strict=True):
+            at_T, of_t = torch.arange(len(slots_T), device=q.device), slice(-len(q_tHd), None)
+            mask_tT = at_T <= at_T[of_t, None]
+            if window is not None:
+                mask_tT &= at_T > at_T[of_t, None] - window
+            k_KTd, v_KTd = (x[slots_T // size, :, slots_T % size].transpose(0, 1) for x in (keys_nKsd, values_nKsd))
+            if repeats := group > 1 and not reads_groups(q, masked=True):
+                k_KTd, v_KTd = (x.repeat_interleave(group, 0) for x in (k_KTd, v_KTd))
+            out_Htd = F.scaled_dot_product_attention(
+                q_tHd.transpose(0, 1)[None],
+                k_KTd[None],
+                v_KTd[None],
+                attn_mask=mask_tT,
+                enable_gqa=group > 1 and not repeats,
+            )[0]
+            outputs.append(out_Htd.transpose(0, 1))
+        return torch.cat(outputs)
+
+
 class DecodeStep:
     """The new tokens [B] of a Round, one per row: each is stored and attends to all tokens of its row."""
 
@@ -51,15 +87,22 @@ class DecodeStep:
 
 
 class Round:
-    """The context of one generation pass: first a new token per running row, then the prompts of new rows; either may
-    be missing. All matrix products take both together; only attention separates them."""
+    """The context of one generation pass: first a new token per running row, then further tokens of rows that have got
+    an answer, then the prompts of new rows; any may be missing. All matrix products take them together; only attention
+    separates them."""
 
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = True
 
-    def __init__(self, step: DecodeStep | None, prefill: Prefill | None, joined: Joined | None = None):
+    def __init__(
+        self,
+        step: DecodeStep | None,
+        prefill: Prefill | None,
+        joined: Joined | None = None,
+        continued: Continued | None = None,
+    ):
         self.joined = joined
-        self._parts = [part for part in (step, prefill) if part is not None]
+        self._parts = [part for part in (step, continued, prefill) if part is not None]
         self._sizes = [len(part.positions) for part in self._parts]
         self.positions = torch.cat([part.positions for part in self._parts])
 

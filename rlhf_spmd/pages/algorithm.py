@@ -92,8 +92,9 @@ class Algorithm:
     def has_state(self) -> bool:
         return hasattr(self.module, "State")
 
-    def workflow(self, options: page.Options, *, replay: bool = False) -> Workflow:
-        """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
+    def workflow(self, options: page.Options, *, replay: bool = False, episodes: bool = False) -> Workflow:
+        """The graph of one iteration; replay: sampling is restricted (top-k, ...); episodes: responses have several
+        turns. Raises UserError."""
 
         def on_symbols(model: Models, compute: ComputeFunction, **data: Data) -> None:
             with self.calling("workflow", self.module.workflow):
@@ -103,7 +104,7 @@ class Algorithm:
             shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
             shapes |= dict.fromkeys(self.row_numbers, "row")
             shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
-            return trace(on_symbols, self.roles, shapes, replay=replay)
+            return trace(on_symbols, self.roles, shapes, replay=replay, episodes=episodes)
         except UserError as error:
             raise UserError(f"algorithm {self.name}: " + str(error).removeprefix(f"algorithm {self.name}: ")) from error
         except Exception as error:

@@ -12,6 +12,7 @@ MASK, ENDED, SUMS = "mask", "ended", "sums"  # parameters of functions: bool [B,
 GENERATOR_LOGPROBS = "generator_logprobs"  # argument of a loss that corrects differences from the generator itself
 # in the log of steps with a budget of tokens: the share of their places that have a row, and their tokens
 PLACES_USED, STEP_TOKENS = "places_used", "step_tokens"
+ACTIONS, REWARDS, OPENED = ".actions", ".rewards", ".prompts"  # of episodes, behind a key of responses
 TIMEOUTS = "reward_timeouts"  # in the log: responses for which a reward function ran out of time
 
 # What a row of a key is: tokens of a prompt or a response (int32, -1 on padding); one number for each response token;
@@ -27,9 +28,28 @@ READOUTS: dict[str, tuple[str, Shape]] = {
 }
 
 
-def generated_keys(name: str, *, replay: bool) -> dict[str, Shape]:
-    """The keys that a generate call makes, with their shapes. name: prefix of a second call's keys. replay: see
-    Recorder."""
+def actions_of(responses: str) -> str:
+    """The key that says which tokens of responses were drawn, and which episodes ended by themselves, if responses are
+    episodes of several turns (runtime/generation/episodes.py); else there is no such key."""
+    return responses + ACTIONS
+
+
+def rewards_of(responses: str) -> str:
+    """The key of the rewards of turns, each on the last token that the turn drew."""
+    return responses + REWARDS
+
+
+def opened_of(responses: str) -> str:
+    """The key of the prompts of episodes, as their environment has opened them."""
+    return responses + OPENED
+
+
+def generated_keys(name: str, *, replay: bool, episodes: bool = False) -> dict[str, Shape]:
+    """The keys that a generate call makes, with their shapes. name: prefix of a second call's keys. replay, episodes:
+    see Recorder."""
     before = f"{name}_" if name else ""
     made: dict[str, Shape] = {f"{before}{RESPONSES}": "response", f"{before}{LOGPROBS}": "token"}
+    if episodes:
+        own = f"{before}{RESPONSES}"
+        made |= {actions_of(own): "token", rewards_of(own): "token", opened_of(own): "prompt"}
     return made | ({f"{before}{KEPT}": "kept"} if replay else {})

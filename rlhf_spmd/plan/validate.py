@@ -7,7 +7,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import ModelCall, Train, Workflow, is_read_by_both
+from rlhf_spmd.plan.workflow import Generate, ModelCall, Train, Workflow, is_read_by_both
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -138,6 +138,8 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         yield f"{text}, which are not replicated; lower tp to {shape.num_kv_heads} or less"
     if layout.tp > min(shape.intermediate_size, shape.vocab_size):
         yield f"tp {layout.tp} is more than the rows of a weight of {model}; lower tp"
+    if isinstance(call, Generate) and call.has_turns and (layout.pp, layout.tp) != (1, 1):
+        yield "an environment answers only where one rank generates with the whole model; use pp = tp = 1 here"
     if layout.recompute and not isinstance(call, Train):
         yield "recompute saves activations for a backward pass, which only training has; drop it here"
     if isinstance(call, Train) and shape.adapters is not None and layout.zero == 3:

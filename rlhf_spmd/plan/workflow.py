@@ -4,13 +4,22 @@ A *call*, a node of this graph, is one use of a model (Generate, Infer, Train) o
 which has no model and runs wherever its results are consumed).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, Protocol, get_args
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.runtime_words import LOGPROBS, READOUTS, Shape, generated_keys
+from rlhf_spmd.plan.runtime_words import (
+    LOGPROBS,
+    READOUTS,
+    SCORES,
+    Shape,
+    actions_of,
+    generated_keys,
+    opened_of,
+    rewards_of,
+)
 
 Scope = Literal["row", "group", "mini_batch", "batch"]
 STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
@@ -107,6 +116,11 @@ class Generate(_ModelCall):
 
     kind: Literal["generate"] = field(default="generate", init=False)
     temperature: float | None = None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether responses are episodes of several turns."""
+        return actions_of(self.outputs[0]) in self.outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +285,13 @@ def is_read_by_both(call: Call, workflow: Workflow) -> bool:
 @dataclass(slots=True)
 class Recorder:
     """Collects calls while the algorithm runs on symbolic values. replay: sampling is restricted (top-k, ...), so every
-    pass over generated responses also reads their sampling supports."""
+    pass over generated responses also reads their sampling supports. episodes: responses have several turns, so every
+    call with a mask of responses also reads which of their tokens were drawn."""
 
     roles: Mapping[str, Role]
     shapes: dict[str, Shape]
     replay: bool = False
+    episodes: bool = False
     calls: list[Call] = field(default_factory=list)
 
     def model(self, name: str) -> "Model":
@@ -291,6 +307,21 @@ class Recorder:
             if found != shape:
                 what = value.key if isinstance(value, Data) else f"{value!r:.40}"
                 raise UserError(f"{call}: {what} is not a {shape}; the order is prompts, then responses")
+
+    def turns_of(self, keys: Iterable[str], *, rewards: bool = False) -> tuple[str, ...]:
+        """The keys that say which tokens of responses were drawn and, on request, the rewards of turns; none where
+        responses have one turn. keys: any."""
+        wanted = (of(key) for of in (actions_of, *([rewards_of] if rewards else [])) for key in keys)
+        return tuple(key for key in wanted if key in self.shapes)
+
+    def tokens_of(self, call: str, prompts: Data, responses: Sequence[Data]) -> tuple[str, ...]:
+        """The keys of the sequences that a call reads. Raises UserError for two episodes, which have two prompts."""
+        opened = [key for key in (opened_of(one.key) for one in responses) if key in self.shapes]
+        if opened and len(responses) > 1:
+            raise UserError(
+                f"{call} reads two responses to one prompt, which an environment opens for each; drop environment"
+            )
+        return (*(opened or [prompts.key]), *(one.key for one in responses))
 
     def record(self, call: Call, shapes: Mapping[str, Shape]) -> None:
         """Adds a call, renamed if its name is taken, and the shapes of its outputs. Raises UserError if no name is free
@@ -321,6 +352,7 @@ class Recorder:
         for key, shape in makes.items():
             _one_of(f"{function}(makes={{{key!r}: {shape!r}}})", shape, ("token", "token+1", "row"))
         inputs = tuple(dict.fromkeys(key for _, key in keys))
+        inputs = tuple(dict.fromkeys((*inputs, *self.turns_of(inputs))))
         module, _, own = function.rpartition(".")
         call = Compute(own, own, inputs, tuple(makes), keys, scope, sums, module)
         self.record(call, makes)
@@ -351,12 +383,14 @@ class Model:
         if temperature is not None and not is_number:
             raise UserError(f"{self.name}.generate(temperature={temperature!r}): give a number of at least 0, or None")
         check_temperature(f"{self.name}.generate(): temperature", temperature or 0)
-        made, tokens = generated_keys(name, replay=self.recorder.replay), (prompts.key,)
+        how, tokens = {"replay": self.recorder.replay, "episodes": self.recorder.episodes}, (prompts.key,)
+        made = generated_keys(name, **how)
         outputs, wish = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
         call = Generate(wish, self.name, "sample", tokens, outputs, tokens, temperature)
         self.recorder.record(call, made)
-        responses, logprobs, *kept = outputs
-        return Data(responses, kept[0] if kept else "", logprobs, self.name), Data(logprobs)
+        responses, logprobs, *_ = outputs
+        kept = next((key for key, shape in made.items() if shape == "kept"), "")
+        return Data(responses, kept, logprobs, self.name), Data(logprobs)
 
     def infer(self, function: str, prompts: Data, *responses: Data, output: str | None = None) -> Data:
         """A forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or `scores` of a
@@ -370,8 +404,9 @@ class Model:
             raise UserError(f"{self.name}.infer({function!r}) reads prompts and one key of responses")
         self.recorder.expect(f"{self.name}.infer", prompts, *responses)
         kept = responses[0].kept if function == "logprobs" else ""
-        tokens, key = (prompts.key, responses[0].key), output or function
-        inputs = (*tokens, kept) if kept else tokens
+        tokens, key = self.recorder.tokens_of(f"{self.name}.infer", prompts, responses), output or function
+        turns = self.recorder.turns_of(tokens, rewards=True) if function == SCORES else ()
+        inputs = (*tokens, *turns, kept) if kept else (*tokens, *turns)
         call = Infer(f"{self.name}_infer", self.name, function, inputs, (key,), tokens, kept)
         self.recorder.record(call, {key: shape})
         return Data(key)
@@ -407,13 +442,13 @@ class Model:
         if self.recorder.roles[self.name].lr is None:
             raise UserError(f"the workflow trains {self.name}, whose Role has no learning rate; give it lr=")
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
-        tokens = (prompts.key, *(one.key for one in responses))
+        tokens = self.recorder.tokens_of(f"{self.name}.train", prompts, responses)
         sampled = responses[0] if is_lm and len(responses) == 1 else Data("")
         drawn, kept = sampled.logprobs if sampled.model == self.name else "", sampled.kept
         chosen = _data(function, "only", only).key if only is not None else ""
         if chosen and self.recorder.shapes[chosen] != "row":
             raise UserError(f"{self.name}.train({function!r}, only={chosen}): it must be one number for each row")
-        others = filter(None, (drawn, kept, chosen, counted))
+        others = filter(None, (drawn, kept, chosen, counted, *self.recorder.turns_of(tokens)))
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
         named = divisor.key if isinstance(divisor, Data) else divisor
         module, _, own = function.rpartition(".")
@@ -440,15 +475,20 @@ Models = Callable[[str], Model]  # a role's name -> its symbolic model
 
 
 def trace(
-    workflow: Callable[..., None], roles: Mapping[str, Role], given: Mapping[str, Shape], *, replay: bool = False
+    workflow: Callable[..., None],
+    roles: Mapping[str, Role],
+    given: Mapping[str, Shape],
+    *,
+    replay: bool = False,
+    episodes: bool = False,
 ) -> Workflow:
     """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. given: the keys of the
-    data set with their shapes. replay: see Recorder.
+    data set with their shapes. replay, episodes: see Recorder.
 
     `workflow` gets a function from a role's name to the symbolic `Model`, the recorder's `compute`, and the given data
     by keyword. Raises UserError for a workflow that cannot become a program.
     """
-    recorder = Recorder(roles, dict(given), replay)
+    recorder = Recorder(roles, dict(given), replay, episodes)
     workflow(recorder.model, recorder.compute, **{key: Data(key) for key in given})
     heads = {name: role.head for name, role in roles.items()}
     recorded = Workflow(tuple(recorder.calls), tuple(given), recorder.shapes, heads)

@@ -39,7 +39,8 @@ def evaluation_program(
     judged: ModelCall | None = None  # whose model a function replaces
     if workload.workflow.generate_calls:
         generating, scoring = _calls(workload.workflow)
-        calls = replace(generating, outputs=generating.outputs[:2], temperature=temperature), scoring
+        kept = (key for key in generating.outputs if workload.workflow.shapes[key] != "kept")
+        calls = replace(generating, outputs=tuple(kept), temperature=temperature), scoring
         judged = scoring if by_function else None
     else:
         calls = _measuring(workload.workflow)

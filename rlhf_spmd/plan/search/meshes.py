@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.workflow import Infer, ModelCall, Train
+from rlhf_spmd.plan.workflow import Generate, Infer, ModelCall, Train
 from rlhf_spmd.plan.workload import Workload
 
 EIGHTHS = 8  # prefixes and suffixes are multiples of an eighth
@@ -79,6 +79,8 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
     may_leave = workload.workflow.train_call(call.model) is None and not has_adapters
     for pp, tp in _grids(call, mesh, workload, cluster):
         dp = mesh.size // (pp * tp)
+        if isinstance(call, Generate) and call.has_turns and dp != mesh.size:
+            continue  # an environment answers to one rank
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
         rows = -(-workload.mini_batch // dp)
         if isinstance(call, Train):

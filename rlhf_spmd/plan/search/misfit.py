@@ -108,9 +108,10 @@ def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidat
 def smaller(workload: Workload, evaluated_tokens: int) -> Iterator[list[tuple[str, Workload, int]]]:
     """Options that take less memory, by kind, the smallest change first: words, the workload, and the most tokens of a
     response in evaluations (0: none)."""
+    turns = any(call.has_turns for call in workload.workflow.generate_calls)
     sizes = {
         "generation.max_sequences": ("max_sequences", LEAST_SEQUENCES),
-        "generation.max_new_tokens": ("max_response", LEAST_TOKENS),
+        "episode.max_row_tokens" if turns else "generation.max_new_tokens": ("max_response", LEAST_TOKENS),
         "data.max_prompt": ("max_prompt", LEAST_TOKENS),
     }
     for option, (name, least) in sizes.items():

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workflow import DIVISORS, LossCall
+from rlhf_spmd.runtime.execute.iteration import mask_of
 
 CANCELLED = 1e-6  # times the sum of their sizes: a smaller sum of numbers is what rounding leaves of them
 
@@ -19,7 +19,7 @@ def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
     if call.divisor not in DIVISORS:
         numbers = rows[call.divisor].double()
         return torch.stack([numbers.sum(), numbers.abs().sum()])
-    masks = [response_mask(rows[key]) for key in call.responses]
+    masks = [mask_of(rows, key) for key in call.responses]
     if call.divisor == "rows":
         return masks[0].new_tensor([len(masks[0])], dtype=torch.float64)
     counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]

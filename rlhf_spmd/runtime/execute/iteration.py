@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES
+from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES, actions_of
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.observe.metric_sums import Meter
@@ -22,6 +23,13 @@ from rlhf_spmd.runtime.observe.metric_sums import Meter
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
 ALL = slice(None)
 NUMBERS_AT_ONCE = 2**14  # random numbers: the generator's intermediate results stay in the processor's cache
+
+
+def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
+    """The tokens of responses that an algorithm sees: those that were drawn, which are all unless responses have
+    several turns, or that the data set gives: bool [..., G]. rows: by data key."""
+    actions = rows.get(actions_of(key))
+    return response_mask(rows[key]) if actions is None else actions > 0
 
 
 class Store(dict[str, Tensor]):

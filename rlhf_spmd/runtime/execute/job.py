@@ -6,7 +6,7 @@ of a data-parallel shard hold. One of these ranks counts them for the log (`Layo
 
 # M mini-batches, C columns (= mini_batch), G response tokens
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.algorithms.masks import ended, response_mask
+from rlhf_spmd.algorithms.masks import ended
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
 from rlhf_spmd.pages.functions import PageFunction
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import MASK
-from rlhf_spmd.plan.workflow import ModelCall
+from rlhf_spmd.plan.runtime_words import MASK, actions_of
+from rlhf_spmd.plan.workflow import Generate, ModelCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.step_order import StepOrder
-from rlhf_spmd.runtime.execute.iteration import Iteration, Place
+from rlhf_spmd.runtime.execute.iteration import Iteration, Place, mask_of
+from rlhf_spmd.runtime.generation.episodes import LAST, Episodes
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.weights.rank_models import RankModels
@@ -64,6 +65,9 @@ class Job:
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
+    # What answers to the turns of a call's responses, for the rows of some columns, one mini-batch after the other.
+    # None: responses have one turn
+    episodes: "Callable[[Job, Generate, Iteration, slice], Episodes] | None" = None
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
     @property
@@ -129,10 +133,15 @@ class Job:
                 ended_B[row] = has_stop(self.tokenizer.decode, responses_BG[row].tolist(), stop)
         return ended_B
 
+    def ended_of(self, rows: Mapping[str, Tensor], key: str) -> Tensor:
+        """True where a response ended by itself, or the episode that it is: bool [B]. rows: by data key."""
+        actions_BG = rows.get(actions_of(key))
+        return self.ended(rows[key]) if actions_BG is None else (actions_BG == LAST).any(-1)
+
     def masks(self, words: Mapping[str, tuple[str, str]], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The masks that functions may ask for. words: of algorithm.mask_words; rows: [B, G] by key."""
         return {
-            word: response_mask(rows[key]) if what == MASK else self.ended(rows[key])
+            word: mask_of(rows, key) if what == MASK else self.ended_of(rows, key)
             for word, (key, what) in words.items()
         }
 

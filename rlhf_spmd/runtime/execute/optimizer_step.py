@@ -30,7 +30,7 @@ from rlhf_spmd.plan.runtime_words import LOGPROBS, PLACES_USED, STEP_TOKENS, SUM
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store, mask_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import (
     Rows,
@@ -142,11 +142,9 @@ class OptimizerStep(Passes):
             self.stats.append(sums)
             if self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0:  # the weights that generated
                 old_BG, new_BG = rows[self.call.drawn], outputs[LOGPROBS].detach()
-                tokens_BG = rows[self.call.responses[0]]
-                is_late = self.job.program.placement.ahead > 0
-                parity_gate(
-                    self.job.config, old_BG, new_BG, tokens_BG, self.meter, corrected=corrects(self.call), late=is_late
-                )
+                tokens_BG, mask_BG = rows[self.call.responses[0]], mask_of(rows, self.call.responses[0])
+                how = {"corrected": corrects(self.call), "late": self.job.program.placement.ahead > 0}
+                parity_gate(self.job.config, old_BG, new_BG, tokens_BG, mask_BG, self.meter, **how)
             return total / self.divisor
 
         self.outputs[index] = output = self.engine.forward(through)

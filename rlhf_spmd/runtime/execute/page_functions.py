@@ -26,7 +26,7 @@ Rows = dict[str, Tensor]  # data key -> [B, ...]
 OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
-    r"iteration|gen_tokens.*|response_length|ended_fraction|parity_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
+    r"iteration|gen_tokens.*|response_length|ended_fraction|turns|end_.*|parity_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
 )
 
 
@@ -59,8 +59,7 @@ def read_output(
 
 def stored_arguments(job: Job, call: LossCall, rows: Rows) -> Rows:
     """The arguments of a loss and its companions that stored rows give."""
-    tokens = {key: rows[key] for key in call.responses}
-    masks = job.masks(mask_words(job.workload.workflow, call), tokens)
+    masks = job.masks(mask_words(job.workload.workflow, call), rows)
     return {name: rows[key] for name, key in call.arguments} | masks
 
 

@@ -8,7 +8,6 @@ import sys
 from torch import Tensor
 
 from rlhf_spmd.algorithms.logprob_parity import parity
-from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
@@ -28,16 +27,18 @@ def parity_gate(
     old_BG: Tensor,
     new_BG: Tensor,
     responses_BG: Tensor,
+    mask_BG: Tensor,
     meter: Meter,
     *,
     corrected: bool = False,
     late: bool = False,
 ) -> None:
-    """Raises UserError unless both passes agree; called while the weights are still those that generated.
-    corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that
-    is not a number. late: the weights have been trained since, so the difference is logged as that lag alone."""
+    """Raises UserError unless both passes agree on the drawn tokens (mask_BG); called while the weights are still those
+    that generated. corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a
+    logprob that is not a number. late: the weights have been trained since, so the difference is logged as that lag
+    alone."""
     limit = PARITY_TOLERANCE[config.dtype] if config.parity_tolerance is None else config.parity_tolerance
-    found = parity(old_BG, new_BG, response_mask(responses_BG))
+    found = parity(old_BG, new_BG, mask_BG)
     if late and math.isfinite(found.max_abs):
         meter.add("lag_mean_abs", found.sum_abs, found.num_tokens)
         meter.maximum("lag_max_abs", found.max_abs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
-from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
+from rlhf_spmd.model.kv_attention import Continued, DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import cuda_graphs
@@ -43,29 +43,46 @@ class Decoder:
             self._graphs.keep_for(self.model)
 
     def round(
-        self, tokens_B: Tensor, cached_B: Tensor, prompts: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
+        self,
+        tokens_B: Tensor,
+        cached_B: Tensor,
+        prompts: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+        answered: Sequence[tuple[Sequence[int], int, Sequence[int]]] = (),
     ) -> Tensor | None:
         """One pass over the current token of each of the B running rows and the prompts of A new rows, given with their
         blocks -> hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last stage.
 
-        cached_B: number of tokens before the current one.
+        cached_B: number of tokens before the current one. answered: rows that are in the cache and get more than one
+        token: these tokens, how many are in the cache, and the row's blocks; their hidden come before those of prompts.
         """
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
         tables_BM = self._tables(num_rows)
-        if not prompts and self._graphs is not None:
+        if not prompts and not answered and self._graphs is not None:
             return self._graphs(self._padded, tokens_B, cached_B)
         step = self._step(cached_B, cached_B, tables_BM) if num_rows else None
-        prefill = None
+        prefill = continued = None
         if prompts:
             slots_N = slots_of(blocks, lengths, self.cache.block_size).to(self.device)
             prefill = Prefill(lengths, self.cache, slots_N)
+        if answered:
+            more, cached, tables = zip(*answered, strict=True)
+            continued = self._continued(list(map(len, more)), cached, tables)
+            prompts, lengths = [*more, *prompts], [*map(len, more), *lengths]
+        if prompts:
             new_N = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
             tokens_B = torch.cat((tokens_B, new_N))
-        hidden = self.model.through_stages(tokens_B, Round(step, prefill, self.copies.joined))
+        hidden = self.model.through_stages(tokens_B, Round(step, prefill, self.copies.joined, continued))
         if not self.model.parallel.is_last or not prompts:
             return hidden if self.model.parallel.is_last else None
         last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows
         return torch.cat((hidden[:num_rows], hidden[last_A]))
+
+    def _continued(self, more: Sequence[int], cached: Sequence[int], tables: Sequence[Sequence[int]]) -> Continued:
+        """The attention context of rows with some tokens in the cache that get more."""
+        totals = [before + new for before, new in zip(cached, more, strict=True)]
+        slots = slots_of(tables, totals, self.cache.block_size).to(self.device).split(totals)
+        return Continued(more, self.cache, slots)
 
     def _tables(self, num_rows: int) -> Tensor:
         """The blocks of the first rows, int32 [B, M], on the device."""

@@ -7,7 +7,8 @@
 
 Each round admits waiting requests to free rows, and computes their prompts and a token for every running row in one
 pass. A token depends only on its context and its own random bits, not on the other rows, block sizes, preemption or
-ranks.
+ranks. In an episode (episodes.py), a row whose turn has ended keeps its cache outside the batch, until its answer is
+appended and it goes on.
 
 All ranks of one copy of the model run the same scheduler. Hidden states go from stage to stage; the ranks of the last
 stage draw the same tokens and send them to the other stages.
@@ -33,11 +34,13 @@ from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.texts.tokenizer import has_stop
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.decoder import Decoder
+from rlhf_spmd.runtime.generation.episodes import Answer, Turns
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit
 from rlhf_spmd.runtime.generation.requests import Batch, Requests, Sampling
-from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, Scheduler, WaitingRequest
+from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, RunningRequest, Scheduler, WaitingRequest
 
 PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
+WAIT_S = 1.0  # for an answer, before the engine looks again
 
 
 class Engine:
@@ -58,14 +61,17 @@ class Engine:
         num_stored: int = 0,
         num_steps: float = math.inf,
         decode: Callable[..., str] | None = None,
+        turns: Turns | None = None,
     ):
         """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
         max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
         a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
         largest sampling support to store for replay; 0: none. num_steps: expected, which must earn the packing of
-        weights. decode: of a Tokenizer, for stop texts.
+        weights. decode: of a Tokenizer, for stop texts. turns: of episodes, on a rank that has the whole model; None:
+        a response is one turn.
         """
-        self.model, self.parallel, self.decode = model, model.parallel, decode
+        self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
+        assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
         self.device = next(model.parameters()).device
         block_size = block_size or (longest if self.device.type == "cpu" else GPU_BLOCK)
         wanted = num_blocks or max_sequences * -(-longest // block_size)
@@ -78,6 +84,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
+        self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         shard = self.parallel.shard
@@ -106,7 +113,7 @@ class Engine:
             first.setdefault(key, index)
         queued = []
         for number, key, prompt in zip(numbers, keys, prompts, strict=True):
-            most = self.requests.sampling[number - self.requests.first].max_new_tokens
+            most = self.requests.most[number - self.requests.first]
             assert 0 < len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
             queued.append(WaitingRequest(number, key, len(prompt), len(prompt)))
         # equal prompts are adjacent
@@ -116,7 +123,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is running or waiting."""
-        return not (self.scheduler.rows or self.scheduler.waiting)
+        return not (self.scheduler.rows or self.scheduler.waiting or self.scheduler.outside)
 
     @torch.inference_mode()
     def run(self, until: range | None = None, *, progress: Callable[[int, int], None] | None = None) -> None:
@@ -142,36 +149,80 @@ class Engine:
 
     def _round(self) -> tuple[list[int], int]:
         """One pass: draws a token for every row, including new ones -> the requests that ended, number of tokens."""
+        over, answers = self._answers() if self.scheduler.outside else ([], [])
         preempted = self.scheduler.grow()
         if preempted:
             self.num_preempted += len(preempted)
             self._batch = Batch(self._batch.rows_FB[:, : len(self.scheduler.rows)])
+        answered = [row for row in map(self._resumed, answers) if row is not None]
         is_full = preempted and self.scheduler.rows  # admitting would bring preempted requests back at once
         admitted = [] if is_full else self.scheduler.admit()
-        hidden_BD = self._forward(admitted)
+        self._is_stuck = not self.scheduler.rows
+        if self._is_stuck:
+            return over, 0
+        hidden_BD = self._forward(admitted, answered)
         self._batch.cached_B += 1
-        if admitted:
-            self._batch = self._batch.with_admitted(admitted, self.requests)
+        if answered or admitted:
+            new = [row for row, _ in answered] + [one.row for one in admitted]
+            self._batch = self._batch.with_rows(new, self.requests)
         num_tokens = len(self._batch)
-        return self._draw(hidden_BD), num_tokens
+        return over + self._draw(hidden_BD), num_tokens
 
-    def _forward(self, admitted: Sequence[Admission]) -> Tensor | None:
+    def _answers(self) -> tuple[list[int], list[Answer]]:
+        """What has come back to rows outside: the requests that it ends, and the answers with which others go on."""
+        assert self.turns is not None
+        over: list[int] = []
+        going_on: list[Answer] = []
+        for answer in self.turns.outside.answers(WAIT_S if self._is_stuck else 0.0):
+            row = next(row for row in self.scheduler.outside if row.request == answer.row)
+            length = row.base + 1 - row.num_prompt  # the last token that was drawn is not in the cache
+            if self.turns.goes_on(answer, length):
+                going_on.append(answer)
+                continue
+            self.scheduler.finish(answer.row)
+            self.requests.lengths[answer.row - self.requests.first] = length
+            over.append(answer.row)
+        return over, going_on
+
+    def _resumed(self, answer: Answer) -> tuple[RunningRequest, int] | None:
+        """Appends an answer to its row, and brings the row back to the batch -> the row and its number of tokens in the
+        cache; None if there is no room, so that it is in the queue."""
+        assert self.turns is not None and answer.token_ids is not None
+        row = next(row for row in self.scheduler.outside if row.request == answer.row)
+        cached, tokens = row.base, answer.token_ids
+        most = self.turns.most_of(answer.row)
+        self.requests.extend(answer.row, cached + 1 - row.num_prompt, tokens, most)
+        return (row, cached) if self.scheduler.resume(answer.row, 1 + len(tokens)) is not None else None
+
+    def _forward(
+        self, admitted: Sequence[Admission], answered: Sequence[tuple[RunningRequest, int]] = ()
+    ) -> Tensor | None:
         """Prefills new rows and decodes the running ones -> hidden_BD of all, on the last stage. A prompt that is
-        already in the cache is not computed again."""
+        already in the cache is not computed again. answered: rows with an answer, and their tokens in the cache."""
+        if self.scheduler.moves:
+            longest = max(row.base for row in (*self.scheduler.outside, *self.scheduler.rows))
+            for moves in self.scheduler.moves:
+                self.cache.copy(moves, longest)
+            self.scheduler.moves.clear()
         fresh = [one for one in admitted if one.donor is None]
         drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
         prompts = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
         batch = self._batch
-        hidden = self.decoder.round(batch.token_B, batch.cached_B, prompts, [one.row.blocks for one in fresh])
+        more = [
+            (self.requests.tokens(row.request, row.base - row.num_prompt)[cached:], cached, row.blocks)
+            for row, cached in answered
+        ]
+        hidden = self.decoder.round(batch.token_B, batch.cached_B, prompts, [one.row.blocks for one in fresh], more)
         self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
         if hidden is None:
             return None
-        place = {one.row.request: (hidden, len(batch) + i) for i, one in enumerate(fresh)}
+        before = len(batch) + len(answered)
+        place = {one.row.request: (hidden, before + i) for i, one in enumerate(fresh)}
         self._last_hidden |= {one.row.key: place[one.row.request] for i, one in enumerate(fresh) if not drawn[i]}
         if len(fresh) == len(admitted):
             return hidden
         places = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
-        return torch.cat((hidden[: len(batch)], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
+        return torch.cat((hidden[:before], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
 
     def _draw(self, hidden_BD: Tensor | None) -> list[int]:
         """Draws a token for every row -> the requests that have ended; their rows are removed."""
@@ -188,22 +239,40 @@ class Engine:
         requests.responses_RG[index_B, batch.drawn_B] = tokens_B
         batch.token_B.copy_(tokens_B)
         batch.drawn_B += 1
-        ended_B = torch.isin(tokens_B, self._eos_E) | (batch.drawn_B >= batch.most_B)
+        ended_B = torch.isin(tokens_B, self._eos_E)
         if requests.has_stops:
             ended_B |= self._stopped(batch)
+        said_B, ended_B = ended_B, ended_B | (batch.drawn_B >= batch.most_B)
         rows = [row for row, has_ended in enumerate(ended_B.tolist()) if has_ended]  # waits for the device
         if not rows:
             return []
-        ended = [self.scheduler.rows[row] for row in rows]
+        said = [row for row in rows if said_B[row]] if self.turns is not None else []
+        return self._removed([row for row in rows if row not in said], said)
+
+    def _removed(self, rows: Sequence[int], said: Sequence[int]) -> list[int]:
+        """Removes rows that have ended from the batch -> their requests. said: rows whose turn has ended, which wait
+        for an answer."""
+        requests = self.requests
+        ended, outside = ([self.scheduler.rows[row] for row in some] for some in (rows, said))
+        lengths = {row.request: self.scheduler.num_cached(row) - row.num_prompt + 1 for row in (*ended, *outside)}
         for row in ended:
-            requests.lengths[row.request - requests.first] = self.scheduler.num_cached(row) - row.num_prompt + 1
+            requests.lengths[row.request - requests.first] = lengths[row.request]
+            if self.turns is not None:
+                self.turns.cut(row.request, lengths[row.request])
         longest = max(map(self.scheduler.num_cached, self.scheduler.rows))
-        order, copies = self.scheduler.remove(rows)
+        order, copies = self.scheduler.remove(rows, said)
         self.cache.copy(copies, longest)
-        self._batch = batch.picked(order)
+        self._batch = self._batch.picked(order)
         if len(self._last_hidden) > 2 * self.scheduler.max_rows:
             under_way = {row.key for row in self.scheduler.rows}
             self._last_hidden = {key: place for key, place in self._last_hidden.items() if key in under_way}
+        for row in outside:
+            assert self.turns is not None
+            begin, end = self.turns.begin_of(row.request), lengths[row.request]
+            self.turns.end_turn(row.request, end)
+            self.turns.outside.drew(
+                row.request, requests.responses_RG[row.request - requests.first, begin:end].tolist()
+            )
         return [row.request for row in ended]
 
     def _logits(self, hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -235,6 +304,10 @@ class Engine:
         drawn_BG = requests.responses_RG[batch.request_B - requests.first]
         tails = drawn_BG.gather(1, places_BT.clamp_min(0)).masked_fill(places_BT < 0, -1).tolist()  # one read for all
         stopped = []
+        if self.turns is not None:  # not in what the model did not draw
+            begins = [self.turns.begin_of(row.request) for row in self.scheduler.rows]
+            lengths = zip(reaches, batch.drawn_B.tolist(), begins, strict=True)
+            reaches = [min(reach, drawn - begin) for reach, drawn, begin in lengths]
         for stop, reach, tail in zip(stops, reaches, tails, strict=True):
             drawn = [token for token in tail[-reach:] if token >= 0] if stop else []
             stopped.append(has_stop(self.decode, drawn, stop))

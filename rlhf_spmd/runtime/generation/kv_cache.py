@@ -37,7 +37,7 @@ class KVCache:
         return self.keys_LnKsd[layer - self.first_layer], self.values_LnKsd[layer - self.first_layer]
 
     def copy(self, copies: Copies, num_tokens: int) -> None:
-        """Copies the first tokens of blocks; no block is both read and written."""
+        """Copies the first tokens of blocks; all are read before one is written."""
         if not copies:
             return
         sources, targets = (torch.tensor(side, device=self.keys_LnKsd.device) for side in zip(*copies, strict=True))

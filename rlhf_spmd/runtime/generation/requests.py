@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workflow import check_temperature
-from rlhf_spmd.runtime.generation.scheduler import Admission
+from rlhf_spmd.runtime.generation.scheduler import RunningRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Requests:
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
         self.lengths: list[int | None] = []  # of the finished responses
+        self.most: list[int] = []  # tokens of a response; of an episode, until its turn under way must end
         self.bits_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.responses_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs_RG = torch.zeros(0, 0, device=device)
@@ -69,6 +70,7 @@ class Requests:
         self.prompts += [list(prompt) for prompt in prompts]
         self.sampling += each
         self.lengths += [None] * num
+        self.most += [one.max_new_tokens for one in each]
         width = max(width, self.bits_RG.shape[1])
         self.bits_RG = _stack(self.bits_RG, bits_RG.to(self.device), width, 0)
         self.responses_RG = _stack(self.responses_RG, self.responses_RG.new_empty(num, 0), width, -1)
@@ -101,6 +103,14 @@ class Requests:
         row = number - self.first
         return self.prompts[row] + (self.responses_RG[row, :count].tolist() if count else [])
 
+    def extend(self, number: int, length: int, tokens: Sequence[int], most: int) -> None:
+        """Appends tokens that were not drawn to a response of some length, which then has at most `most`."""
+        row = number - self.first
+        self.responses_RG[row, length : length + len(tokens)] = torch.tensor(tokens, device=self.device)
+        self.most[row] = most
+        if self.num_stored:  # of a token that nobody drew: itself, whose logprob is then 0
+            self.support_RGK[row, length : length + len(tokens), 0] = torch.tensor(tokens, device=self.device).int()
+
     def is_ended(self, number: int) -> bool:
         return self.lengths[number - self.first] is not None
 
@@ -114,7 +124,7 @@ class Requests:
         """Drops the requests with smaller numbers."""
         num = before - self.first
         assert all(length is not None for length in self.lengths[:num]), "some of these requests have not ended"
-        del self.prompts[:num], self.sampling[:num], self.lengths[:num]
+        del self.prompts[:num], self.sampling[:num], self.lengths[:num], self.most[:num]
         self.bits_RG, self.responses_RG = self.bits_RG[num:], self.responses_RG[num:]
         self.logprobs_RG, self.support_RGK = self.logprobs_RG[num:], self.support_RGK[num:]
         self.first = before
@@ -131,8 +141,9 @@ def _stack(above: Tensor, below: Tensor, width: int, fill: float) -> Tensor:
 
 
 class Batch:
-    """The running rows: for each the request, tokens drawn, tokens in the cache, the current token, and the minimum and
-    maximum of tokens to draw. One tensor holds all fields because rows are added and removed in all of them at once."""
+    """The running rows: for each the request, tokens of the response, tokens in the cache, the current token, and the
+    minimum and maximum of tokens of the response. One tensor holds all fields because rows are added and removed in all
+    of them at once."""
 
     def __init__(self, rows_FB: Tensor):
         self.rows_FB = rows_FB
@@ -141,15 +152,12 @@ class Batch:
     def __len__(self) -> int:
         return self.rows_FB.shape[1]
 
-    def with_admitted(self, admitted: Sequence[Admission], requests: Requests) -> "Batch":
-        """Appends new rows, whose first token has not been drawn yet."""
+    def with_rows(self, rows: Sequence[RunningRequest], requests: Requests) -> "Batch":
+        """Appends rows of which all tokens are in the cache."""
         new = []
-        for one in admitted:
-            waiting, sampling = one.waiting, requests.sampling[one.waiting.request - requests.first]
-            drawn = waiting.num_tokens - waiting.num_prompt
-            new.append(
-                (waiting.request, drawn, waiting.num_tokens, 0, sampling.min_new_tokens, sampling.max_new_tokens)
-            )
+        for row in rows:
+            index, drawn = row.request - requests.first, row.base - row.num_prompt
+            new.append((row.request, drawn, row.base, 0, requests.sampling[index].min_new_tokens, requests.most[index]))
         return Batch(torch.cat((self.rows_FB, torch.tensor(new).T.to(self.rows_FB.device)), 1))
 
     def picked(self, order: Sequence[int]) -> "Batch":

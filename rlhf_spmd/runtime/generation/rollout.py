@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.episodes import Episodes, Turns
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 
 
@@ -13,12 +14,26 @@ class Rollout:
     """The responses that one copy of the actor generates in an iteration. Mini-batches are requested one by one; later
     ones start early if rows are free."""
 
-    def __init__(self, model: Transformer, prompts_MBP: Tensor, bits_MBG: Tensor, **options):
-        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. options: of
-        Sampling, and of the engine."""
+    def __init__(
+        self,
+        model: Transformer,
+        prompts_MBP: Tensor,
+        bits_MBG: Tensor,
+        *,
+        episodes: Episodes | None = None,
+        max_new_tokens: int = 0,
+        **options,
+    ):
+        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. episodes: what
+        answers to turns, if responses have several. max_new_tokens: drawn tokens of a response; 0: all may be. options:
+        of Sampling, and of the engine."""
+        self.prompts_MBP = prompts_MBP
         self.num_rows, max_response = bits_MBG.shape[1:]
+        self.episodes, max_new_tokens = episodes, min(max_new_tokens or max_response, max_response)
+        self.turns = None if episodes is None else Turns(episodes, max_new_tokens, max_response)
         own = {name: options[name] for name in SAMPLING_KEYS if name in options}
-        sampling, settings = Sampling(max_response, **own), {name: options[name] for name in options if name not in own}
+        sampling = Sampling(max_new_tokens, **own)
+        settings = {name: options[name] for name in options if name not in own} | {"turns": self.turns}
         longest, num_requests = prompts_MBP.shape[2] + max_response, len(bits_MBG.flatten(0, 1))
         num_steps = max_response * -(-num_requests // settings.get("max_sequences", num_requests))
         self.engine = Engine(model, longest=longest, num_stored=sampling.top_k, num_steps=num_steps, **settings)
@@ -27,14 +42,31 @@ class Rollout:
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """The responses of these mini-batches, as `generate_rows` returns them."""
-        requests = range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
+        requests = self._requests(mini_batches)
         self.engine.run(requests)
         return self.engine.results(requests)
+
+    def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
+        """Of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of turns on
+        their last drawn tokens, both float32 [B, G]."""
+        assert self.turns is not None and self.episodes is not None
+        requests, device = self._requests(mini_batches), self.engine.device
+        return self.turns.actions(requests).to(device), self.turns.rewards(requests, self.episodes).to(device)
+
+    def ends(self, mini_batches: slice) -> list[tuple[str, int]]:
+        """Why each episode of these mini-batches ended, and its number of turns; empty where responses have one."""
+        turns = self.turns
+        return [(turns.reason(row), turns.num_turns(row)) for row in self._requests(mini_batches)] if turns else []
+
+    def _requests(self, mini_batches: slice) -> range:
+        """The requests of some mini-batches."""
+        return range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
 
     @property
     def num_left(self) -> int:
         """How many responses have not ended."""
-        return len(self.engine.scheduler.rows) + len(self.engine.scheduler.waiting)
+        scheduler = self.engine.scheduler
+        return len(scheduler.rows) + len(scheduler.waiting) + len(scheduler.outside)
 
     @property
     def is_over(self) -> bool:

@@ -3,10 +3,12 @@
 Requests wait in a queue. `admit` gives the first ones a row of the batch and blocks for their tokens as soon as both
 are free. `grow` allocates a block for every row whose next token needs one; if none is free, it puts the youngest rows
 back into the queue (vLLM's preemption by recomputation, arXiv 2309.06180, section 4.5). `remove` frees finished rows.
-Requests with the same prompt share the blocks that the prompt fills (section 4.4).
+Requests with the same prompt share the blocks that the prompt fills (section 4.4). A row that waits for an answer
+between two turns is *outside*: it keeps its blocks, unless a row of the batch needs them.
 
 If a block holds the longest sequence, every row has one block and row i uses block i; a batch is then a slice of the
-cache, which a CPU reads fastest. All ranks of one copy of the model run the same scheduler.
+cache, which a CPU reads fastest. Rows outside have the last blocks. All ranks of one copy of the model run the same
+scheduler.
 """
 
 import heapq
@@ -44,6 +46,13 @@ class Blocks:
             self._uses[block] = 1
         return taken
 
+    def take_last(self) -> int:
+        """Allocates the highest free block."""
+        self._free.sort()  # which is a heap
+        block = self._free.pop()
+        self._uses[block] = 1
+        return block
+
     def share(self, blocks: Sequence[int]) -> None:
         """One more row uses these blocks."""
         for block in blocks:
@@ -61,7 +70,8 @@ class Blocks:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request in the batch. key: identifies its prompt; requests with the same prompt have the same key."""
+    """A request in the batch, or outside, where it has `base` tokens in the cache. key: identifies its prompt; requests
+    with the same prompt have the same key."""
 
     request: int
     key: int
@@ -73,7 +83,7 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request in the queue. num_tokens: of the prompt, plus those drawn before it was preempted."""
+    """A request in the queue. num_tokens: of the prompt, plus those of its response before it was preempted."""
 
     request: int
     key: int
@@ -107,6 +117,8 @@ class Scheduler:
     blocks_per_row: int = 0
     waiting: deque[WaitingRequest] = field(default_factory=deque)
     rows: list[RunningRequest] = field(default_factory=list)
+    outside: list[RunningRequest] = field(default_factory=list)  # those without blocks were preempted
+    moves: list[Copies] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
     one_block: bool = False  # row i has exactly one block, block i
     tables_BM: np.ndarray = field(init=False)
     has_new_tables: bool = True  # the reader of the tables resets it
@@ -124,7 +136,7 @@ class Scheduler:
         """Moves requests from the queue to `rows` while there are free rows and blocks."""
         admitted: list[Admission] = []
         tokens = 0
-        while self.waiting and len(self.rows) < self.max_rows:
+        while self.waiting and len(self.rows) + sum(bool(row.blocks) for row in self.outside) < self.max_rows:
             head = self.waiting[0]
             donor = self._donor(head)
             shared = self.rows[donor].blocks[: head.num_prompt // self.blocks.size] if donor is not None else []
@@ -137,6 +149,8 @@ class Scheduler:
             tokens += head.num_tokens if donor is None else 0
             self.waiting.popleft()
             self.blocks.share(shared)
+            if self.outside and self.one_block:
+                self._clear(len(self.rows))
             row = RunningRequest(
                 head.request, head.key, head.num_prompt, shared + self.blocks.take(fresh), head.num_tokens, self._steps
             )
@@ -150,6 +164,51 @@ class Scheduler:
         if admitted:
             self._next_full = 0
         return admitted
+
+    def _clear(self, index: int) -> None:
+        """With one block for each row: frees the block of the next row of the batch if a row outside has it."""
+        for row in self.outside:
+            if row.blocks == [index]:
+                row.blocks = [self.blocks.take_last()]
+                self.blocks.drop([index])
+                self.moves.append([(index, row.blocks[0])])
+
+    def resume(self, request: int, num_new: int) -> RunningRequest | None:
+        """A row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free for
+        them: then it is the first of the queue, and all its tokens will be prefilled again."""
+        row = self._leave(request)
+        row.base += num_new
+        fresh = self.blocks.needed(row.base) - len(row.blocks)
+        if not row.blocks or fresh + bool(self.rows and not self.one_block) > self.blocks.num_free:
+            self.blocks.drop(row.blocks)
+            self.waiting.appendleft(WaitingRequest(row.request, row.key, row.num_prompt, row.base))
+            return None
+        if self.one_block:
+            source, to = row.blocks[0], len(self.rows)
+            other = next((one for one in self.outside if one.blocks == [to]), None)
+            if other is not None:
+                other.blocks, row.blocks = row.blocks, other.blocks
+                self.moves.append([(source, to), (to, source)])
+            elif source != to:
+                self.blocks.drop(row.blocks)
+                row.blocks = self.blocks.take(1)
+                self.moves.append([(source, to)])
+            assert row.blocks == [to], (row, to)
+        row.blocks += self.blocks.take(fresh)
+        row.joined, self._next_full = self._steps, 0
+        self._put(len(self.rows), 0, row.blocks)
+        self.rows.append(row)
+        return row
+
+    def finish(self, request: int) -> RunningRequest:
+        """Removes a row outside, whose episode is over."""
+        row = self._leave(request)
+        self.blocks.drop(row.blocks)
+        return row
+
+    def _leave(self, request: int) -> RunningRequest:
+        """Takes a row from those outside."""
+        return self.outside.pop(next(i for i, row in enumerate(self.outside) if row.request == request))
 
     def _put(self, index: int, place: int, blocks: Sequence[int]) -> None:
         """Writes blocks into a row's table, starting at `place`."""
@@ -172,6 +231,8 @@ class Scheduler:
             while index < len(self.rows):
                 row = self.rows[index]
                 if self._room(row) == 0:
+                    if self.blocks.num_free == 0 and self._preempt_outside():
+                        continue
                     if self.blocks.num_free == 0:
                         preempted.append(self._preempt())
                         continue  # retry this row, unless it was the preempted one
@@ -195,11 +256,24 @@ class Scheduler:
         self.waiting.appendleft(WaitingRequest(row.request, row.key, row.num_prompt, self.num_cached(row) + 1))
         return row.request
 
-    def remove(self, ended: Sequence[int]) -> tuple[list[int], Copies]:
-        """Removes rows -> (the old index of each remaining row, blocks to copy). ended: indices, ascending."""
-        for index in ended:
+    def _preempt_outside(self) -> bool:
+        """Takes the blocks of the row that has been outside for the shortest time; False if there is none."""
+        row = next((row for row in reversed(self.outside) if row.blocks), None)
+        if row is not None:
+            self.blocks.drop(row.blocks)
+            row.blocks = []
+        return row is not None
+
+    def remove(self, ended: Sequence[int], outside: Sequence[int] = ()) -> tuple[list[int], Copies]:
+        """Removes rows -> (the old index of each remaining row, blocks to copy). ended, outside: indices, ascending;
+        the latter wait for an answer."""
+        leaving = [self.rows[index] for index in outside]
+        for row in leaving:
+            row.base = self.num_cached(row)
+        for index in (*ended, *(outside if self.one_block else ())):
             self.blocks.drop(self.rows[index].blocks)
-        gone, num_left = set(ended), len(self.rows) - len(ended)
+        gone = {*ended, *outside}
+        num_left = len(self.rows) - len(gone)
         order = [index for index in range(len(self.rows)) if index not in gone]
         copies: Copies = []
         if self.one_block:  # the last rows fill the gaps
@@ -210,6 +284,10 @@ class Scheduler:
                 self.blocks.drop([source])
                 assert self.blocks.take(1) == [to], (source, to)
                 self.rows[source].blocks = [to]
+            for row in leaving:
+                (source,), row.blocks = row.blocks, [self.blocks.take_last()]
+                copies += [(source, row.blocks[0])] if row.blocks != [source] else []
+        self.outside += leaving
         self.rows = [self.rows[index] for index in order]
         if not self.one_block:  # there row i keeps block i
             self.tables_BM[:num_left] = self.tables_BM[order]

@@ -14,20 +14,27 @@ import inspect
 import math
 import numbers
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import is_file, why_no_file
+from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.function_sources import read_module, read_source
+from rlhf_spmd.pages.named_objects import (
+    check_module_name,
+    checked_file,
+    extend_import_path,
+    import_message,
+    load_named,
+    parts_of,
+)
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.pages.user_module import described, import_file
+from rlhf_spmd.pages.user_module import described
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
 from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 from rlhf_spmd.runtime.rewards.styles import Bound, Result, Scored, bind
@@ -184,19 +191,11 @@ def load_reward_function(spec: str, columns: Sequence[str] | None = ()) -> Rewar
 
 
 def _load(spec: str) -> Callable:
-    target, name, is_file = _parts(spec)
-    module = _load_file(Path(target)) if is_file else _load_module(target)
+    module, name = load_named(spec, "function", "reward")
     if not hasattr(module, name):
+        target = spec.rpartition(":")[0]
         raise _no_function(target, name, [key for key, value in vars(module).items() if inspect.isfunction(value)])
     return _callable(name, getattr(module, name))
-
-
-def _parts(spec: str) -> tuple[str, str, bool]:
-    """File or module, the name of the function, and whether it is a file. Raises UserError."""
-    target, colon, name = spec.rpartition(":")
-    if not colon or not target or not name.isidentifier():
-        raise UserError("write it as module:function or file.py:function")
-    return target, name, target.endswith(".py") or "/" in target
 
 
 def _callable(name: str, found: Any) -> Callable:
@@ -209,15 +208,15 @@ def read_reward_function(spec: str) -> RewardFunction:
     """As load_reward_function, from the source alone: nothing of it is imported, and it cannot be called. Raises
     UserError, and Unread if the source does not show its parameters or if its module is not on this machine."""
     with naming(f"reward function {spec!r}"):
-        target, name, is_file = _parts(spec)
+        target, name, is_file = parts_of(spec, "function")
         if is_file:
-            path = _checked_file(Path(target))
+            path = checked_file(Path(target))
         else:
-            _check_module_name(target)
+            check_module_name(target)
         try:
             source = read_source(path) if is_file else read_module(target, Path.cwd())
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            raise UserError(_import_message(target, error)) from None
+            raise UserError(import_message(target, error)) from None
         if missing := source.missing_modules():
             raise UserError(f"{target} imports {missing[0]}: install it in this environment")
         found = source.function(name)
@@ -231,7 +230,7 @@ def source_file(spec: str) -> Path | None:
     target = spec.rpartition(":")[0]
     if not target or target.endswith(".py") or "/" in target:
         return Path(target) if is_file(target) else None
-    _extend_import_path(Path.cwd())
+    extend_import_path(Path.cwd())
     try:
         with guarded(f"importing {target}"):
             module = importlib.util.find_spec(target)
@@ -263,54 +262,6 @@ def package_source(spec: str) -> str:
         elif one not in parts and isinstance(value, str | int | float | tuple | re.Pattern):
             parts[one] = repr(value)
     return "\n".join(f"{one} {parts[one]}" for one in sorted(parts)) if name in parts else ""
-
-
-def _checked_file(path: Path) -> Path:
-    if path.suffix != ".py" or not is_file(path):
-        raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
-    return path.resolve()
-
-
-def _load_file(path: Path) -> ModuleType:
-    path = _checked_file(path)
-    _extend_import_path(path.parent)
-    try:
-        return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # the prefix cannot hide an installed module
-    except BaseException as error:
-        pass_on_interrupt(error)
-        raise UserError(_import_message(str(path), error)) from error
-
-
-def _check_module_name(name: str) -> None:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
-
-
-def _load_module(name: str) -> ModuleType:
-    _check_module_name(name)
-    _extend_import_path(Path.cwd())
-    try:
-        with guarded(f"importing {name}"):
-            return importlib.import_module(name)
-    except BaseException as error:
-        pass_on_interrupt(error)
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise UserError(
-                f"there is no module {missing!r} on the import path: install it, start in its folder, or write "
-                "path/to/file.py:function"
-            ) from None
-        raise UserError(_import_message(name, error)) from error
-
-
-def _extend_import_path(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # at the end, so it cannot hide installed packages
-
-
-def _import_message(what: str, error: BaseException) -> str:
-    fix = f"install {error.name} in this environment" if isinstance(error, ModuleNotFoundError) else "fix the file"
-    return f"importing {what} raised {described(error, None)}: {fix}"
 
 
 def _no_function(target: str, name: str, functions: Sequence[str]) -> UserError:

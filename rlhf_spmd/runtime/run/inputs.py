@@ -129,7 +129,8 @@ def check_best(config: Config, prompts: PromptSet, num: int) -> None:
 def check_context(config: Config, model: ModelConfig, option: str = "generation.max_new_tokens") -> None:
     """Raises UserError if prompts and responses together may be longer than the context of the first role's model.
     option: that says how long responses may be."""
-    longest = config.data.max_prompt + config.generation.max_new_tokens
+    longest = config.data.max_prompt + config.row_tokens
+    option = "episode.max_row_tokens" if config.episode.max_row_tokens else option
     if longest > model.max_position_embeddings:
         raise UserError(
             f"data.max_prompt + {option} = {longest} tokens, but {config.main_folder} "

@@ -11,8 +11,10 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
+from rlhf_spmd.runtime.generation.episodes import REASONS
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.records.run_folder import Sample
 
@@ -35,6 +37,10 @@ GENERATION = {
     "lag_mean_abs": Metric("generation"),
     "gen_tokens": Metric("generation"),
 }
+TURNS = {  # of episodes
+    "turns": Metric("generation", "turns", "{:6.2f}", leaves=7),  # mean per episode
+    **{f"end_{reason}": Metric("generation") for reason in REASONS},  # share of the episodes that ended so
+}
 BUDGET = {  # means per optimizer step
     PLACES_USED: Metric("optimizer"),
     STEP_TOKENS: Metric("optimizer", "tokens/step", "{:11,.0f}", leaves=7),
@@ -52,10 +58,12 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
     """Name -> metric, in the order of the console's columns. functions: names of the reward functions, if several."""
     own = algorithm.metrics
     found = {name: metric for name, metric in own.items() if metric.headline is not None} | GENERATION | dict(own)
+    has_turns = any(call.has_turns for call in workflow.generate_calls)
+    found |= TURNS if has_turns else {}
     for call in workflow.placed_calls:
         if call.function == SCORES and algorithm.roles[call.model].judge:
             name = call.outputs[0].removesuffix("s")  # mean of the judge's scores
-            for judge in (name, *(f"{name}_{function}" for function in functions)):
+            for judge in (name, *(f"{name}_{one}" for one in (*functions, *([ENVIRONMENT] if has_turns else [])))):
                 found |= {judge: Metric(call.model), f"{judge}_std": Metric(call.model)}
             found[TIMEOUTS] = Metric(call.model, "timeouts", "{:8.0f}", leaves=2)  # responses, of all ranks together
     for model in workflow.trained_models:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES
+from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES, actions_of
 from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
@@ -29,6 +29,7 @@ from rlhf_spmd.runtime.records.rollout_files import other_names, pyarrow_modules
 from rlhf_spmd.runtime.records.run_folder import writing
 
 FOLDER = "rollouts"
+DRAWN = "drawn"  # of an episode: 1 for each token of the response that the model drew, 0 for those of answers
 PLACE = ("iteration", "prompt_index", "sample")
 ROWS_AT_ONCE = 100_000  # of a data set, while its columns are given types
 NUMBER = np.dtype([("name", "<u4"), ("row", "<u4"), ("value", "<f8")])  # one number of a row
@@ -43,6 +44,7 @@ class Rollouts:
         self.job, self.root, self.kind = job, folder / FOLDER, kind
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
         self.call = _call_with_rows(job.program)
+        self.actions = actions_of(self.call.responses[0])
         self.types: Mapping[str, Any] = {}
         if self.every and self.format == "parquet":
             pyarrow_modules()
@@ -116,9 +118,14 @@ class Rollouts:
         shapes = self.job.program.workload.workflow.shapes
         found = dict.fromkeys(PLACE, "int") | {"prompt": "str"}
         found |= {key.removesuffix("s"): "str" for key in self.call.responses} | dict.fromkeys(numbers, "float")
-        found |= {f"{key.removesuffix('s')}_tokens": "ints" for key in keys if shapes[key] in TOKEN_SHAPES}
-        found |= {key: "floats" for key in keys if shapes[key] in ("token", "token+1")}
+        found |= {self._tokens(key): "ints" for key in keys if shapes[key] in TOKEN_SHAPES}
+        found |= {key: "floats" for key in keys if shapes[key] in ("token", "token+1") and key != self.actions}
+        found |= {DRAWN: "ints"} if self.actions in keys else {}
         return found | {key: "float" for key in keys if shapes[key] == "row"}
+
+    def _tokens(self, key: str) -> str:
+        """The column of tokens; the prompts of episodes have the name of all prompts."""
+        return f"{key.removeprefix(f'{self.call.responses[0]}.').removesuffix('s')}_tokens"
 
     def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[tuple[Record, Record]]:
         """This rank's rows: what the run adds, and the columns of the data set."""
@@ -142,9 +149,11 @@ class Rollouts:
             for key in call.responses:
                 row[key.removesuffix("s")] = job.tokenizer.decode_pair(tokens[call.prompts], tokens[key])[1]
             row |= {name: _number(values_MC[m, column]) for name, values_MC in numbers.items()}
-            row |= {f"{key.removesuffix('s')}_tokens": some for key, some in tokens.items()}
+            row |= {self._tokens(key): some for key, some in tokens.items()}
             for key, value in of_row.items():
-                if shapes[key] in ("token", "token+1"):
+                if key == self.actions:
+                    row[DRAWN] = (value[:num_tokens] > 0).astype(int).tolist()
+                elif shapes[key] in ("token", "token+1"):
                     row[key] = [_number(one) for one in value[: num_tokens + (shapes[key] == "token+1")]]
                 elif shapes[key] == "row":
                     row[key] = _number(value)

@@ -85,6 +85,8 @@ def _iteration(job: Job) -> str:
         samples = config.samples_per_prompt
         sizes = f"{config.rollout_batch} prompts x {samples} sample{'s' * (samples > 1)}"
         longest = f"at most {config.generation.max_new_tokens} new tokens"
+        if config.environment:
+            longest += f", {config.row_tokens} with answers; old logprobs by one more pass of the actor"
         return "; ".join(filter(None, [f"{sizes}, {steps}, {longest}", length]))
     if config.mini_batch_tokens:
         num = config.rollout_batch // config.mini_batch

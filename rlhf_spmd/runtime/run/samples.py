@@ -24,7 +24,7 @@ def sample_responses(job: Job) -> list[Shown]:
     """
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     num = min(job.config.num_samples, len(job.prompts))
-    if num == 0 or not workflow.generate_calls:
+    if num == 0 or not workflow.generate_calls or job.episodes is not None:  # episodes are in the rollouts
         return []
     generating = workflow.generate_calls[0]
     scoring = next((call for call in workflow.placed_calls if infer.judges(job, call)), None)

@@ -24,6 +24,8 @@ from rlhf_spmd.algorithms.group_advantages import (
     group_advantages_sums,
     group_starts,
     leave_one_out_advantages,
+    rewards_to_go,
+    turn_advantages,
 )
 from rlhf_spmd.algorithms.surrogates import kl_estimate, surrogate_loss
 from rlhf_spmd.errors import UserError
@@ -393,3 +395,50 @@ def test_all_groups_equal():
     assert not used.any() and fast_loss(batch, advantages, used, rules).item() == 0.0
     with pytest.raises(UserError, match=r"^0 groups of this iteration are left .* grpo.min_groups is 2"):
         fast_advantages(batch, rules, min_groups=2)
+
+
+def test_turn_advantages_do_not_price_another_turn():
+    """A bandit of two turns, every group of three episodes with its probability: the mean gradient is the exact one
+    times 1 - 1/3, the share of the other samples in the group's mean. With the mean of each turn over the episodes that
+    still run in it, it is not: a second turn that earns nothing is preferred or avoided for the first turn's reward."""
+    first, second = torch.tensor([0.3, -0.2]), torch.tensor([0.1, 0.5])  # logits: stop or go on; one arm or the other
+    # what an episode does in its turns, and what these earn: going on earns 1, in the arms then 0.5 or nothing
+    episodes = [((0,), (0.2,)), ((1, 0), (1.0, 0.5)), ((1, 1), (1.0, 0.0))]
+
+    def log_probabilities(theta: torch.Tensor) -> torch.Tensor:
+        """Of each turn of each episode: [3, 2], 0 where it has no second turn."""
+        of_first, of_second = theta[:2].log_softmax(0), theta[2:].log_softmax(0)
+        nothing = of_first.new_zeros(())
+        rows = [(of_first[one[0]], of_second[one[1]] if len(one) > 1 else nothing) for one, _ in episodes]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    theta = torch.cat((first, second)).double().requires_grad_()
+    chances = log_probabilities(theta).sum(1).exp()
+    rewards_3G = torch.tensor([[*earned, *[0.0] * (2 - len(earned))] for _, earned in episodes], dtype=torch.float64)
+    mask_3G = torch.tensor([[True, len(turns) > 1] for turns, _ in episodes])
+    (exact,) = torch.autograd.grad((chances * rewards_3G.sum(1)).sum(), theta)
+    mean, by_turn = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for group in itertools.product(range(3), repeat=3):
+        index = torch.tensor(group)
+        rewards_NSG, mask_NSG = rewards_3G[index][None], mask_3G[index][None]
+        scores_NS = rewards_NSG.sum(-1)
+        advantages_NS, _, _ = group_advantages(scores_NS, mask_NSG, torch.ones(1, 3, dtype=torch.bool), scale="none")
+        advantages_NSG = turn_advantages(advantages_NS, rewards_NSG, mask_NSG)
+        to_go_NSG = rewards_to_go(rewards_NSG)
+        num_N1G = mask_NSG.sum(1, keepdim=True).clamp(min=1)  # episodes that run in a turn
+        running_NSG = to_go_NSG - (to_go_NSG * mask_NSG).sum(1, keepdim=True) / num_N1G
+        chance = float(chances[index].detach().prod())
+        for total, one in ((mean, advantages_NSG), (by_turn, torch.where(mask_NSG, running_NSG, 0.0))):
+            loss = (one[0] * log_probabilities(theta)[index]).sum() / 3
+            total += chance * torch.autograd.grad(loss, theta)[0]
+    torch.testing.assert_close(mean, exact * (1 - 1 / 3))
+    wrong = (by_turn / (exact * (1 - 1 / 3)))[2:]
+    assert (wrong - 1).abs().min() > 0.1  # by a tenth at least
+
+
+def test_the_advantage_of_a_turn_is_what_it_and_later_ones_earn():
+    """By hand: two episodes that earn 1 + 2 and 5; observations between the turns get nothing."""
+    mask_NSG = torch.tensor([[[True, True, False, True], [True, False, False, False]]])
+    rewards_NSG = torch.tensor([[[0.0, 1.0, 0.0, 2.0], [5.0, 0.0, 0.0, 0.0]]])
+    found = turn_advantages(torch.tensor([[-1.0, 1.0]]), rewards_NSG, mask_NSG)
+    assert found.tolist() == [[[-1.0, -1.0, 0.0, -2.0], [1.0, 0.0, 0.0, 0.0]]]

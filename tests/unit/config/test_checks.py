@@ -59,3 +59,22 @@ def test_k1_in_the_loss_is_refused(algorithm, more, fix):
     assert load_with("kl_coef=0.1", "kl_estimator=k2").options.kl_coef == 0.1
     more = ["kl_in=reward"] if more else ["kl_unbiased=true"]
     assert load_with("kl_coef=0.1", "kl_estimator=k1").options.kl_coef == 0.1
+
+
+def test_environments_that_contradict_other_options():
+    """And what an environment sets."""
+    assert "for responses that an environment answers" in refused("episode.max_row_tokens=99")
+    assert "episode.max_row_tokens=20 is smaller than generation.max_new_tokens=24" in refused(
+        "environment=m:f", "episode.max_row_tokens=20"
+    )
+    config = load("tiny", ["environment=m:f", "episode.max_row_tokens=99"])
+    assert (config.row_tokens, config.options.old_logprobs, config.only_function) == (99, "recompute", True)
+    for algorithm, more, words in (
+        ("sft", [], "algorithm sft generates no responses"),
+        ("grpo", ["grpo.overlong=shape", "grpo.overlong_buffer=4"], "choose keep or mask"),
+        ("grpo", ["grpo.turn_rewards=true"], "needs scale=none"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load(None, ["environment=m:f", "samples_per_prompt=8", *more], algorithm=algorithm)
+    with pytest.raises(UserError, match="grpo.turn_rewards=true is for responses that an environment answers"):
+        load(None, ["samples_per_prompt=8", "grpo.turn_rewards=true", "grpo.scale=none"], algorithm="grpo")

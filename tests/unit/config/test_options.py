@@ -17,6 +17,9 @@ NEEDED = {  # options that make no sense without others
     "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
     **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
     "checkpoint.best": ["eval.prompts=x"],
+    "environment": ["ppo.old_logprobs=recompute"],
+    "grpo.turn_rewards": ["environment=m:f", "grpo.scale=none", "samples_per_prompt=2", "grpo.old_logprobs=recompute"],
+    "episode.max_row_tokens": ["environment=m:f", "generation.max_new_tokens=4"],
     "rollouts.format": ["rollouts.every=1"],
     # else they change, too
     **dict.fromkeys(

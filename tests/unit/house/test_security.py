@@ -23,6 +23,7 @@ MAY_RUN = {  # the modules that run code: what the user named, and what this pro
     "rlhf_spmd.__main__",  # its own modules of verbs
     "rlhf_spmd.pages.user_module",  # --strategy, --algorithm, and for the reward function
     "rlhf_spmd.pages.algorithm",  # its own modules of functions
+    "rlhf_spmd.pages.named_objects",  # reward functions and environments
     "rlhf_spmd.runtime.rewards.function",  # reward_function=
     "rlhf_spmd.command_line.plans",  # the plan that it has just written
 }

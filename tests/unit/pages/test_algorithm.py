@@ -58,7 +58,8 @@ def test_every_page_gives_its_functions_what_they_ask_for(name, replay):
     assert len(found) > 1
     for changes in found:
         options = algorithm.options(**changes)
-        check_functions(algorithm, algorithm.workflow(options, replay=replay), options)
+        episodes = changes.get("turn_rewards", False)  # which only an environment gives
+        check_functions(algorithm, algorithm.workflow(options, replay=replay, episodes=episodes), options)
     assert algorithm.name == name and algorithm.title and not algorithm.from_file
     assert algorithm.trained_roles and algorithm.source == Path(algorithm.module.__file__).read_text(encoding="utf-8")
 

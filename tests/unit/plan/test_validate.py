@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.search.meshes import layouts as layouts_of
+from rlhf_spmd.plan.search.meshes import meshes
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload
@@ -119,3 +122,19 @@ def _with_a_second_call(model: str) -> Workload:
     call = workload.workflow.call(f"{model}_infer")
     again = replace(call, name=f"{model}_again", outputs=("again",))
     return replace(workload, workflow=replace(workload.workflow, calls=(*workload.workflow.calls, again)))
+
+
+def test_an_environment_answers_to_one_rank():
+    """Slices or stages of generation are refused by name, only with an environment; the planner looks for none."""
+    whole = make_workload()
+    episodes = replace(whole, workflow=load_algorithm("ppo").workflow(load_algorithm("ppo").options(), episodes=True))
+    layouts = {call.name: EVERYONE for call in whole.workflow.placed_calls}
+    placement = Placement(layouts | {"actor_generate": Layout((0, 1), dp=1, pp=2)})
+    validate(placement, whole, Cluster.parse("1x4"))
+    with pytest.raises(UserError, match="actor_generate on ranks 0-1: an environment answers only .* use pp = tp = 1"):
+        validate(placement, episodes, Cluster.parse("1x4"))
+    cluster = Cluster.parse("1x4")
+    for workload in (whole, episodes):
+        generating = workload.workflow.call("actor_generate")
+        found = [one for mesh in meshes(cluster) for one in layouts_of(generating, mesh, workload, cluster)]
+        assert all((one.pp, one.tp) == (1, 1) for one in found) == (workload is episodes)

@@ -1,17 +1,23 @@
 """Calls that sample responses."""
 
-# M mini-batches, B sequences, G response tokens
+# M mini-batches, C columns, B sequences, P prompt tokens, G response tokens
 
 import time
+from collections import Counter
 
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import caches_alive
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import RESPONSES
+from rlhf_spmd.plan.runtime_words import RESPONSES, actions_of, opened_of, rewards_of
 from rlhf_spmd.plan.workflow import Generate
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.generation.episodes import REASONS, Episodes
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes
 from rlhf_spmd.runtime.generation.rollout import Rollout
 
@@ -23,19 +29,37 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     with job.models.weights(call) as model:
         if call.name not in data.generations:
             data.generations[call.name] = _all_of_iteration(job, call, model, run, data, place[1])
-        made = data.generations[call.name].of(place[0])
+        rollout = data.generations[call.name]
+        made = _made(job, call, rollout, place[0])
+        ends = rollout.ends(place[0])
         if data.generations[call.name].is_over:
             del data.generations[call.name]  # frees its memory for training
-    responses = made[0]
-    tensors = dict(zip(call.outputs, made, strict=False))
     for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
-        data.store.at(key, place)[:] = tensors[key].unflatten(0, shape_of(place))
-    mask, meter = responses >= 0, job.meter(call, data)
-    prefix = call.outputs[0].removesuffix(RESPONSES)
-    meter.add(f"{prefix}response_length", mask.sum(), len(responses))
-    meter.add(f"{prefix}ended_fraction", job.ended(responses).sum(), len(responses))
+        data.store.at(key, place)[:] = made[key].unflatten(0, shape_of(place))
+    key, meter = call.outputs[0], job.meter(call, data)
+    prefix, num = key.removesuffix(RESPONSES), len(made[key])
+    meter.add(f"{prefix}response_length", mask_of(made, key).sum(), num)
+    meter.add(f"{prefix}ended_fraction", job.ended_of(made, key).sum(), num)
+    if ends:
+        counted = Counter(reason for reason, _ in ends)
+        meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
+        for reason in REASONS:
+            meter.add(f"{prefix}end_{reason}", counted[reason], num)
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)
+
+
+def _made(job: Job, call: Generate, rollout: Rollout, mini_batches: slice) -> dict[str, Tensor]:
+    """What a call has made for some mini-batches, by data key: [B, ...]."""
+    responses, logprobs, *others = call.outputs
+    responses_BG, logprobs_BG, support_BGK = rollout.of(mini_batches)
+    made = {responses: responses_BG, logprobs: logprobs_BG}
+    if rollout.turns is not None:
+        made[actions_of(responses)], made[rewards_of(responses)] = rollout.of_turns(mini_batches)
+        made[opened_of(responses)] = rollout.prompts_MBP[mini_batches].flatten(0, 1)
+    if support_BGK is not None:
+        made |= {key: support_BGK for key in others if job.workload.workflow.shapes[key] == "kept"}
+    return made
 
 
 def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction: float) -> float:
@@ -44,6 +68,29 @@ def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction
     Engines that live at the same time get equal parts of `fraction` of what is free before the first of them takes its
     part. num_alive: those that have taken it."""
     return fraction / (len(caches_alive(program, rank)[call]) - num_alive * fraction)
+
+
+def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Episodes | None:
+    """What answers to the turns of a call's responses; None if they have one turn."""
+    if not call.has_turns:
+        return None
+    assert job.episodes is not None, "an environment answers"
+    return job.episodes(job, call, data, columns)
+
+
+def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Tensor) -> Tensor:
+    """The prompts of rows as their environments open them: like prompts_MCP, those of the data set."""
+    opened_MCP, opened = torch.full_like(prompts_MCP, -1), episodes.openings()
+    for index, tokens_P, tokens in zip(
+        data.prompt_MC[:, columns].flatten().tolist(), opened_MCP.flatten(0, 1), opened, strict=True
+    ):
+        if not 0 < len(tokens) <= len(tokens_P):
+            raise UserError(
+                f"the environment opens prompt {index} of the data set with {len(tokens)} tokens; give 1 to "
+                f"data.max_prompt={len(tokens_P)}, or raise that"
+            )
+        tokens_P[: len(tokens)] = torch.tensor(tokens)
+    return opened_MCP
 
 
 def _all_of_iteration(
@@ -58,12 +105,17 @@ def _all_of_iteration(
     own = {} if call.temperature is None else {"temperature": call.temperature}
     stream = random_streams.of_call(job.workload.workflow, call) if job.stream is None else job.stream
     share = cache_share(job.program, job.world.rank, call.name, len(data.generations), generation.cache_fraction)
+    prompts_MCP, episodes = data.store.at(call.prompts, (ALL, columns)), _episodes(job, call, data, columns)
+    if episodes is not None:
+        prompts_MCP = _opened(episodes, data, columns, prompts_MCP)
     return Rollout(
         model,
-        data.store.at(call.prompts, (ALL, columns)),
+        prompts_MCP,
         data.random_bits(stream, columns),
         max_sequences=max(min(places, num_rows * job.workload.num_mini_batches), 1),
         block_size=generation.block_size,
         free_bytes=share * free_bytes(job.world.device, job.world.computes.num_ranks),
+        episodes=episodes,
+        max_new_tokens=generation.max_new_tokens,
         **(job.drawing | own),
     )

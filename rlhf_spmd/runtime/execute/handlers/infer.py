@@ -13,13 +13,15 @@ from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, sequence_scores
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
+from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, rewards_of
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import Rows, read_loss, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.rewards.response_scores import Judged
+
+ENVIRONMENT = "environment"  # behind the name of scores in the log: the rewards of episodes alone
 
 
 def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> "Inference | Measurement | None":
@@ -61,13 +63,15 @@ class Inference(Passes):
         scorer = job.scorer if judges(job, call) and job.scorer is not None and job.scorer.texts is not None else None
         join, lengths = (Sequences.join, lengths_of) if scorer is None else (scorer.batch, scorer.lengths)
         index_MC = data.prompt_MC[self.place]
+        every = {key: data.store.at(key, self.place) for key in call.inputs} if scorer is not None else {}
 
         def rows_of(row: int, columns: Tensor) -> tuple:
             """What the input of some rows is made of."""
             rows = prompts[row, columns], responses[row, columns]
             if scorer is None:
                 return rows
-            return (*rows, job.ended(rows[1]), index_MC[row, columns.cpu()].tolist())
+            ended_B = job.ended_of({key: value[row, columns] for key, value in every.items()}, call.tokens[1])
+            return (*rows, ended_B, index_MC[row, columns.cpu()].tolist())
 
         self.used_MC = prompts[..., 0] >= 0  # places without a row have no prompt
         self.parts: list[tuple[int, Tensor]] = []  # of each micro-batch: its mini-batch and columns
@@ -130,6 +134,9 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
     index_B = data.prompt_MC[place].flatten().tolist()
     judged = add_functions(job, call, prompts, responses, index_B, of_model_B)
     scores_B, logs = judged.scores_B, judged.logs
+    if (rewards := rewards_of(call.tokens[1])) in call.inputs:  # of an episode: the sum over its turns
+        by_turn_BG = data.store.at(rewards, place).flatten(0, 1)
+        scores_B, logs = scores_B + by_turn_BG.sum(1), logs | {ENVIRONMENT: by_turn_BG.sum(1).tolist()}
     data.store.at(call.outputs[0], place)[:] = scores_B.unflatten(0, shape_of(place))
     name, meter = call.outputs[0].removesuffix("s"), job.meter(call, data)
     if job.config.reward_timeout_s:

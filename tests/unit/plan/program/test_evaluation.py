@@ -184,3 +184,18 @@ def test_an_algorithm_without_scores_has_no_evaluation():
         evaluation_program(
             unscored, num_prompts=1, samples_per_prompt=1, temperature=0, max_response=1, by_function=False
         )
+
+
+def test_an_evaluation_of_episodes_makes_what_its_scores_read():
+    """Actions, rewards of turns and opened prompts, but no sampling support."""
+    words = ["environment=m:f", "episode.max_row_tokens=300", "generation.top_k=5"]
+    config = presets.load("llama-7b", words)
+    cluster = Cluster.parse("1x8", "cpu")
+    training = load_strategy("flattening").compile(make_workload(config), cluster, {})
+    options = {"num_prompts": 13, "samples_per_prompt": 2, "temperature": 1.0, "by_function": config.only_function}
+    evaluation = evaluation_program(training, **options, max_response=evaluated(config).row_tokens)
+    assert check(evaluation, beside=training) == []
+    generating, scoring = evaluation.workload.workflow.calls
+    own = ("responses.actions", "responses.rewards", "responses.prompts")
+    assert generating.outputs == ("responses", "logprobs", *own)
+    assert {*scoring.inputs} == {"responses", *own} and evaluation.workload.row_shape("responses.actions") == (300,)

@@ -18,7 +18,8 @@ def gate(difference_BG: torch.Tensor, *options: str, corrected: bool = False) ->
     old_BG = torch.full(difference_BG.shape, -3.0)
     responses_BG = torch.zeros(difference_BG.shape, dtype=torch.int64)
     meter = Meter()
-    parity_gate(config, old_BG, old_BG + difference_BG, responses_BG, meter, corrected=corrected)
+    tokens = responses_BG, responses_BG >= 0
+    parity_gate(config, old_BG, old_BG + difference_BG, *tokens, meter, corrected=corrected)
     return meter.maxima
 
 

@@ -90,9 +90,9 @@ def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
     prefilled: list[list[int]] = []
     original = engine.decoder.round
 
-    def noted(tokens_B, cached_B, prompts, blocks):
+    def noted(tokens_B, cached_B, prompts, blocks, answered):
         prefilled.extend(prompts)
-        return original(tokens_B, cached_B, prompts, blocks)
+        return original(tokens_B, cached_B, prompts, blocks, answered)
 
     monkeypatch.setattr(engine.decoder, "round", noted)
     found, logprobs_RG = run(engine, prompts, bits_RG, Sampling(MAX_NEW, min_new_tokens=5))

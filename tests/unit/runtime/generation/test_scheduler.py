@@ -136,3 +136,69 @@ def test_tables_are_new_only_when_blocks_come_or_go():
         scheduler.has_new_tables = False
     # 3 and 5 tokens in blocks of 4: after 1, 5 (the first row) and 3, 7 steps (the second) a block is full
     assert new == [True, True, False, True, False, True, False], new
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.integers(2, 24),
+    max_rows=st.integers(1, 6),
+    spare=st.integers(0, 12),
+    chance=st.randoms(use_true_random=False),
+)
+def test_rows_outside_keep_what_they_have(size, max_rows, spare, chance):
+    """Rows leave for an answer and come back with more tokens, or are over; whatever moves, the block that a row names
+    holds its tokens, unless the row is in the queue again."""
+    one_block = size >= LONGEST
+    blocks = Blocks(max_rows + spare if one_block else -(-LONGEST // size) + spare, size)
+    scheduler = Scheduler(blocks, max_rows, prefill_tokens=16, one_block=one_block)
+    line = waiting([(key, 1 + key) for key in range(9)])
+    scheduler.waiting.extend(line)
+    left, stored = {one.request for one in line}, dict.fromkeys(range(blocks.num_blocks), -1)  # block -> last writer
+
+    def move(copies) -> None:
+        before = dict(stored)
+        stored.update({to: before[source] for source, to in copies})
+
+    def check() -> None:
+        rows = [*scheduler.rows, *scheduler.outside]
+        assert [row.blocks for row in scheduler.rows] == [[i] for i in range(len(scheduler.rows))] or not one_block
+        used = [block for row in rows for block in row.blocks]
+        assert len(set(used)) == len(used) == blocks.num_blocks - blocks.num_free
+        assert all(stored[block] == row.request for row in rows for block in row.blocks)
+        assert sum(bool(row.blocks) for row in rows) <= max_rows
+
+    while left:
+        scheduler.grow()
+        for row in scheduler.rows:  # what grew
+            stored.update(dict.fromkeys(row.blocks, row.request))
+        for row in [row for row in scheduler.outside if chance.random() < 0.5]:
+            cached = row.base
+            if cached >= LONGEST - 4 or chance.random() < 0.3:
+                scheduler.finish(row.request)
+                left.discard(row.request)
+            elif scheduler.resume(row.request, 3) is not None:
+                assert row is scheduler.rows[-1] and scheduler.num_cached(row) == cached + 3
+            else:
+                assert scheduler.waiting[0].num_tokens == cached + 3 and not one_block
+            for copies in scheduler.moves:
+                move(copies)
+            scheduler.moves.clear()
+            for row in scheduler.rows:
+                stored.update(dict.fromkeys(row.blocks[1:], row.request))
+            check()
+        admitted = scheduler.admit()
+        for copies in scheduler.moves:
+            move(copies)
+        scheduler.moves.clear()
+        for one in admitted:
+            stored.update(dict.fromkeys(one.row.blocks, one.row.request))
+        check()
+        rows = range(len(scheduler.rows))
+        ended = [i for i in rows if scheduler.num_cached(scheduler.rows[i]) >= LONGEST or chance.random() < 0.1]
+        away = [i for i in rows if i not in ended and chance.random() < 0.4]
+        left -= {scheduler.rows[i].request for i in ended}
+        order, copies = scheduler.remove(ended, away)
+        assert not {*order} & {*ended, *away}
+        move(copies)
+        check()
+    assert blocks.num_free == blocks.num_blocks

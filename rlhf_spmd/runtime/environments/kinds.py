@@ -1,0 +1,399 @@
+"""One episode with each kind of environment: what its methods are called with, and what their results mean.
+
+These run in a worker process. Functions of the user may be async; others run in a thread, so that episodes do not wait
+for one another.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+
+MOST_THREADS = 512  # of calls that run at once in a worker; those that hang keep theirs
+MOST_ERROR = 300  # characters of an error that a model is told
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+Message = dict[str, Any]
+
+hanging: set[Future[Any]] = set()  # calls in this process that still run although their time is over
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an episode begins with. columns: of the row. prompt: its text. messages: its conversation, if it is one.
+    seed: the same for all episodes of a group; sample_seed: of this one."""
+
+    columns: dict[str, Any]
+    prompt: str
+    messages: list[Message] | None
+    seed: int
+    sample_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an environment changes the prompt of its row; nothing is given: not at all. add: to the last message of the
+    user. messages, text: the whole prompt instead."""
+
+    add: str = ""
+    messages: list[Message] | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What comes back. back: text, or messages with the roles user or tool. has_failed: a tool has, and text says how.
+    logs: further numbers."""
+
+    back: str | list[Message] = ""
+    reward: float = 0.0
+    is_done: bool = False
+    has_failed: bool = False
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+class Episode:
+    """An episode with an environment that has none of these methods."""
+
+    async def begin(self, start: Start) -> Opening:
+        return Opening()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Step:
+        """Calls a tool."""
+        raise NotImplementedError
+
+    async def step(self, text: str) -> Step:
+        """Answers a turn."""
+        raise NotImplementedError
+
+    async def reward(self) -> float:
+        """What the episode is worth beside the rewards of its steps."""
+        return 0.0
+
+    async def save(self) -> Any:
+        return None
+
+    async def load(self, state: Any) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return None
+
+
+class Functions(Episode):
+    """Functions as tools."""
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]]):
+        self.tools = tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Step:
+        return await called_tool(self.tools, name, arguments)
+
+
+class OfReset(Episode):
+    """An object with `reset(**columns)`, tools as public methods (TRL) or `step(text)`, and perhaps `get_reward()`,
+    `save()` with `load(state)`, and `close()`."""
+
+    def __init__(self, cls: type, tools: Sequence[str]):
+        self.cls, self.names = cls, tools
+
+    async def begin(self, start: Start) -> Opening:
+        self.own = await made(self.cls)
+        if not hasattr(self.own, "reset"):
+            return Opening()
+        given = start.columns | {"seed": start.seed, "sample_seed": start.sample_seed}
+        found = await called(self.own.reset, **taken_by(self.own.reset, given))
+        if found is None or isinstance(found, str):
+            return Opening(add=found or "")
+        if isinstance(found, list):
+            return Opening(messages=[checked_message(one, "reset()") for one in found])
+        raise UserError(f"reset() returned {kind(found)}: return a text, a list of messages, or None")
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Step:
+        return await called_tool({name: getattr(self.own, name) for name in self.names}, name, arguments)
+
+    async def step(self, text: str) -> Step:
+        found = await called(self.own.step, text)
+        if not isinstance(found, tuple) or len(found) != 3:
+            length = f" of {len(found)} values" if isinstance(found, tuple) else ""
+            raise UserError(f"step() returned {kind(found)}{length}: return (observation, reward, done)")
+        observation, reward, is_done = found
+        back = observation if isinstance(observation, list) else text_of(observation)
+        return Step(checked_back(back), number(reward, "the reward of step()"), truth(is_done, "done of step()"))
+
+    async def reward(self) -> float:
+        if not hasattr(self.own, "get_reward"):
+            return 0.0
+        return number(await called(self.own.get_reward), "get_reward()")
+
+    async def save(self) -> Any:
+        return await called(self.own.save)
+
+    async def load(self, state: Any) -> None:
+        await called(self.own.load, state)
+
+    async def close(self) -> None:
+        if hasattr(self.own, "close"):
+            await called(self.own.close)
+
+
+class OfSkyRL(Episode):
+    """A BaseTextEnv of SkyRL-Gym: `init(prompt)`, `step(action)`, `close()`; made with its config, which is empty here,
+    and the columns as extras."""
+
+    def __init__(self, cls: type):
+        self.cls = cls
+
+    async def begin(self, start: Start) -> Opening:
+        extras = start.columns | {"seed": start.seed, "sample_seed": start.sample_seed}
+        self.own = await made(self.cls, **taken_by(self.cls, {"env_config": Settings(), "extras": extras}))
+        prompt = start.messages or [{"role": "user", "content": start.prompt}]
+        found = await called(self.own.init, [dict(one) for one in prompt])
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise UserError(f"init() returned {kind(found)}: return (messages, metadata)")
+        messages = [checked_message(one, "init()") for one in found[0]]
+        return Opening() if messages == prompt else Opening(messages=messages)
+
+    async def step(self, text: str) -> Step:
+        found = await called(self.own.step, text)
+        if not isinstance(found, Mapping) or not {"observations", "reward", "done"} <= {*found}:
+            raise UserError(f"step() returned {kind(found)}: return a BaseTextEnvStepOutput")
+        if found.get("postprocessed_action") not in (None, text):
+            raise UserError(
+                "step() returned a postprocessed_action, which is not supported, since what the model drew is never "
+                "replaced: leave it out"
+            )
+        reward = number(found["reward"], "the reward of step()")
+        return Step(checked_back(list(found["observations"])), reward, truth(found["done"], "done of step()"))
+
+    async def close(self) -> None:
+        if hasattr(self.own, "close"):
+            await called(self.own.close)
+
+
+class OfOpenRLHF(Episode):
+    """An AgentInstance of OpenRLHF: async `reset(states)` and `step(states)`, which speak in dicts. Its feedback is
+    appended as it is, without a chat template."""
+
+    def __init__(self, cls: type):
+        self.cls = cls
+
+    async def begin(self, start: Start) -> Opening:
+        self.own = await made(self.cls)
+        label = start.columns.get("label", start.columns.get("labels"))
+        self.states = start.columns | {"label": label, "seed": start.seed, "sample_seed": start.sample_seed}
+        found = await called(self.own.reset, self.states | {"prompt": start.prompt, "observation": start.prompt})
+        if not isinstance(found, Mapping) or not isinstance(found.get("observation"), str):
+            raise UserError(f"reset() returned {kind(found)}: return a dict with an observation, which is text")
+        self.text = found["observation"]
+        return Opening() if self.text == start.prompt else Opening(text=self.text)
+
+    async def step(self, text: str) -> Step:
+        states = self.states | {"observation_text": self.text, "action_text": text, "sampling_params": None}
+        found = await called(self.own.step, states)
+        if not isinstance(found, Mapping) or not {"rewards", "environment_feedback", "done"} <= {*found}:
+            raise UserError(f"step() returned {kind(found)}: return a dict with rewards, environment_feedback and done")
+        for name in ("sampling_params", "images"):
+            if found.get(name) is not None:
+                raise UserError(f"step() returned {name}, which is not supported: leave it out")
+        feedback = text_of(found["environment_feedback"])
+        self.text += text + feedback
+        logs = {name: number(value, name) for name, value in (found.get("extra_logs") or {}).items()}
+        reward = number(found["rewards"], "the rewards of step()")
+        return Step(feedback, reward, truth(found["done"], "done of step()"), logs=logs)
+
+
+@dataclass(frozen=True, slots=True)
+class VerlTool:
+    """A tool of verl with its entry in the file of tools. schema: in OpenAI's form; None: the class has its own."""
+
+    cls: type
+    config: dict[str, Any] = field(default_factory=dict)
+    schema: dict[str, Any] | None = None
+
+    def made(self) -> Any:
+        schema = self.schema
+        if schema is not None:
+            with suppress(ImportError):  # a class that does not need it
+                from verl.tools.schemas import OpenAIFunctionToolSchema
+
+                schema = OpenAIFunctionToolSchema.model_validate(schema)
+        return self.cls(**taken_by(self.cls, {"config": self.config, "tool_schema": schema}))
+
+
+class OfVerl(Episode):
+    """BaseTools of verl: async `create`, `execute`, `calc_reward`, `release`. An instance of each lives as long as the
+    episode. The column tools_kwargs gives what each is created with."""
+
+    def __init__(self, tools: Mapping[str, VerlTool]):
+        self.tools = tools
+
+    async def begin(self, start: Start) -> Opening:
+        self.made = {name: tool.made() for name, tool in self.tools.items()}
+        self.ids: dict[str, str] = {}
+        given = start.columns.get("tools_kwargs") or {}
+        for name, tool in self.made.items():
+            kwargs = (given.get(name) or {}).get("create_kwargs") or {}
+            known = {"seed": start.seed, "sample_seed": start.sample_seed, "create_kwargs": kwargs} | kwargs
+            found = await called(tool.create, **taken_by(tool.create, known))
+            self.ids[name] = found[0] if isinstance(found, tuple) else found
+        return Opening()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Step:
+        if name not in self.made:
+            return no_tool(name, self.made)
+        try:
+            found = await called(self.made[name].execute, self.ids[name], arguments)
+        except BaseException as error:
+            return failed(error)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise UserError(f"execute() of {name} returned {kind(found)}: return (response, reward, metrics)")
+        response, reward, metrics = found
+        for what in ("image", "video"):
+            if getattr(response, what, None):
+                raise UserError(f"execute() of {name} returned an {what}, which is not supported: return text")
+        text = getattr(response, "text", response)
+        logs = {one: float(value) for one, value in (metrics or {}).items() if isinstance(value, numbers.Real)}
+        return Step(text_of(text), number(reward or 0.0, f"the reward of execute() of {name}"), logs=logs)
+
+    async def reward(self) -> float:
+        total = 0.0
+        for name, tool in self.made.items():
+            if hasattr(tool, "calc_reward"):
+                total += number(await called(tool.calc_reward, self.ids[name]) or 0.0, f"calc_reward() of {name}")
+        return total
+
+    async def close(self) -> None:
+        for name, tool in self.made.items():
+            if hasattr(tool, "release"):
+                await called(tool.release, self.ids[name])
+
+
+class Settings(dict):
+    """An empty config, whose values may be read as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the config of the environment has no {name!r}") from None
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="environment")
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function of the user returns, async or not. Raises what it raises."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    running = _threads().submit(function, *args, **kwargs)
+    try:
+        found = await asyncio.wrap_future(running)
+    except asyncio.CancelledError:  # its time is over, and a thread cannot be ended
+        if not running.cancelled():
+            hanging.add(running)
+            running.add_done_callback(hanging.discard)
+        raise
+    return await found if inspect.isawaitable(found) else found
+
+
+async def made(cls: type, **kwargs: Any) -> Any:
+    """An object of a class of the user. OpenRLHF's may have an async __init__."""
+    begin = vars(cls).get("__init__")
+    if not inspect.iscoroutinefunction(begin):
+        return await called(cls, **kwargs)
+    own: Any = object.__new__(cls)
+    await begin(own, **kwargs)
+    return own
+
+
+async def called_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: dict[str, Any]) -> Step:
+    """What a tool answers. What it raises is an answer, too."""
+    if name not in tools:
+        return no_tool(name, tools)
+    try:
+        return Step(text_of(await called(tools[name], **arguments)))
+    except BaseException as error:
+        return failed(error)
+
+
+def no_tool(name: str, tools: Mapping[str, Any]) -> Step:
+    return Step(f"error: there is no tool {name[:60]!r}; there are: {', '.join(tools)}", has_failed=True)
+
+
+def failed(error: BaseException) -> Step:
+    """The answer of a tool that raised. An error of ours, and the end of the call, are passed on."""
+    if isinstance(error, asyncio.CancelledError | UserError):
+        raise error
+    message = " ".join(str(error).split())[:MOST_ERROR]
+    return Step(f"error: {type(error).__name__}{': ' if message else ''}{message}", has_failed=True)
+
+
+def taken_by(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given values that a function takes by their names."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters and parameters[name].kind in BY_NAME}
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"a{'n' if name[0] in 'aeiou' else ''} {name}"
+
+
+def text_of(value: Any) -> str:
+    """A result as text: lists and dicts as JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+
+
+def number(value: Any, what: str) -> float:
+    """A reward. Raises UserError for what is no finite number."""
+    if hasattr(value, "item"):  # of numpy or torch
+        with suppress(ValueError, RuntimeError, TypeError):  # it has several
+            value = value.item()
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    raise UserError(f"{what} is {str(value)[:60]!r} ({kind(value)}): return a finite number")
+
+
+def truth(value: Any, what: str) -> bool:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, bool):
+        raise UserError(f"{what} is {str(value)[:60]!r} ({kind(value)}): return True or False")
+    return value
+
+
+def checked_back(back: str | list[Any]) -> str | list[Message]:
+    """An observation as text or messages. Raises UserError."""
+    if isinstance(back, str):
+        return back
+    messages = [checked_message(one, "step()") for one in back]
+    for one in messages:
+        if one["role"] not in ("user", "tool"):
+            raise UserError(f"step() returned a message of the {one['role']}: only user and tool may answer a turn")
+    return messages
+
+
+def checked_message(value: Any, what: str) -> Message:
+    if not isinstance(value, Mapping) or not all(isinstance(value.get(name), str) for name in ("role", "content")):
+        raise UserError(f"{what} returned {kind(value)} as a message: return dicts with role and content, as text")
+    return dict(value)

@@ -1,0 +1,82 @@
+"""The environments of a run on one rank: read once, and asked for the episodes of each generate call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_spmd.model.hf import tool_schema
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
+from rlhf_spmd.runtime.data.readers import conversation_of
+from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
+from rlhf_spmd.runtime.environments.episodes import Episodes
+from rlhf_spmd.runtime.environments.journal import Journal, forget
+from rlhf_spmd.runtime.environments.rows import Limits, Row
+from rlhf_spmd.runtime.environments.speech import Render, speech_of
+from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
+
+
+class RunEnvironments:
+    """The environments that `environment` names. Their workers start with the first episodes, so a rank that generates
+    nothing has none."""
+
+    def __init__(
+        self,
+        spec: str,
+        columns: Sequence[str],
+        tokenizer: Tokenizer,
+        render: Render,
+        stops: Sequence[int],
+        *,
+        template: str,
+        num_workers: int,
+        limits: Limits,
+        seed: int,
+        journal: str | Path,
+        rank: int,
+        on_failure: Literal["stop", "drop_group"] = "stop",
+        form: str = "",
+        beat: Callable[[], None] = lambda: None,
+    ):
+        """spec, columns: as of load_environments. render, stops, template, form: as of speech_of. journal: the folder.
+        beat: see WorkerPool. Raises UserError for an environment, a tool or a template that cannot be used."""
+        self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
+        self.seed, self.journal, self.rank, self.on_failure, self.beat = seed, Path(journal), rank, on_failure, beat
+        self.environments = load_environments(spec, columns)
+        self.speeches = {
+            name: speech_of(one, tokenizer, render, stops, template=template, describe=tool_schema, form=form)
+            for name, one in self.environments.items()
+        }
+        self._workers: EnvironmentWorkers | None = None
+
+    def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout") -> Episodes:
+        """The episodes of a generate call. name: of its journal. Raises UserError for a row of an unknown
+        environment."""
+        if self._workers is None:
+            self._workers = EnvironmentWorkers(self.spec, self.columns, num=self.num_workers, beat=self.beat)
+        by_environment = {id(one): self.speeches[key] for key, one in self.environments.items()}
+        return Episodes(
+            rows,
+            [by_environment[id(chosen(self.environments, row.columns))] for row in rows],
+            self._workers,
+            Journal(self.journal, iteration, self.rank, name),
+            self.limits,
+            seed=self.seed,
+            iteration=iteration,
+            on_failure=self.on_failure,
+        )
+
+    def forget(self, before: int) -> None:
+        """Removes the answers of iterations before this one, which a complete checkpoint covers."""
+        forget(self.journal, before)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
+def row_of(prompt: int, sample: int, record: Mapping[str, Any], text: str, key: str) -> Row:
+    """A row to be drawn. prompt, sample: numbers of the prompt in the data set, and in its group. record: its columns.
+    text: the prompt. key: the column of prompts."""
+    return Row(prompt, sample, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")

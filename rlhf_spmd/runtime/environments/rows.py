@@ -1,0 +1,88 @@
+"""The rows of a generate call with environments: what they begin with, where each one is, and what it came to."""
+
+import hashlib
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_spmd.runtime.environments.kinds import Message, Opening, Step
+from rlhf_spmd.runtime.environments.speech import Speech
+
+Asking = Generator[dict[str, Any], Mapping[str, Any], None]  # messages to a worker, and its answers
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row to be drawn. prompt: its number in the iteration, the same in a group; sample: its number in the group.
+    text, messages: of the prompt. where: of the row in the data, for messages."""
+
+    prompt: int
+    sample: int
+    columns: Mapping[str, Any]
+    text: str
+    messages: list[Message] | None
+    where: str = "the data set"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of an episode; 0: none. calls: of tools. tool_s: seconds of a call; episode_s: of a whole episode."""
+
+    turns: int = 0
+    calls: int = 0
+    tool_s: float = 0.0
+    episode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an episode came to. rewards: of each turn, with that of the whole episode in the last. seconds: of each call
+    that was made now. num_broken: how often its environment broke. is_dropped: its environment, or that of another
+    episode of its group, broke too often."""
+
+    rewards: tuple[float, ...]
+    num_turns: int
+    num_calls: int
+    num_failures: int
+    num_timeouts: int
+    num_broken: int
+    reason: str
+    seconds: tuple[float, ...]
+    logs: Mapping[str, float]
+    is_dropped: bool = False
+
+
+@dataclass(slots=True)
+class Life:
+    """A row on its way. made: the calls so far with their answers, None for those whose time was over."""
+
+    row: Row
+    speech: Speech
+    episode: int  # its number among all of the workers
+    work: Asking | None = None
+    ticket: int = 0  # of the question that waits; 0: none
+    until_s: float = 0.0  # 0: for ever
+    began_s: float = 0.0
+    turn: int = 0
+    opening: Opening | None = None
+    made: list[tuple[dict[str, Any], Step | None]] = field(default_factory=list)
+    state: Any = None  # as save() gave it
+    turn_rewards: list[float] = field(default_factory=list)
+    end_reward: float = 0.0
+    num_calls: int = 0
+    num_failures: int = 0
+    num_timeouts: int = 0
+    tries: int = 0
+    seconds: list[float] = field(default_factory=list)
+    logs: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    is_told: bool = False  # the engine knows that it is over
+
+    @property
+    def where(self) -> str:
+        return f"prompt {self.row.prompt}, sample {self.row.sample}, turn {self.turn}"
+
+
+def seed_of(*key: int) -> int:
+    """A number below 2**31 for random generators, the same on any machine."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big") >> 1

@@ -1,0 +1,98 @@
+"""What an environment and a model say to each other: prompts, calls and observations, between text and tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tool_calls import Call, format_of, read_calls
+from rlhf_spmd.model.texts.turns import TurnJoins, answer_of
+from rlhf_spmd.runtime.environments.adapters import Environment
+from rlhf_spmd.runtime.environments.kinds import Message, Opening, Step
+
+Render = Callable[..., str]  # as of model.hf.ChatTemplate.render
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """How the rows of one environment are written. form: of tool calls; empty: there are none."""
+
+    environment: Environment
+    tokenizer: Tokenizer
+    joins: TurnJoins
+    form: str
+
+    def said(self, drawn: Sequence[int]) -> str:
+        """The text of a turn, for the environment."""
+        return self.tokenizer.decode(drawn)
+
+    def calls(self, drawn: Sequence[int]) -> list[Call]:
+        """The tool calls of a turn, whose marks may be special tokens."""
+        stops = self.joins.stops
+        return read_calls(self.tokenizer.decode([one for one in drawn if one not in stops], special=True), self.form)
+
+    def first(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
+        """The tokens of a prompt as an environment opens it. where: of the row, for messages. Raises UserError."""
+        if self.environment.speaks == "text":
+            return self.tokenizer.encode(text if opening.text is None else opening.text, special=messages is None)
+        messages = messages if opening.messages is None else opening.messages
+        if messages is None:
+            raise UserError(
+                f"{where}: the prompt is text, and turns are joined by the chat template: write it as a list of "
+                'messages, such as [{"role": "user", "content": "..."}]'
+            )
+        if opening.add and messages[-1]["role"] == "user":
+            last = messages[-1]
+            messages = [*messages[:-1], last | {"content": last["content"] + opening.add}]
+        elif opening.add:
+            messages = [*messages, answer_of("user", opening.add)]
+        return self.joins.encode(self.joins.render(messages, True))
+
+    def back(self, drawn: Sequence[int], calls: Sequence[Call], steps: Sequence[Step]) -> list[int]:
+        """The tokens that follow a turn. calls: of the turn; steps: what they, or the turn, were answered with."""
+        if self.environment.speaks == "text":
+            (step,) = steps
+            assert isinstance(step.back, str)
+            return self.joins.encode(_unicode(step.back))
+        if calls:
+            answers = [
+                answer_of("tool", _unicode(step.back), _unicode(call.name) or "unknown", call.number)
+                for call, step in zip(calls, steps, strict=True)
+            ]
+            return self.joins.after(drawn, answers, [call.message for call in calls])
+        (step,) = steps
+        given = [answer_of("user", step.back)] if isinstance(step.back, str) else step.back
+        messages = [message | {"content": _unicode(message["content"])} for message in given]
+        return self.joins.after(drawn, messages)
+
+
+def _unicode(text: Any) -> str:
+    """A text without halves of surrogate pairs, which no tokenizer takes, and which models and tools do write."""
+    return str(text).encode(errors="replace").decode()
+
+
+def speech_of(
+    environment: Environment,
+    tokenizer: Tokenizer,
+    render: Render,
+    stops: Sequence[int],
+    *,
+    template: str,
+    describe: Callable[[Callable[..., Any]], dict[str, Any]],
+    form: str = "",
+) -> Speech:
+    """How rows of an environment are written by a chat template. render: with the chat_template_kwargs of the run.
+    stops: the tokens that end a turn. template: its name, for messages. describe: see Environment.schemas. form: of
+    tool calls; empty: as the template writes them. Raises UserError for a template that changes earlier turns, or has
+    no known form of calls."""
+    tools = environment.schemas(describe) or None
+
+    def rendered(messages: list[Message], answers: bool) -> str:
+        return render(template, messages, answers=answers, tools=tools)
+
+    joins = TurnJoins(rendered, lambda text: tokenizer.encode(text, special=False), frozenset(stops), template)
+    if environment.speaks == "text":
+        return Speech(environment, tokenizer, joins, "")
+    joins.check(("tool",) if tools else ("user",))
+    return Speech(environment, tokenizer, joins, format_of(joins, form) if tools else "")

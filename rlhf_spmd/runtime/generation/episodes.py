@@ -1,0 +1,135 @@
+"""Episodes of several turns: what the engine asks the outside between two turns of a row, and which tokens it drew.
+
+An *episode* is one row: the model draws a *turn*, the outside (tools, an environment) answers with tokens that the
+model did not draw, the *observation*, and the model goes on. A row never ends before the model has drawn a token.
+"""
+
+# R requests, G longest response (drawn tokens and observations)
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+DRAWN, LAST = 1.0, 2.0  # in `actions`: a drawn token; the last one of an episode that ended by its own wish
+BY_ITSELF = ("completed", "tool_stopped")  # reasons of the model or the environment; all others are limits
+DRAWN_OUT, TOO_LONG = "max_sampled_tokens", "context_overflow"  # the engine's own reasons
+OTHER_LIMITS = ("max_turns", "max_tokens", "max_tool_calls", "parse_error", "rollout_timeout")
+REASONS = (*BY_ITSELF, DRAWN_OUT, TOO_LONG, *OTHER_LIMITS)  # why an episode ended
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comes back to a row. token_ids: the rest of the template, the observation and the beginning of the next
+    turn, appended to the row; None: the episode is over. reason: why, one of REASONS."""
+
+    row: int
+    token_ids: tuple[int, ...] | None
+    reason: str = ""
+
+
+class Outside(Protocol):
+    """What an engine asks. row: the number of a request among those of the call."""
+
+    def drew(self, row: int, token_ids: list[int]) -> None:
+        """The model ended a turn of this row with these drawn ids, the stop token included, if it drew one. A row that
+        reaches a limit in the middle of a turn is over without this call."""
+
+    def answers(self, wait_s: float) -> list[Answer]:
+        """What has come back since; waits up to wait_s if nothing has."""
+
+
+class Episodes(Outside, Protocol):
+    """The outside of a generate call, with what the call begins with and the rewards that training reads."""
+
+    def openings(self) -> list[list[int]]:
+        """The tokens of each row's prompt, as its environment opens it; asked once, before all else."""
+
+    def rewards(self, row: int, reason: str) -> Sequence[float]:
+        """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward
+        in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    """A row under way. turns: begin and end of each turn in the response; that under way has no end yet."""
+
+    begin: int = 0
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    reason: str = ""
+
+
+class Turns:
+    """The turns of an engine's rows: their limits, and which tokens of them were drawn."""
+
+    def __init__(self, outside: Outside, max_new_tokens: int, max_row_tokens: int):
+        """max_new_tokens: drawn tokens of a whole episode. max_row_tokens: those, and the observations between them."""
+        self.outside, self.max_new_tokens, self.max_row_tokens = outside, max_new_tokens, max_row_tokens
+        self._rows: dict[int, _Episode] = {}
+
+    def begin_of(self, row: int) -> int:
+        """Where the turn under way begins in the response."""
+        return self._rows.setdefault(row, _Episode()).begin
+
+    def most_of(self, row: int) -> int:
+        """The length of the response at which a limit ends the episode."""
+        return min(self.max_row_tokens, self.begin_of(row) + self.max_new_tokens - self._num_drawn(row))
+
+    def _num_drawn(self, row: int) -> int:
+        """Drawn tokens of the turns that have ended."""
+        return sum(end - begin for begin, end in self._rows[row].turns)
+
+    def end_turn(self, row: int, end: int) -> None:
+        """A turn ends before token `end` of the response."""
+        begin = self.begin_of(row)
+        self._rows[row].turns.append((begin, end))
+
+    def cut(self, row: int, end: int) -> None:
+        """A limit ends the episode in the middle of a turn."""
+        self.end_turn(row, end)
+        self._rows[row].reason = DRAWN_OUT if self._num_drawn(row) >= self.max_new_tokens else TOO_LONG
+
+    def goes_on(self, answer: Answer, length: int) -> bool:
+        """Whether an episode whose response has this length goes on with an answer: it does not if no token could be
+        drawn after it."""
+        one = self._rows[answer.row]
+        if answer.token_ids is None:
+            assert answer.reason in REASONS, answer
+            one.reason = answer.reason
+        elif self._num_drawn(answer.row) >= self.max_new_tokens:
+            one.reason = DRAWN_OUT
+        elif length + len(answer.token_ids) >= self.max_row_tokens:
+            one.reason = TOO_LONG
+        else:
+            one.begin = length + len(answer.token_ids)
+        return not one.reason
+
+    def reason(self, row: int) -> str:
+        """Why the episode ended."""
+        return self._rows[row].reason
+
+    def num_turns(self, row: int) -> int:
+        """Turns of an episode, with one that a limit cut."""
+        return len(self._rows[row].turns)
+
+    def actions(self, rows: range) -> Tensor:
+        """Which tokens of the responses were drawn: actions_RG float32, 0 elsewhere (DRAWN, LAST)."""
+        actions_RG = torch.zeros(len(rows), self.max_row_tokens)
+        for actions_G, row in zip(actions_RG, rows, strict=True):
+            one = self._rows[row]
+            for begin, end in one.turns:
+                actions_G[begin:end] = DRAWN
+            if one.reason in BY_ITSELF:
+                actions_G[one.turns[-1][1] - 1] = LAST
+        return actions_RG
+
+    def rewards(self, rows: range, episodes: Episodes) -> Tensor:
+        """The rewards of turns, each on the last token that it drew: rewards_RG float32, 0 elsewhere."""
+        rewards_RG = torch.zeros(len(rows), self.max_row_tokens)
+        for rewards_G, row in zip(rewards_RG, rows, strict=True):
+            turns = self._rows[row].turns
+            for index, reward in enumerate(episodes.rewards(row, self.reason(row))):
+                rewards_G[turns[min(index, len(turns) - 1)][1] - 1] += reward
+        return rewards_RG

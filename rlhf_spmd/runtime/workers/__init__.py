@@ -1,0 +1,1 @@
+"""Worker processes of a rank for code of the user: how they are started, spoken to and ended."""

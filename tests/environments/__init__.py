@@ -1,0 +1,1 @@
+"""Environments as users of several programs write them, with stand-ins for what they import of these programs."""

@@ -1,0 +1,65 @@
+"""Episodes of several turns on several ranks: the tokens and rewards of the run on one rank, whatever the placement,
+and the same bits of weights however late answers come."""
+
+import pytest
+import torch
+
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.strategies import flattening, separation
+from tests.folders import write_all
+from tests.mpi.test_invariance import TOLERANCE, error, with_groups
+from tests.runs import compiled, load
+from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+
+
+def sliced(workload, cluster) -> Placement:
+    """Generation on all ranks, all else in two slices or stages where the ranks are even."""
+    ranks = cluster.ranks
+    if len(ranks) % 2:
+        return flattening.place(workload, cluster)
+    calls = {call.name: Layout.grid_of(ranks, tp=2) for call in workload.workflow.placed_calls}
+    whole = {call.name: Layout.data_parallel(ranks) for call in workload.workflow.generate_calls}
+    judges = {name: Layout.data_parallel(ranks) for name in calls if name.startswith("reward")}  # a function
+    return Placement(calls | whole | judges)
+
+
+PLACES = {"flattening": flattening.place, "separation": separation.place, "sliced": sliced}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_episodes_are_those_of_one_rank(place, world, shared_folder, make_group):
+    words = write_all(shared_folder, eos_token_ids=EOS_IDS) if world.rank == 0 else []
+    words = world.bcast(words, what="the folders")
+    alone = a_run(words, seed=0, latest=3)
+    expected = alone.iterations()
+    program = compiled(load([*words, *OPTIONS]), world.size, place)
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    runs = []
+    for seed, latest in ((1, 0), (2, 9)):
+        run = a_run(words, seed=seed, latest=latest, world=with_groups(world, program, make_group), program=program)
+        runs.append(run)
+        for metrics, of_one in zip(run.iterations(), expected, strict=True):
+            assert metrics["tokens_sha256"] == of_one["tokens_sha256"]
+            for name in (
+                "reward",
+                "turns",
+                "response_length",
+                "ended_fraction",
+                "policy_loss",
+                "kl",
+                "actor_grad_norm",
+            ):
+                assert error(metrics[name], of_one[name]) <= TOLERANCE, name
+        assert run.responses == alone.responses
+    for model in ("actor", "critic"):
+        first, second = (run.weights(model) for run in runs)
+        for name, weight in first.items():
+            assert torch.equal(weight, second[name]), (model, name)

@@ -1,0 +1,117 @@
+"""Tool calls: each format is read back as the template writes it, and what cannot be read is told to the model."""
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.texts.tool_calls import FORMATS, Call, format_of, read_calls
+from tests.templates import joins_of, write_bytes_tokenizer
+
+ARGUMENTS = {"a": 1, "b": [1.5, "x\n'"], "c": {"d": "é"}, "e": "</s>"}
+
+
+def named(calls: list[Call]) -> list[tuple]:
+    return [(call.name, call.arguments) for call in calls]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("chatml", "hermes"), ("qwen3_kept", "hermes"), ("llama3", "llama"), ("mistral", "mistral")],
+)
+def test_the_format_is_the_one_that_reads_what_the_template_writes(name, form, folder):
+    joins = joins_of(folder, name)[0]
+    assert format_of(joins) == form
+    calls = [Call("f", ARGUMENTS, "123456789").message]
+    assert named(read_calls(joins.call_text(calls), form)) == [("f", ARGUMENTS)]
+    assert format_of(joins, "pythonic") == "pythonic"
+
+
+def test_pythonic_calls_are_found_by_their_template_too(folder):
+    assert format_of(joins_of(folder, "pythonic")[0]) == "pythonic"
+
+
+def test_a_template_without_calls_is_refused_and_so_is_an_unknown_format(folder):
+    joins = joins_of(folder, "gemma")[0]
+    with pytest.raises(UserError, match="template of gemma writes a tool call as .*none of the known formats .hermes"):
+        format_of(joins)
+    with pytest.raises(UserError, match="'xml' is not a format of tool calls; known: hermes, mistral"):
+        format_of(joins, "xml")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "wanted"),
+    [
+        ("hermes", "so\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1}}\n</tool_call>\n<tool_call>\n"
+                   '{"name": "g", "arguments": "{}"}', [("f", {"x": 1}), ("g", {})]),
+        ("hermes", "<think>\n<tool_call>{}</tool_call>\n</think>\n\nno", []),
+        ("hermes", "none", []),
+        ("llama", '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
+                  [("f", {"x": 1}), ("g", {})]),
+        ("llama", '<|python_tag|>{"name": "f", "arguments": {}}', [("f", {})]),
+        ("llama", '{"answer": 1}', []),
+        ("llama", "[f()]", []),
+        ("pythonic", '[f(x=1, y=["a", None]), m.g()]', [("f", {"x": 1, "y": ["a", None]}), ("m.g", {})]),
+        ("pythonic", "[1, 2]", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]', [("f", {})]),
+        ("mistral", "I think", []),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_order(form, text, wanted):
+    assert named(read_calls(text, form)) == wanted
+
+
+def test_a_drawn_id_is_kept_and_others_are_made():
+    text = '[TOOL_CALLS] [{"name": "f", "id": "abcdefghi"}, {"name": "g", "id": "1"}]'
+    assert [call.number for call in read_calls(text, "mistral")] == ["abcdefghi", "100000001"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "why"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {</tool_call>', "Expecting property name"),
+        ("hermes", "<tool_call>[]</tool_call>", "it is not an object such as"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "its arguments are not an object"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "recursion"),
+        ("llama", '<|python_tag|>print("a")', "it is not a JSON object"),
+        ("llama", '{"name": "f", "parameters": ', "Expecting value"),
+        ("mistral", '[TOOL_CALLS] {"name": "f"}', "it is not a list of calls"),
+        ("mistral", "[TOOL_CALLS] [{", "Expecting property name"),
+        ("pythonic", "[f(1)]", "is not a call with named arguments"),
+        ("pythonic", "[f(x=g())]", "an argument that is not a plain value"),
+        ("pythonic", "[f(x=1", "it is not a list of calls"),
+    ],
+)
+def test_a_malformed_call_is_an_error_for_the_model_and_no_failure(form, text, why):
+    (call,) = read_calls(text, form)
+    assert call.error.startswith("error: this tool call cannot be read: ") and why in call.error
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_text_breaks_a_parser(form):
+    import random
+
+    draw = random.Random(3)
+    parts = [
+        "<tool_call>",
+        "</tool_call>",
+        "{",
+        "}",
+        '"name"',
+        ": ",
+        '"f"',
+        "[",
+        "]",
+        "(",
+        ")",
+        "f",
+        "=",
+        "\0",
+        "[TOOL_CALLS]",
+    ]
+    for _ in range(300):
+        for call in read_calls("".join(draw.choices(parts, k=draw.randrange(12))), form):
+            assert call.error or call.name

@@ -1,0 +1,201 @@
+"""Environments of each program are recognised by their methods, do what they do there, and are refused by name."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import tool_schema
+from rlhf_spmd.runtime.environments import kinds
+from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
+from rlhf_spmd.runtime.environments.kinds import Opening, Start, Step, hanging, number
+from tests import environments
+
+FILES = Path(environments.__file__).parent
+ASK = [{"role": "user", "content": "Go."}]
+
+
+def only(name: str, columns=None):
+    return load_environments(f"{FILES}/{name}" if not name.startswith("/") else name, columns)[""]
+
+
+def begun(environment, **columns):
+    episode = environment.make()
+    start = Start(columns, "Go.", ASK, seed=5, sample_seed=6)
+    return episode, asyncio.run(episode.begin(start))
+
+
+def test_functions_are_tools_without_a_state():
+    tools = only("functions.py:TOOLS")
+    assert (tools.speaks, tools.tools, tools.once) == ("tools", ("add", "shout", "nap", "send"), {"send"})
+    assert tools.is_stateless and [one["function"]["name"] for one in tools.schemas(tool_schema)] == [*tools.tools]
+    episode = tools.make()
+    assert asyncio.run(episode.call("add", {"a": 1, "b": 2.5})) == Step("3.5")
+    assert asyncio.run(episode.call("shout", {"text": "a"})) == Step("A")
+    wrong = asyncio.run(episode.call("add", {"a": 1}))
+    assert wrong.has_failed and wrong.back.startswith("error: TypeError: add() missing")
+    unknown = asyncio.run(episode.call("sub", {}))
+    assert unknown == Step("error: there is no tool 'sub'; there are: add, shout, nap, send", has_failed=True)
+    assert only("functions.py:add").tools == ("add",)
+
+
+def test_an_environment_of_trl():
+    guess = only("of_trl.py:Guess", ["answer", "prompt"])
+    assert (guess.speaks, guess.tools, guess.is_stateless) == ("tools", ("give_up", "guess"), False)
+    schema = guess.schemas(tool_schema)[1]["function"]
+    assert schema["name"] == "guess" and schema["parameters"]["required"] == ["number"]
+    episode, opening = begun(guess, answer=7)
+    assert opening == Opening(add=" Begin.")
+    backs = [asyncio.run(episode.call("guess", {"number": one})) for one in (9, 99, 7)]
+    assert [one.back for one in backs] == ["too high", "error: ValueError: 99 is not between 1 and 20", "right"]
+    assert asyncio.run(episode.call("give_up", {})) == Step('{"number": 7}')
+    assert asyncio.run(episode.call("get_reward", {})).has_failed
+    assert asyncio.run(episode.reward()) == 1 / 3
+    assert begun(guess)[0].own.answer == begun(guess)[0].own.answer  # by the seed
+
+
+def test_an_environment_of_skyrl():
+    turns = only("of_skyrl.py:TurnsEnv")
+    assert (turns.speaks, turns.tools) == ("chat", ())
+    episode, opening = begun(turns, reward_spec={"ground_truth": "4"})
+    assert opening == Opening(messages=[{"role": "system", "content": "Count."}, *ASK])
+    first, second = asyncio.run(episode.step("3")), asyncio.run(episode.step("4"))
+    assert first == Step([{"role": "user", "content": "No. 2 left."}], 0.1)
+    assert second == Step([], 1.0, is_done=True)
+    asyncio.run(episode.close())
+
+
+def test_an_agent_of_openrlhf():
+    agent = only("of_openrlhf.py:AgentInstance")
+    assert agent.speaks == "text"
+    episode, opening = begun(agent, label="4")
+    assert opening == Opening()
+    first = asyncio.run(episode.step("a 4"))
+    assert first == Step("\n\nHuman: 3\n\nAssistant: ", 1.0, logs={"correct": 1.0})
+    second = asyncio.run(episode.step("b"))
+    assert second.is_done and second.reward == 0.0
+    with pytest.raises(UserError, match="its method execute makes it an executor .*name its AgentInstance instead"):
+        only("of_openrlhf.py:AgentExecutor")
+
+
+def test_a_tool_of_verl_from_its_file_of_tools():
+    tools = only("of_verl.yaml")
+    assert (tools.speaks, tools.tools) == ("tools", ("check_answer",))
+    assert tools.schemas(tool_schema)[0]["function"]["parameters"]["required"] == ["answer"]
+    episode, opening = begun(tools, tools_kwargs={"check_answer": {"create_kwargs": {"ground_truth": "4"}}})
+    assert opening == Opening()
+    wrong, right = (asyncio.run(episode.call("check_answer", {"answer": one})) for one in "34")
+    assert wrong == Step("Current parsed answer='3' reward=0.0", -0.05, logs={"checks": 1.0})
+    assert right.reward == 0.0 and asyncio.run(episode.reward()) == 1.0
+    assert asyncio.run(episode.call("check_answer", {})).back == "error: ValueError: no answer"
+    asyncio.run(episode.close())
+    assert episode.made["check_answer"]._instance_dict == {}
+    with pytest.raises(UserError, match="CheckTool does not describe itself .* name a file of tools"):
+        only("of_verl.py:CheckTool")
+
+
+def test_a_class_with_steps_gets_columns_and_seeds_by_their_names():
+    rounds = only("functions.py:Rounds", ["rounds"])
+    episode, opening = begun(rounds, rounds=2, other=3)
+    assert opening == Opening() and episode.own.seeds == [5, 6]
+    assert asyncio.run(episode.step("ab")) == Step("1 left of ['ab']", 2.0)
+    assert asyncio.run(episode.step("c")).is_done and not rounds.saves
+    saved = only("functions.py:Saved")
+    assert saved.saves and saved.tools == ("count",)
+
+
+def test_a_column_names_one_of_several():
+    several = load_environments(f"{FILES}/functions.py:SEVERAL", ["environment", "rounds"])
+    assert chosen(several, {"environment": "saved"}).tools == ("count",)
+    with pytest.raises(UserError, match=r"'environment' says 'save', which .* rounds, saved \(did you mean 'saved'"):
+        chosen(several, {"environment": "save"})
+    with pytest.raises(UserError, match="has several environments, and the data set has no column 'environment'"):
+        load_environments(f"{FILES}/functions.py:SEVERAL", ["rounds"])
+
+
+REFUSED = {
+    "no_such.py:A": "no_such.py does not exist",
+    "functions.py": "write it as module:Name or file.py:Name",
+    "functions.py:Round": r"has no 'Round' \(did you mean 'Rounds'",
+    "x = 3\n": "it is an int: name a class, a function",
+    "x = []\n": "the list of tools is empty",
+    "x = [3]\n": "its tools are functions, and 3 is an int",
+    "class x:\n    def go(self): ...\n": r"it has no reset\(\) \(it has go\): add reset",
+    "class x:\n    def reset(self): ...\n": r"it has reset\(\) and nothing to call",
+    "class x:\n    def step(self, text): ...\n": r"it has step\(\) and no reset\(\)",
+    "class x:\n    def reset(self): ...\n    def step(self, a, b): ...\n": r"its step\(\) takes a, b: take the text",
+    "class x:\n    def reset(self, rows): ...\n    def step(self, text): ...\n": r"asks for rows, which .*mean 'row'",
+    "class x:\n    async def run(self, sampling_params): ...\n": "its method run makes it an agent loop .as of verl",
+    "class x:\n    def initial_observation(self): ...\n": "an Env of tinker, which speaks in tokens",
+    "class x:\n    async def arun_episode(self, engine, data): ...\n": "a workflow of AReaL",
+    "class x:\n    def env_response(self, messages): ...\n": "an environment of verifiers",
+    "class x:\n    def step(self, message_log_batch, metadata): ...\n": "takes batches .as NeMo RL",
+    "async def x(args, sample, sampling_params): ...\n": "x calls the model itself .as slime",
+    "import no_such_module\n": "ModuleNotFoundError.*install no_such_module",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_is_not_supported_is_refused_by_name_with_a_fix(given, tmp_path):
+    spec = f"{FILES}/{given}"
+    if "\n" in given:
+        (tmp_path / "e.py").write_text(given, encoding="utf-8")
+        spec = f"{tmp_path}/e.py:x"
+    with pytest.raises(UserError, match=f"environment .*{REFUSED[given]}"):
+        load_environments(spec, ["row"])
+
+
+@pytest.mark.parametrize(("name", "why"), [("untyped", "missing a type hint"), ("silent", "no docstring")])
+def test_a_tool_without_types_or_docstring_is_refused(name, why):
+    with pytest.raises(UserError, match=f"functions.py:{name}.*the tool {name} can't be described .*{why}.*Args:"):
+        only(f"functions.py:{name}").schemas(tool_schema)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("return 'a', 1.0", r"step\(\) returned a tuple of 2 values: return \(observation, reward, done\)"),
+        ("return 'a', 1.0, False, False, {}", "of 5 values"),
+        ("return 'a', float('nan'), False", r"the reward of step\(\) is 'nan' \(a float\): return a finite number"),
+        ("return 'a', 1.0, None", r"done of step\(\) is 'None'"),
+        (
+            "return [{'role': 'assistant', 'content': 'a'}], 1.0, False",
+            "a message of the assistant: only user and tool",
+        ),
+        ("return [{'role': 'user'}], 1.0, False", "as a message: return dicts with role and content"),
+    ],
+)
+def test_a_result_of_another_form_is_one_message(source, why, tmp_path):
+    text = f"class E:\n    def reset(self): return 3\n    def step(self, text):\n        {source}\n"
+    (tmp_path / "e.py").write_text(text, encoding="utf-8")
+    environment = only(f"{tmp_path}/e.py:E")
+    with pytest.raises(UserError, match=r"reset\(\) returned an int: return a text"):
+        begun(environment)
+    episode = environment.make()
+    episode.own = episode.cls()
+    with pytest.raises(UserError, match=why):
+        asyncio.run(episode.step("a"))
+
+
+def test_rewards_of_numpy_and_torch_are_numbers():
+    import numpy as np
+    import torch
+
+    assert number(torch.tensor([0.5]), "r") == number(np.float32(0.5), "r") == 0.5
+    with pytest.raises(UserError, match="r is"):
+        number(np.array([1.0, 2.0]), "r")
+
+
+def test_a_call_whose_time_is_over_hangs_in_its_thread_only():
+    import time
+
+    async def late() -> None:
+        async with asyncio.timeout(0.02):
+            await kinds.called(time.sleep, 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(late())
+    assert len(hanging) == 1
+    time.sleep(0.3)
+    assert not hanging
