@@ -57,6 +57,7 @@ ROOMS = {
     "embedded": {
         "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
         "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
+        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
         "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
         "make-tools": "the files of rlhf_spmd/embedded/tools/ (actor, questions with tables), made anew: 10 minutes",
         "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, data), made anew: 25 minutes",

@@ -103,6 +103,11 @@ class Episode:
     # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be drawn and all others are
     # answers; 0: generation.max_new_tokens
     max_row_tokens: NonNegativeInt = 0
+    max_turns: NonNegativeInt = 0  # limit on the number of turns of an episode; 0: no limit
+    max_calls: NonNegativeInt = 0  # limit on the number of tool calls of an episode; 0: no limit
+    # time limit in seconds for a tool call, which is then answered with an error; 0: no limit
+    tool_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 60.0
+    timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # time limit in seconds for an episode; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,7 @@ class Config(OptionTree):
     # environment that answers to responses, which then have several turns, as module:name or file.py:name; sets
     # old_logprobs=recompute; empty: none
     environment: str = ""
+    environment_workers: Annotated[int, Field(ge=1, le=1024)] = 1  # worker processes for environments on each rank
     # largest difference in nats between a token's logprobs in generation and in training; none: 1e-4 in float32, 2 in
     # bfloat16
     parity_tolerance: NonNegative | None = None

@@ -13,7 +13,7 @@ from rlhf_spmd import embedded
 from rlhf_spmd.algorithms.page import Options
 from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import ConfigFile
-from rlhf_spmd.config.options import LR, Config, DataOptions, Evaluation, Generation, Optimizer, overridden
+from rlhf_spmd.config.options import LR, Config, DataOptions, Episode, Evaluation, Generation, Optimizer, overridden
 from rlhf_spmd.config.role_shapes import named_shapes, shape_text, shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.uniform import base_folder
@@ -78,6 +78,30 @@ def arithmetic(algorithm: Algorithm) -> Config:
         generation=Generation(max_new_tokens=4),
         optimizer=Optimizer(lr=rates),
         eval=Evaluation(prompts=str(embedded.path_of("arithmetic/held_out.jsonl")), every=5),
+    )
+
+
+def tools(algorithm: Algorithm) -> Config:
+    """Questions whose numbers only a tool can look up, with an actor of about a million parameters that often guesses,
+    all in the package. Reward and evaluation: is what it says in the end the answer?"""
+    rates = {name: 3e-4 for name, role in algorithm.roles.items() if role.lr is not None}
+    return Config(
+        preset="tools",
+        algorithm=algorithm,
+        options=_options(algorithm),
+        models={next(iter(algorithm.roles)): str(embedded.path_of("tools/actor"))},
+        iterations=20,
+        products="linear",
+        rollout_batch=256,
+        mini_batch=128,
+        micro_batch=32,
+        reward_function="rlhf_spmd.rewards:exact_answer",
+        environment="rlhf_spmd.embedded.table_tools:Table",
+        data=DataOptions(prompts=str(embedded.path_of("tools/prompts.jsonl")), max_prompt=16),
+        generation=Generation(max_new_tokens=64),
+        episode=Episode(max_row_tokens=112, max_turns=6),
+        optimizer=Optimizer(lr=rates),
+        eval=Evaluation(prompts=str(embedded.path_of("tools/held_out.jsonl")), every=5, temperature=1.0),
     )
 
 
@@ -153,8 +177,8 @@ def _with_samples(config: Config) -> Config:
     )
 
 
-ALGORITHMS = {"arithmetic": "grpo"}  # of presets that are not for PPO, unless another one is named
-PRESETS = {"tiny": tiny, "arithmetic": arithmetic, "model": for_model, "smollm2": smollm2} | {
+ALGORITHMS = {"arithmetic": "grpo", "tools": "grpo"}  # of presets that are not for PPO, unless another one is named
+PRESETS = {"tiny": tiny, "arithmetic": arithmetic, "tools": tools, "model": for_model, "smollm2": smollm2} | {
     name: partial(_of_shape, name) for name in SHAPES
 }
 

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "parity_tolerance",
     "wandb",
     "reward_workers",
+    "environment_workers",
     "reward_timeout_s",  # a response that runs out makes a run inexact anyway
     "micro_batch",
     "generation.max_sequences",

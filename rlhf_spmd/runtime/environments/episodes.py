@@ -9,7 +9,7 @@ first unanswered call comes, and brought to where it was by the earlier calls, w
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 from rlhf_spmd.errors import UserError
@@ -19,18 +19,10 @@ from rlhf_spmd.runtime.environments.kinds import Opening, Step
 from rlhf_spmd.runtime.environments.rows import Asking, Life, Limits, Result, Row, seed_of
 from rlhf_spmd.runtime.environments.speech import Speech
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
+from rlhf_spmd.runtime.generation.episodes import Answer
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What follows a turn. token_ids: appended to the row; None: the episode is over. reason: the word why."""
-
-    row: int
-    token_ids: tuple[int, ...] | None
-    reason: str = ""
 
 
 class Episodes:
@@ -127,6 +119,16 @@ class Episodes:
             )
             for number, life in enumerate(self.lives)
         ]
+
+    def counts(self) -> dict[str, int]:
+        """Tool calls and what became of them, of all episodes together."""
+        lives = self.lives
+        return {
+            "tool_calls": sum(life.num_calls for life in lives),
+            "tool_failures": sum(life.num_failures for life in lives),
+            "tool_timeouts": sum(life.num_timeouts for life in lives),
+            "calls_repeated": self.num_repeated,
+        }
 
     @property
     def is_exact(self) -> bool:

@@ -1,6 +1,9 @@
 """The environments of a run on one rank: read once, and asked for the episodes of each generate call."""
 
+import atexit
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,25 +31,36 @@ class RunEnvironments:
         stops: Sequence[int],
         *,
         template: str,
+        key: str,
         num_workers: int,
         limits: Limits,
         seed: int,
-        journal: str | Path,
         rank: int,
         on_failure: Literal["stop", "drop_group"] = "stop",
         form: str = "",
         beat: Callable[[], None] = lambda: None,
     ):
-        """spec, columns: as of load_environments. render, stops, template, form: as of speech_of. journal: the folder.
-        beat: see WorkerPool. Raises UserError for an environment, a tool or a template that cannot be used."""
+        """spec, columns: as of load_environments. render, stops, template, form: as of speech_of. key: the column of
+        prompts. beat: see WorkerPool. Raises UserError for an environment, a tool or a template that cannot be used."""
         self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
-        self.seed, self.journal, self.rank, self.on_failure, self.beat = seed, Path(journal), rank, on_failure, beat
+        self.seed, self.key, self.rank, self.on_failure, self.beat = seed, key, rank, on_failure, beat
+        self.journal: Path | None = None  # its folder; None: answers are kept nowhere
         self.environments = load_environments(spec, columns)
         self.speeches = {
             name: speech_of(one, tokenizer, render, stops, template=template, describe=tool_schema, form=form)
             for name, one in self.environments.items()
         }
         self._workers: EnvironmentWorkers | None = None
+
+    def of_call(self, job: Any, call: Any, data: Any, columns: slice) -> Episodes:
+        """The episodes of a generate call in an iteration or an evaluation, of the rows in some columns."""
+        prompts, samples = (numbers[:, columns].flatten().tolist() for numbers in (data.prompt_MC, data.sample_MC))
+        records = job.prompts.whole_records(prompts)
+        rows = [
+            row_of(prompt, sample, record, job.prompts.texts[prompt], self.key)
+            for prompt, sample, record in zip(prompts, samples, records, strict=True)
+        ]
+        return self.episodes(rows, data.number, f"{data.what.partition(' ')[0]}-{call.name}")
 
     def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout") -> Episodes:
         """The episodes of a generate call. name: of its journal. Raises UserError for a row of an unknown
@@ -58,7 +72,7 @@ class RunEnvironments:
             rows,
             [by_environment[id(chosen(self.environments, row.columns))] for row in rows],
             self._workers,
-            Journal(self.journal, iteration, self.rank, name),
+            Journal(self.journal or _nowhere(), iteration, self.rank, name),
             self.limits,
             seed=self.seed,
             iteration=iteration,
@@ -67,13 +81,22 @@ class RunEnvironments:
 
     def forget(self, before: int) -> None:
         """Removes the answers of iterations before this one, which a complete checkpoint covers."""
-        forget(self.journal, before)
+        if self.journal is not None:
+            forget(self.journal, before)
 
     def close(self) -> None:
         """Ends the workers."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
+
+
+@cache
+def _nowhere() -> str:
+    """A folder that ends with the process, for runs without a folder of their own."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 def row_of(prompt: int, sample: int, record: Mapping[str, Any], text: str, key: str) -> Row:

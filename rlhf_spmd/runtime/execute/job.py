@@ -26,6 +26,7 @@ from rlhf_spmd.plan.workflow import Generate, ModelCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.step_order import StepOrder
+from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place, mask_of
 from rlhf_spmd.runtime.generation.episodes import LAST, Episodes
 from rlhf_spmd.runtime.observe.metric_sums import Meter
@@ -65,6 +66,7 @@ class Job:
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
+    environments: RunEnvironments | None = None  # of this rank; None: responses have one turn
     # What answers to the turns of a call's responses, for the rows of some columns, one mini-batch after the other.
     # None: responses have one turn
     episodes: "Callable[[Job, Generate, Iteration, slice], Episodes] | None" = None

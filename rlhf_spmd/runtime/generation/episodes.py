@@ -6,7 +6,7 @@ model did not draw, the *observation*, and the model goes on. A row never ends b
 
 # R requests, G longest response (drawn tokens and observations)
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +50,10 @@ class Episodes(Outside, Protocol):
     def rewards(self, row: int, reason: str) -> Sequence[float]:
         """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward
         in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
+
+    def counts(self) -> Mapping[str, float]:
+        """Numbers for the log, of all rows together, once all of them are over."""
+        return {}
 
 
 @dataclass(slots=True)
@@ -133,3 +137,16 @@ class Turns:
             for index, reward in enumerate(episodes.rewards(row, self.reason(row))):
                 rewards_G[turns[min(index, len(turns) - 1)][1] - 1] += reward
         return rewards_RG
+
+
+def last_turns(responses_BG: Tensor, actions_BG: Tensor) -> Tensor:
+    """The last turn of each episode, [B, G] padded with -1: what reward functions get as the response. actions_BG: not
+    0 where a token was drawn."""
+    found_BG = torch.full_like(responses_BG, -1)
+    for found_G, tokens_G, drawn_G in zip(found_BG, responses_BG, actions_BG > 0, strict=True):
+        places = torch.nonzero(drawn_G).flatten().tolist()
+        begin = next((one for one, before in zip(places[:0:-1], places[-2::-1], strict=True) if one - before > 1), None)
+        begin = begin if begin is not None or not places else places[0]
+        if places:
+            found_G[: places[-1] + 1 - begin] = tokens_G[begin : places[-1] + 1]
+    return found_BG

@@ -150,7 +150,7 @@ def compared_run(
     """Compares the last iterations of a run with their forecast, and writes it to the run folder -> the comparison, on
     rank 0 if there is a calibration. history: metrics of all iterations; records: of the last ones' timeline; answers:
     of every rank at the end of the last. Collective."""
-    if calibration is None:
+    if calibration is None or job.environments is not None:  # no forecast knows how long tools take
         return None
     trained_s = sum(metrics["iteration_s"] for metrics in history)
     found = at_hand(job.world, job.config, job.program, calibration, trained_s)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +17,8 @@ from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
+from rlhf_spmd.runtime.environments.of_run import RunEnvironments
+from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.rewards.function import package_source, source_file
 from rlhf_spmd.runtime.world.world import World
 
@@ -52,6 +55,30 @@ def load_rendered(
     found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **options)
     remarks = (*found.remarks, *template.remarks(template_kwargs))
     return replace(found, remarks=remarks, written_at=template.written_at)
+
+
+def run_environments(
+    config: Config, tokenizer: Tokenizer, prompts: PromptSet, world: World, eos_ids: Sequence[int], *, started: str
+) -> RunEnvironments | None:
+    """What answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
+    if not config.environment:
+        return None
+    template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
+    limits = config.episode
+    return RunEnvironments(
+        config.environment,
+        prompts.column_names,
+        tokenizer,
+        partial(template.render, chat_template_kwargs=config.data.chat_template_kwargs),
+        eos_ids,
+        template=config.data.chat_template or config.tokenizer_folder(),
+        key=config.data.key or config.algorithm.prompts,
+        num_workers=config.environment_workers,
+        limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
+        seed=config.seed,
+        rank=world.rank,
+        beat=lambda: world.watch.beat(),
+    )
 
 
 def read_prompts(

@@ -39,6 +39,8 @@ GENERATION = {
 }
 TURNS = {  # of episodes
     "turns": Metric("generation", "turns", "{:6.2f}", leaves=7),  # mean per episode
+    "tool_calls": Metric("generation", "calls", "{:6.2f}", leaves=6),  # mean per episode, as those below
+    **{name: Metric("generation") for name in ("tool_failures", "tool_timeouts", "calls_repeated")},
     **{f"end_{reason}": Metric("generation") for reason in REASONS},  # share of the episodes that ended so
 }
 BUDGET = {  # means per optimizer step

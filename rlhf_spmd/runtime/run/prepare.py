@@ -33,6 +33,7 @@ from rlhf_spmd.runtime.run.inputs import (
     check_responses_end,
     functions_fingerprints,
     read_prompts,
+    run_environments,
     tokenizer_notes,
 )
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
@@ -88,6 +89,7 @@ def prepare(
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts, started)
+        environments = run_environments(config, tokenizer, prompts, world, eos_ids, started=started)
         if held_out is not None and evaluation is not None:
             try:
                 scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out, started)
@@ -115,6 +117,8 @@ def prepare(
         products=asdict(table) if table else {},
         steps=steps,
         notes=notes,
+        environments=environments,
+        episodes=environments and environments.of_call,
     )
     if evaluation is not None and held_out is not None:
         job.evaluation = _of_evaluation(job, of_evaluation, evaluation, held_out, scorer_of_evaluation)

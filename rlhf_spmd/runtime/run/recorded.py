@@ -173,6 +173,8 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
     with world.together("opening the run folder"):
         folder.find()
         folder.lock()
+        if job.environments is not None:
+            job.environments.journal = folder.path / "journal"
         if origin.resumed is not None and folder.writes:
             refuse_older(origin.resumed)
     return folder

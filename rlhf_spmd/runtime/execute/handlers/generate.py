@@ -45,6 +45,9 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
+    if rollout.episodes is not None and rollout.is_over:
+        for name, count in rollout.episodes.counts().items():
+            meter.add(f"{prefix}{name}", count, rollout.num)
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)
 

@@ -13,12 +13,13 @@ from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, sequence_scores
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, rewards_of
+from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import Rows, read_loss, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.passes import Passes
+from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.rewards.response_scores import Judged
 
 ENVIRONMENT = "environment"  # behind the name of scores in the log: the rewards of episodes alone
@@ -132,7 +133,10 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
     prompts, responses = (data.store.at(key, place).flatten(0, 1) for key in call.tokens)
     index_B = data.prompt_MC[place].flatten().tolist()
-    judged = add_functions(job, call, prompts, responses, index_B, of_model_B)
+    said = responses
+    if (actions := actions_of(call.tokens[1])) in call.inputs:
+        said = last_turns(responses, data.store.at(actions, place).flatten(0, 1))
+    judged = add_functions(job, call, prompts, said, index_B, of_model_B)
     scores_B, logs = judged.scores_B, judged.logs
     if (rewards := rewards_of(call.tokens[1])) in call.inputs:  # of an episode: the sum over its turns
         by_turn_BG = data.store.at(rewards, place).flatten(0, 1)

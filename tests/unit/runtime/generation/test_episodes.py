@@ -9,7 +9,7 @@ import torch
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.episodes import DRAWN, LAST, Answer, Turns
+from rlhf_spmd.runtime.generation.episodes import DRAWN, LAST, Answer, Episodes, Turns
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from tests.draws import random_responses
@@ -33,7 +33,7 @@ def answer_to(row: int, turn: int, token_ids: list[int]) -> Answer:
     return Answer(row, tuple((7 * token + 3 * turn + i) % VOCAB for i, token in enumerate(token_ids[:4])))
 
 
-class Scripted:
+class Scripted(Episodes):
     """Answers after a random number of rounds, in any order."""
 
     def __init__(self, seed: int = 0, latest: int = 6):

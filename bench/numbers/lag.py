@@ -1,0 +1,148 @@
+"""What a lag costs of learning: paired runs on one rank in which only the weights that generate are older.
+
+PPO and GRPO on the embedded problems; responses are drawn with the weights of `lag` iterations ago (the first ones,
+until there are so many), under each correction of the policy loss; evaluations use the newest weights. A pair is a run
+and that of the same page and seed without a lag, which has no correction. Rows that exist are not measured again, so
+it may be stopped and started; `--most N` measures so many and stops.
+
+Cost: 130 runs, two at a time with one thread each. Command: python -m bench lag
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
+
+ON_A_RANK = "--on-a-rank"
+PAGES, LAGS, SEEDS = ("grpo", "ppo"), (1, 2, 4), (0, 1, 2, 3, 4)
+WEIGHTED = ("old_logprobs=recompute", "importance_weights=token")
+CORRECTIONS = {  # options of the page
+    "none": ("old_logprobs=generator",),  # ratios against the generator are clipped
+    "TIS": WEIGHTED,
+    "IcePop": (*WEIGHTED, "importance_cap=none", "rejection=token"),
+    "decoupled": (*WEIGHTED, "importance_cap=none"),
+}
+SIZES = {"grpo": ("rollout_batch=32",), "ppo": ("rollout_batch=256",)}  # both 256 responses, in four steps
+SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4")
+MEASURE = "accuracy_mean"  # of the evaluations after training has begun
+KEY = ("page", "seed", "lag", "correction")
+T_95 = 2.776  # of Student's distribution with four degrees of freedom
+LIMIT_S = 3600.0
+
+
+def cases() -> list[tuple[str, int, int, str]]:
+    """Page, seed, lag and correction of every run; the pairs of a seed stand together."""
+    lagged = [(0, "none"), *product(LAGS, CORRECTIONS)]
+    return [(page, seed, lag, name) for seed in SEEDS for page in PAGES for lag, name in lagged]
+
+
+def delay(lag: int) -> None:
+    """From now on this process generates with the actor's weights of `lag` iterations ago."""
+    import torch
+
+    from rlhf_spmd.runtime.execute.handlers import generate
+
+    real, before = generate.generate, {}
+
+    def delayed(job: Any, call: Any, run: Any, data: Any) -> None:
+        if data.what.startswith("evaluation"):
+            return real(job, call, run, data)
+        weights = dict(job.models.engines[call.model].model.named_parameters())
+        now = {name: p.detach().clone() for name, p in weights.items()}
+        before.setdefault(data.number, now)
+        before.pop(data.number - lag - 1, None)
+        with torch.no_grad():
+            for name, p in weights.items():
+                p.copy_(before[max(data.number - lag, 0)][name])
+            real(job, call, run, data)
+            for name, p in weights.items():
+                p.copy_(now[name])
+
+    generate.generate = delayed
+
+
+def measured(case: tuple[str, int, int, str], overrides: list[str]) -> dict[str, Any]:
+    """The row of one run."""
+    page, seed, lag, correction = case
+    options = [f"{page}.{word}" for word in CORRECTIONS[correction]]
+    began, about = time.perf_counter(), provenance()
+    with tempfile.TemporaryDirectory() as runs:
+        words = ["train", "--json", "--preset", "arithmetic", "--algorithm", page, "--runs", runs, f"seed={seed}"]
+        words += ["--strategy", "flattening", "parity_tolerance=1e6"]
+        words += [*SIZES[page], *SIZE, *options, *overrides]
+        mpirun = str(Path(sys.executable).with_name("mpirun"))
+        command = [mpirun, "-n", "1", sys.executable, "-m", "bench", "lag", ON_A_RANK, str(lag), *words]
+        told = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=REPOSITORY, env=one_thread, check=False, **told)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+        result = json.loads(done.stdout.splitlines()[-1])
+        metrics, evaluations = (
+            read_rows(Path(result["run_dir"]) / f"{name}.jsonl") for name in ("metrics", "evaluations")
+        )
+    return {
+        "bench": "lag",
+        **dict(zip(KEY, case, strict=True)),
+        "iterations": result["iterations"],
+        "accuracy_first": result["eval_mean@1_first"],
+        MEASURE: statistics.fmean(row["mean@1"] for row in evaluations[1:]),
+        "accuracy_last": result["eval_mean@1_last"],
+        "parity_mean_abs": statistics.fmean(row["parity_mean_abs"] for row in metrics),
+        "ess_least": min((row["importance_ess"] for row in metrics if "importance_ess" in row), default=None),
+        "wall_s": time.perf_counter() - began,
+        **about,
+    }
+
+
+def paired(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every page, lag and correction that has all seeds: the mean difference of the measure from lag 0, and half
+    of its 95% interval."""
+    found = {tuple(row[name] for name in KEY): row[MEASURE] for row in rows}
+    made = []
+    for page, lag, correction in product(PAGES, LAGS, CORRECTIONS):
+        pairs = [(found.get((page, seed, lag, correction)), found.get((page, seed, 0, "none"))) for seed in SEEDS]
+        differences = [late - base for late, base in pairs if late is not None and base is not None]
+        if len(differences) == len(SEEDS):
+            half = T_95 * statistics.stdev(differences) / math.sqrt(len(differences))
+            mean = statistics.fmean(differences)
+            made.append({"page": page, "lag": lag, "correction": correction, "difference": mean, "half": half})
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == [ON_A_RANK]:
+        from rlhf_spmd.__main__ import main as program
+
+        delay(int(arguments[1]))
+        sys.argv[1:] = arguments[2:]
+        return program()
+    parser = argparse.ArgumentParser(prog="bench lag", description=__doc__)
+    parser.add_argument("--most", type=int, help="number of rows to measure now")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
+    parsed = parser.parse_args(arguments)
+    path = RESULTS / "lag.jsonl"
+    rows = read_rows(path) if path.exists() else []
+    have = {tuple(row[name] for name in KEY) for row in rows}
+    missing = list(islice((case for case in cases() if case not in have), parsed.most))
+    with ThreadPoolExecutor(2) as pool:
+        for row in pool.map(partial(measured, overrides=parsed.overrides), missing):
+            rows.append(row)
+            write("lag", rows)
+            print(*(row[name] for name in (*KEY, MEASURE, "accuracy_last", "wall_s")), flush=True)
+    for one in paired(rows):
+        print(f"{one['page']} lag {one['lag']} {one['correction']}: {one['difference']:+.3f} +- {one['half']:.3f}")
+    print(json.dumps({"bench": "lag", "rows": len(rows), "of": len(cases()), "ok": len(rows) == len(cases())}))
+    return 0

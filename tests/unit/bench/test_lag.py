@@ -1,0 +1,48 @@
+"""`bench lag`: which runs there are, whose weights generate, and the intervals of paired differences."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from bench.numbers import lag
+from rlhf_spmd.runtime.execute.handlers import generate
+
+
+def test_a_run_without_lag_is_made_once_for_each_seed():
+    cases = lag.cases()
+    assert len(cases) == len(set(cases)) == 130
+    assert sum(late == 0 for _, _, late, _ in cases) == 2 * 5
+    assert {late: sum(one[2] == late for one in cases) for late in lag.LAGS} == dict.fromkeys(lag.LAGS, 40)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_generation_reads_the_weights_of_so_many_iterations_ago(late, monkeypatch):
+    """Two Runs of an iteration read the same ones; evaluations read the newest, and training finds its own again."""
+    model, drawn = nn.Linear(1, 1), []
+    job = SimpleNamespace(models=SimpleNamespace(engines={"actor": SimpleNamespace(model=model)}))
+    monkeypatch.setattr(generate, "generate", lambda *_: drawn.append(model.weight.item()))
+    lag.delay(late)
+    call = SimpleNamespace(model="actor")
+    for number in range(5):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        for what in ("iteration", "iteration", "evaluation after iteration"):
+            generate.generate(job, call, None, SimpleNamespace(what=what, number=number))
+            assert model.weight.item() == number
+    expected = [[max(number - late, 0)] * 2 + [number] for number in range(5)]
+    assert drawn == sum(expected, [])
+
+
+def test_intervals_of_five_pairs():
+    """Student's: of the differences 0.1 to 0.5, 0.3 +- 2.776 x 0.1581 / sqrt(5)."""
+    rows = []
+    for seed in lag.SEEDS:
+        rows.append({"page": "ppo", "seed": seed, "lag": 0, "correction": "none", lag.MEASURE: 0.1 * seed})
+        rows.append({"page": "ppo", "seed": seed, "lag": 2, "correction": "TIS", lag.MEASURE: 0.2 * seed + 0.1})
+        if seed < 4:  # not all seeds
+            rows.append({"page": "ppo", "seed": seed, "lag": 4, "correction": "TIS", lag.MEASURE: 0.0})
+    (found,) = lag.paired(rows)
+    assert (found["page"], found["lag"], found["correction"]) == ("ppo", 2, "TIS")
+    assert found["difference"] == pytest.approx(0.3) and found["half"] == pytest.approx(0.19629, rel=1e-3)
