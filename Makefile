@@ -10,13 +10,16 @@ TRITONS := 3.6.0 3.7.0 3.7.1
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests tools
 
-.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
+.PHONY: demo demo-grpo demo-tools demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
 
 demo-grpo: .venv/.installed  ## four ranks teach the embedded arithmetic model to carry, with GRPO (half a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset arithmetic
+
+demo-tools: .venv/.installed  ## four ranks teach an embedded model to use two tools, with GRPO over several turns (a minute)
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tools
 
 demo-pipeline: .venv/.installed  ## SFT, a reward model, PPO and DPO, each reading what the one before wrote (minutes)
 	$(BIN)/python -m bench demo-pipeline

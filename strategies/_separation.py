@@ -22,9 +22,8 @@ class Options:
     stream: bool = True  # start training on the first mini-batches while others are generated
     in_flight: int = 2  # number of mini-batches that may be in transit at once while streaming
     decode_mini_batches: int = 2  # number of mini-batches whose rows a replica decodes at once while streaming
-    ahead: int = (
-        0  # 1: generate the responses of the next iteration while one trains; 0: generate with the newest weights
-    )
+    # 1: generate the responses of the next iteration while one trains; 0: generate with the newest weights
+    ahead: int = 0
     zero: int = 0  # ZeRO stage of the models in training
     recompute: bool = False  # compute activations again in the backward pass instead of keeping them
     micro_batch: int | None = None  # number of sequences per forward pass; None: the option micro_batch

@@ -39,6 +39,8 @@ def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     """Replaces this process by mpirun with as many ranks as the layout has. Raises UserError."""
     config, cluster, _ = read_calibrated(parsed)
     ((_, program),) = compile_all([parsed.strategy], make_workload(config), cluster, config.strategy).items()
+    if program.placement.ahead:
+        raise UserError("a rehearsal runs one kind of iteration, and ahead=1 has three: rehearse with ahead=0")
     faults_of(parsed, program)
     check_folder(parsed.out)
     num = cluster.num_devices

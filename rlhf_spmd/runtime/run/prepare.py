@@ -85,11 +85,9 @@ def prepare(
             check_best(config, held_out, evaluation.workload.rollout_batch)
     shapes = program.workload.models.values()
     table, note = choose(world, config.products, config.dtype, shapes, products)
-    notes += filter(None, [note])
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts, started)
-        environments = run_environments(config, tokenizer, prompts, world, eos_ids, started=started)
         if held_out is not None and evaluation is not None:
             try:
                 scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out, started)
@@ -99,7 +97,7 @@ def prepare(
     world.agree("the start", read)
     _agree_on_functions(config, world)
     models.start()
-    notes += filter(None, [limit_packing(world, table, packed_bytes(program, world.rank))])
+    notes += filter(None, [note, limit_packing(world, table, packed_bytes(program, world.rank))])
     job = Job(
         config,
         program,
@@ -117,12 +115,18 @@ def prepare(
         products=asdict(table) if table else {},
         steps=steps,
         notes=notes,
-        environments=environments,
-        episodes=environments and environments.of_call,
     )
+    _open_environments(job)
     if evaluation is not None and held_out is not None:
         job.evaluation = _of_evaluation(job, of_evaluation, evaluation, held_out, scorer_of_evaluation)
     return job
+
+
+def _open_environments(job: Job) -> None:
+    """Reads what answers to the turns of responses, if they have several. Collective."""
+    with job.world.together("reading the environment"):
+        found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids, started=job.started)
+    job.environments, job.episodes = found, None if found is None else found.of_call
 
 
 def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSet, scorer: Scorer | None) -> Job:
