@@ -34,8 +34,10 @@ def drawn_by(program: "Program", rank: int) -> bool:
     """Whether a rank makes anything of the batch that a step draws."""
     from rlhf_spmd.plan.program.instructions import Run
 
+    if not program.placement.ahead:
+        return False
     runs = (one for one in program.instructions[rank] if isinstance(one, Run) and draws(program, one))
-    return program.placement.ahead > 0 and any(program.makes(run, rank) for run in runs)
+    return any(program.makes(run, rank) for run in runs)
 
 
 def transfer_draws(program: "Program", number: int) -> bool:

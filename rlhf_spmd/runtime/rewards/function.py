@@ -191,7 +191,7 @@ def load_reward_function(spec: str, columns: Sequence[str] | None = ()) -> Rewar
 
 
 def _load(spec: str) -> Callable:
-    module, name = load_named(spec, "function", "reward")
+    module, name = load_named(spec, "function", "score")
     if not hasattr(module, name):
         target = spec.rpartition(":")[0]
         raise _no_function(target, name, [key for key, value in vars(module).items() if inspect.isfunction(value)])

@@ -25,6 +25,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.proof.memory_check import memory
+from tests.programs import weight_bytes
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
 A100 = load_calibration("a100-80g")
@@ -118,7 +119,7 @@ def test_seconds_of_devices_sum_to_an_iteration():
 
 def test_copies_are_what_memory_counts():
     flat, half = row("flattening", zero=2, micro_batch=1), row("interleaving1", zero=2, micro_batch=1)
-    weights = [WORKLOAD.weight_bytes(model) for model in ("reference", "reward")]
+    weights = [weight_bytes(WORKLOAD, model) for model in ("reference", "reward")]
     assert flat["frozen_bytes"] == sum(weights) and half["frozen_bytes"] == max(weights)
     assert flat["shadow_bytes"] == half["shadow_bytes"] == 0
     apart = row("separation", zero=2, generation_tp=2, training_tp=2)

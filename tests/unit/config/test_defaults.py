@@ -52,7 +52,14 @@ RULES = {  # row -> option: its default
 NO_RULE = {"generation.stop": (), "ppo.entropy_coef": 0.0}  # off
 TABLE = NO_RULE | {option: default for row in RULES.values() for option, default in row.items()}
 # What a preset's idea asks for; it may not move any other option of the table.
-ITS_OWN = {"ppo.epochs", "ppo.kl_coef", "ppo.truncation", "optimizer.actor_lr", "optimizer.critic_lr"}
+ITS_OWN = {
+    "ppo.old_logprobs",
+    "ppo.epochs",
+    "ppo.kl_coef",
+    "ppo.truncation",
+    "optimizer.actor_lr",
+    "optimizer.critic_lr",
+}
 
 
 def options_of(config: Config) -> dict:

@@ -12,6 +12,7 @@ from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
+from tests.programs import weight_bytes
 
 SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_layers": 3, "num_heads": 4, "head_dim": 6}
 
@@ -52,7 +53,7 @@ def test_a_workload_from_folders(folder):
     assert workload.models["critic"].scalar_head and workload.models["reward"].scalar_head
     assert (workload.max_prompt, workload.max_response, workload.param_bytes) == (5, 7, 4)
     assert workload.row_bytes("prompts") == 20 and workload.row_bytes("values") == 32
-    assert workload.weight_bytes("actor") == 4 * workload.models["actor"].num_params
+    assert weight_bytes(workload, "actor") == 4 * workload.models["actor"].num_params
     assert workload.num_sequences == 128 and workload.num_mini_batches == 4
 
 
@@ -64,7 +65,7 @@ def test_a_folder_given_by_override_counts_more_than_the_preset_s_shape(folder):
 def test_a_reward_function_takes_the_reward_model_s_place_or_joins_it(folder):
     function = ["reward_function=a:b"]
     assert make_workload(load("smollm2", function, folder)).models["reward"] is None
-    assert make_workload(load("smollm2", function, folder)).weight_bytes("reward") == 0
+    assert weight_bytes(make_workload(load("smollm2", function, folder)), "reward") == 0
     both = [*function, "reward_function_mode=add", f"models.reward={folder}"]
     assert make_workload(load("smollm2", both, folder)).models["reward"].scalar_head
 

@@ -16,7 +16,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.deadlock import deadlocks
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategies import separation
-from tests.programs import make_workload, warnings, where, with_list
+from tests.programs import make_workload, warnings, weight_bytes, where, with_list
 
 LAYOUTS = ["1x2", "1x4", "1x5", "1x8", "2x8"]
 NUM = 5  # mini-batches
@@ -394,6 +394,6 @@ def test_buckets_of_weights_count():
     """A small model is in its buckets whole, one half from each trainer."""
     workload, cluster = make_workload(), Cluster.parse("1x4")
     program = compile_program(workload, separation.place(workload, cluster, generation_ranks=2), cluster)
-    size = {model: workload.weight_bytes(model) for model in ("actor", "critic")}
+    size = {model: weight_bytes(workload, model) for model in ("actor", "critic")}
     found = [working_bytes(program, rank)["buckets"] for rank in range(4)]
     assert max(found) == size["actor"] + size["critic"]

@@ -55,7 +55,7 @@ OLDER_CONFIG = """
 """
 
 MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
-MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "data.epochs"}
+MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "environment_workers", "data.epochs"}
 MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
 MAY_CHANGE |= {"eval.every", "eval.at_start", "eval.patience", "rollouts.every", "rollouts.format"}
 
@@ -106,7 +106,7 @@ def test_older_files_get_defaults_and_newer_ones_are_refused():
 def test_a_run_and_its_checkpoint(tmp_path):
     run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
     assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
-    assert run.state == STATE and run.config.checkpoint.keep == 3
+    assert run.state == STATE | {"ahead": 0} and run.config.checkpoint.keep == 3
     assert len(run.notes) == 1 and run.notes[0].endswith(f"code that {tmp_path} holds or names: strategy.py")
 
 

@@ -26,8 +26,9 @@ def saver(tmp_path, monkeypatch) -> Saver:
     world = OneRank()
     world.deadline_s = 5.0
     options = SimpleNamespace(checkpoint=Checkpointing(every=4, keep=2))
-    program = SimpleNamespace(trained=lambda rank: ("actor",))
-    return Saver(SimpleNamespace(config=options, program=program, world=world, models=None), tmp_path, TEXTS)
+    program = SimpleNamespace(trained=lambda rank: ("actor",), placement=SimpleNamespace(ahead=0))
+    parts = {"config": options, "program": program, "world": world, "models": None, "environments": None}
+    return Saver(SimpleNamespace(**parts), tmp_path, TEXTS)
 
 
 def test_when_it_is_due(saver):

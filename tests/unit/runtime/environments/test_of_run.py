@@ -38,10 +38,10 @@ def of_run(folder: Path, tmp_path: Path, spec: str, columns: list[str], name: st
         "num_workers": 1,
         "limits": Limits(),
         "seed": 1,
-        "journal": tmp_path / "answers",
+        "key": "prompt",
         "rank": 0,
     }
-    return RunEnvironments(
+    run = RunEnvironments(
         spec if spec.endswith(("Guess", "search", "Sleepy")) else f"{FILES}/{spec}",
         columns,
         tokenizer,
@@ -49,6 +49,8 @@ def of_run(folder: Path, tmp_path: Path, spec: str, columns: list[str], name: st
         stops,
         **how,
     )
+    run.journal = tmp_path / "answers"
+    return run
 
 
 def test_two_calls_at_once_get_their_own_answers(folder, tmp_path):

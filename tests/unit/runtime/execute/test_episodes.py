@@ -35,7 +35,9 @@ OPTIONS = [
 
 def a_run(overrides, *, seed: int, latest: int, options: tuple = (), **how) -> RunOf:
     config = load([*overrides, *OPTIONS, *options])
-    run = RunOf(config, **how)
+    with pytest.MonkeyPatch.context() as patch:  # `attach` stands for the environment
+        patch.setattr("rlhf_spmd.runtime.run.prepare.run_environments", lambda *_, **__: None)
+        run = RunOf(config, **how)
     attach(run, seed, latest)
     return run
 
@@ -124,13 +126,14 @@ def test_what_training_reads_of_episodes(overrides, tmp_path):
         assert not values_MCG[actions_MCG == 0].any() and values_MCG[actions_MCG > 0].any()
 
 
-def test_evaluations_run_episodes(overrides):
+def test_evaluations_run_episodes(overrides, monkeypatch):
     """With a limit of drawn tokens of their own, by the same environment on prompts of their own."""
     config = load([*overrides, *OPTIONS, "eval.prompts=held_out", "eval.max_new_tokens=9"])
     program, prompts = compiled(config), load(overrides).data.prompts
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=prompts))
     options = {"num_prompts": 11, "samples_per_prompt": 1, "temperature": 0.0, "by_function": True}
     evaluation = evaluation_program(program, **options, max_response=evaluated(config).row_tokens)
+    monkeypatch.setattr("rlhf_spmd.runtime.run.prepare.run_environments", lambda *_, **__: None)
     run = RunOf(config, program=program)
     run.job = prepare(config, program, run.world, evaluation)
     attach(run, 0, 3)
