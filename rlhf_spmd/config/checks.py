@@ -26,11 +26,13 @@ MOST_STEPS, MOST_SEQUENCES = 10_000, 2**20
 MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets
 Rule = tuple[object, str]  # whether it is broken (by its truth), and what to say then
 
+OF_THE_PACKAGE = ("rlhf_spmd.rewards:", "rlhf_spmd.embedded.table_tools:")
+
 
 def foreign_functions(*texts: str) -> list[str]:
-    """The reward functions that options name, without those of the package."""
+    """The reward functions and environments that options name, without those of the package."""
     specs = dict.fromkeys(spec for text in texts for spec in split_functions(text))
-    return [spec for spec in specs if not spec.startswith("rlhf_spmd.rewards:")]
+    return [spec for spec in specs if not spec.startswith(OF_THE_PACKAGE)]
 
 
 def check_options(config: Config) -> None:

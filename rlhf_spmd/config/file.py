@@ -25,7 +25,7 @@ from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, TEMPLATE_KWARGS, c
 # Keys that name what options with dashes name on the command line.
 WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calibration", "runs", "name")
 STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping with its options
-FUNCTIONS = ("reward_function", "eval.reward_function")
+FUNCTIONS = ("reward_function", "eval.reward_function", "environment")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
 NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has

@@ -116,7 +116,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
         notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 1")
     state = _state(checkpoint, config) if checkpoint else {}
     about = read_json(path / PROGRAM) if is_file(path / PROGRAM) else {}
-    functions = foreign_functions(config.reward_function, config.eval.reward_function)
+    functions = foreign_functions(config.reward_function, config.eval.reward_function, config.environment)
     code = [*([] if other_strategy else [STRATEGY]), *([ALGORITHM] if page else []), *functions]
     if code:
         notes.append(f"this runs code that {folder} holds or names: {', '.join(code)}")

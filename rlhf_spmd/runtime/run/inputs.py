@@ -119,8 +119,8 @@ def read_prompts(
 
 
 def functions_fingerprints(config: Config) -> dict[str, str]:
-    """Hashes of the files of reward functions, by name; of those of the package, of each function, because other
-    versions of the package change its file. A host that does not score need not have them."""
+    """Hashes of the files of reward functions and of the environment, by name; of functions of the package, of each
+    function, because other versions of the package change its file. A host that does not score need not have them."""
     functions = split_functions(config.reward_function)
     functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
     found = {}
@@ -129,6 +129,9 @@ def functions_fingerprints(config: Config) -> dict[str, str]:
             found[f"reward function {spec}"] = hashlib.sha256(source.encode()).hexdigest()
         elif path := source_file(spec):
             found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    spec = config.environment
+    if spec and not spec.startswith("rlhf_spmd.") and (path := source_file(spec)):
+        found[f"environment in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
 

@@ -21,7 +21,7 @@ def _clean_imports(monkeypatch):
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.startswith(("_rlhf_spmd_reward", "mine", "neighbour")):
+        if name.startswith(("_rlhf_spmd_score", "mine", "neighbour")):
             del sys.modules[name]
 
 
