@@ -6,6 +6,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
+from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Generate, ModelCall, Train, Workflow, is_read_by_both
 from rlhf_spmd.plan.workload import Workload
@@ -71,6 +72,13 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
         yield f"ahead {placement.ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
         yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
+    for call in workflow.train_calls:
+        if GENERATOR_LOGPROBS in dict(call.arguments):
+            yield (
+                f"ahead: {call.name} corrects differences from the generator, and old logprobs are recomputed with the "
+                "weights that generated, so it cannot see that these are an iteration old; drop importance_weights and "
+                "rejection, or ahead"
+            )
     for call in workflow.calls:
         if is_read_by_both(call, workflow):
             yield f"ahead: {call.name} is read by training and by calls before it, which work on two batches; drop it"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_spmd.config import options, presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
@@ -128,3 +129,12 @@ def test_what_is_refused():
         compile_program(workload, Placement(flat, ahead=1), cluster)
     with pytest.raises(UserError, match="ahead 2: a batch can be drawn one iteration ahead; use 0 or 1"):
         compile_program(workload, Placement(flat, ahead=2), cluster)
+
+
+def test_corrections_that_cannot_see_the_lag_are_refused():
+    config = presets.load("tiny", ["ppo.old_logprobs=recompute", "ppo.importance_weights=token"], algorithm="ppo")
+    workload, cluster = options.make_workload(config), Cluster.parse("1x2")
+    place = load_strategy("separation").place
+    compile_program(workload, place(workload, cluster), cluster)
+    with pytest.raises(UserError, match="ahead: actor_train corrects differences from the generator"):
+        compile_program(workload, place(workload, cluster, ahead=1), cluster)
