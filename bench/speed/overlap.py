@@ -133,7 +133,7 @@ def measure(
         began = time.perf_counter()
         if ahead:  # the first step is the prologue
             in_flight, trained = Batch(data), in_flight
-            ahead.step(Batches(trained, in_flight))
+            ahead.iteration(Batches(trained, in_flight))
         else:
             executor.iteration(data)
         total_s = time.perf_counter() - began

@@ -72,12 +72,12 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
         yield f"ahead {placement.ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
         yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
-    for call in workflow.train_calls:
-        if GENERATOR_LOGPROBS in dict(call.arguments):
+    for train in workflow.train_calls:
+        if GENERATOR_LOGPROBS in dict(train.arguments):
             yield (
-                f"ahead: {call.name} corrects differences from the generator, and old logprobs are recomputed with the "
-                "weights that generated, so it cannot see that these are an iteration old; drop importance_weights and "
-                "rejection, or ahead"
+                f"ahead: {train.name} corrects differences from the generator, and old logprobs are recomputed with "
+                "the weights that generated, so it cannot see that these are an iteration old; drop importance_weights "
+                "and rejection, or ahead"
             )
     for call in workflow.calls:
         if is_read_by_both(call, workflow):

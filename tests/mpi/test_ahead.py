@@ -99,7 +99,8 @@ class Ahead(RunOf):
         self.loop = AheadLoop(self.job, AheadExecutor(self.job, Tracer()), self.history)
 
     def iteration(self):
-        self.data, answers = self.loop.iterate(self.number)
+        answers = self.loop.executor.iteration(self.loop.given(self.number))
+        self.data = self.loop.now
         self.responses.append(self._responses())
         self.history.append(summarize(self.job, answers))
         update(self.job, answers)

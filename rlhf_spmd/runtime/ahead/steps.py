@@ -1,6 +1,5 @@
 """Executes a run that draws one iteration ahead (plan/program/ahead.py): a batch trains while the next one is drawn."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,14 +49,14 @@ class AheadExecutor(InstructionLoop):
         self.parts: dict[str, Program] = {part: part_of(job.program, part) for part in (STEP, PROLOGUE, EPILOGUE)}
         self.inner = Executor(job, recorder, asked)  # of the instructions one by one
 
-    def step(self, batches: Batches) -> list[dict[str, Any]]:
+    def iteration(self, batches: Batches) -> list[dict[str, Any]]:
         """Executes the list that a step needs -> the messages of all ranks about the batch that trains."""
         part = PROLOGUE if batches.trained is None else EPILOGUE if batches.drawn is None else STEP
         self.program = self.inner.transfers.program = self.parts[part]
         self.instructions = self.program.instructions[self.world.rank]
         self.texts = [text_of(self.program, instruction) for instruction in self.instructions]
         self.begin()
-        return self.iteration(batches)
+        return super().iteration(batches)
 
     def reset(self) -> None:
         """Frees what the device's allocator holds back."""
@@ -86,10 +85,11 @@ class AheadExecutor(InstructionLoop):
         self.inner.offload(offload)
 
     def agree(self, batches: Batches, what: str) -> list[dict[str, Any]]:
-        """Exchanges messages about the batch that trains; in the prologue, signals alone."""
+        """Exchanges messages about the batch that trains; in the prologue all ranks meet, and the first step tells of
+        signals."""
         if batches.trained is None:
-            signals = json.dumps({"signals": self.inner.asked.take()}).encode()
-            return [json.loads(said) for said in self.world.allgather_bytes(signals, what)]
+            self.world.allgather_bytes(b"", what)
+            return []
         transfers = self.inner.transfers
         transfers.num_bytes_sent, transfers.num_messages_sent = batches.trained.sent
         return self.inner.agree(batches.trained.data, what)

@@ -1,12 +1,9 @@
 """The loop of a run that draws one iteration ahead: each step trains one batch and draws the next one."""
 
-from typing import Any
-
 from rlhf_spmd.runtime.ahead.in_flight import Batch, collect, restore
 from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.saving import Tensors
-from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.run.loop import Loop
 from rlhf_spmd.runtime.run.prepare import make_iteration
 
@@ -27,18 +24,13 @@ class AheadLoop(Loop):
     def share_in_flight(self) -> Tensors | None:
         return None if self.in_flight is None else collect(self.job, self.in_flight)
 
-    def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
-        """Trains one batch, and draws the next one, if there is one."""
-        total = self.job.config.iterations
-        signals: list[dict[str, Any]] = []
+    def given(self, number: int) -> Batches:
+        """A batch that has been drawn, by the prologue if need be, and the next one, if there is one."""
         if self.in_flight is None:
             self.in_flight = Batch(make_iteration(self.job, number))
             self.now = self.in_flight.data
-            signals = self.executor.step(Batches(None, self.in_flight))
+            self.executor.iteration(Batches(None, self.in_flight))
             self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
-        trained, drawn = self.in_flight, Batch(make_iteration(self.job, number + 1)) if number + 1 < total else None
-        self.now, self.in_flight = trained.data, drawn
-        answers = self.executor.step(Batches(trained, drawn))
-        for answer, early in zip(answers, signals, strict=False):
-            answer["signals"] = sorted({*answer["signals"], *early["signals"]})
-        return trained.data, answers
+        trained, is_last = self.in_flight, number + 1 == self.job.config.iterations
+        self.now, self.in_flight = trained.data, None if is_last else Batch(make_iteration(self.job, number + 1))
+        return Batches(trained, self.in_flight)

@@ -48,7 +48,9 @@ class Loop:
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
             self.began_s = time.perf_counter()
-            data, answers = self.iterate(number)
+            answers = self.executor.iteration(self.given(number))
+            data = self.now
+            assert data is not None
             metrics = summarize(job, answers)
             metrics["iteration_s"] = time.perf_counter() - self.began_s
             check_finite(metrics, data.title)
@@ -59,10 +61,10 @@ class Loop:
             for listener in self.listeners:
                 listener(self.last)
 
-    def iterate(self, number: int) -> tuple[Iteration, list[dict[str, Any]]]:
-        """One iteration -> its data, and the messages of all ranks."""
+    def given(self, number: int) -> Any:
+        """What the executor works on in an iteration, whose data become `now`."""
         self.now = make_iteration(self.job, number)
-        return self.now, self.executor.iteration(self.now)
+        return self.now
 
     def take_up(self, checkpoint: Checkpoint) -> str:
         """Restores what only the loop has in a checkpoint -> a note. Collective."""

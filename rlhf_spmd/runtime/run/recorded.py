@@ -12,10 +12,12 @@ import torch
 from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.merge import bit_sum
+from rlhf_spmd.model.adapters.unmerged import save_adapter
+from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import remove_drafts
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import (
     BASE,
     PRODUCTS,
@@ -30,11 +32,12 @@ from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.profile.machine import processor
 from rlhf_spmd.runtime.records.run_files import headlines_of
-from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Shown
+from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Shown, writing
 from rlhf_spmd.runtime.records.software import software
 from rlhf_spmd.runtime.run.inputs import functions_fingerprints
 from rlhf_spmd.runtime.run.rollouts import forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
+from rlhf_spmd.runtime.weights.weight_sync import whole_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,3 +266,23 @@ def _made_with(job: Job) -> dict[str, Any]:
     )
     nodes = f" on {world.num_nodes} nodes" if world.num_nodes > 1 else ""
     return {"software": software(), "hardware": f"{devices}{nodes}", "ranks": world.size}
+
+
+def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
+    """Writes the trained models that the algorithm keeps as Hugging Face folders, those with adapters as peft's, on the
+    first rank of each. parent: the folder in the run folder; empty: the run folder."""
+    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
+    roles = job.config.algorithm.roles
+    for train in (call for call in workflow.train_calls if roles[call.model].saved):
+        role, path = train.model, folder.path / parent / train.model
+        with job.world.together(f"saving the {role}"):
+            trains = job.world.rank in layouts[train.name].ranks
+            if trains and (state := whole_state(job.models, train)) is not None:
+                with writing(path):
+                    path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
+                    model, head, source = job.models.engines[role].model, roles[role].head, job.models.folders[role]
+                    missing = job.known.missing(model.config.vocab_size) if head == "lm" else ()
+                    if model.adapters is not None:
+                        save_adapter(state, model, path, base=source, files=job.models.files[role], suppressed=missing)
+                    else:
+                        save_state(state, model.config, head, path, source=source, suppressed=missing)

@@ -10,12 +10,9 @@ import psutil
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names
-from rlhf_spmd.model.adapters.unmerged import save_adapter
-from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.ahead.steps import AheadExecutor
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -27,7 +24,7 @@ from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, record_in
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.console import Console, Result
-from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, writing
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
 from rlhf_spmd.runtime.run.ahead_loop import AheadLoop
 from rlhf_spmd.runtime.run.evaluation import Evaluator
@@ -38,7 +35,6 @@ from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
-from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 
 TIMELINE_ITERATIONS = 3  # the last ones are kept
@@ -112,7 +108,7 @@ def train(
         samples = join_samples(job, before, sample_responses(job))
         folder.write_samples(samples)
         console.samples(samples)
-    save_models(job, folder)
+    recorded.save_models(job, folder)
     compared = _compared(running, folder, title, calibration)
     folder.close()
     num_late = num_timeouts([*history, *running.evaluator.rows], samples)
@@ -207,7 +203,7 @@ class Running:
             return
         is_kept = self.job.world.bcast((self.folder.path / "best").is_dir(), what="whether the best model is kept")
         if best == done:
-            save_models(self.job, self.folder, "best")
+            recorded.save_models(self.job, self.folder, "best")
         elif not is_kept:
             self.console.note(
                 f"note: checkpoint.best={self.evaluator.best}: the best model so far, after {best} of {done} "
@@ -241,7 +237,7 @@ class Running:
                 state = self.about | recorded.run_state(self.job.state)
                 self.saver.save(num, state, self.evaluator.best_iteration, self.loop.share_in_flight())
         if is_best:
-            save_models(self.job, self.folder, "best")
+            recorded.save_models(self.job, self.folder, "best")
         self.saver.check()
 
     def forget(self, done: Done) -> None:
@@ -267,23 +263,3 @@ def _compared(running: Running, folder: RunFolder, title: str, calibration: Cali
     records = job.world.allgather(running.recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
     return forecast_report.compared_run(job, folder, calibration, history, records, last.answers)
-
-
-def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
-    """Writes the trained models that the algorithm keeps as Hugging Face folders, those with adapters as peft's, on the
-    first rank of each. parent: the folder in the run folder; empty: the run folder."""
-    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
-    roles = job.config.algorithm.roles
-    for train in (call for call in workflow.train_calls if roles[call.model].saved):
-        role, path = train.model, folder.path / parent / train.model
-        with job.world.together(f"saving the {role}"):
-            trains = job.world.rank in layouts[train.name].ranks
-            if trains and (state := whole_state(job.models, train)) is not None:
-                with writing(path):
-                    path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    model, head, source = job.models.engines[role].model, roles[role].head, job.models.folders[role]
-                    missing = job.known.missing(model.config.vocab_size) if head == "lm" else ()
-                    if model.adapters is not None:
-                        save_adapter(state, model, path, base=source, files=job.models.files[role], suppressed=missing)
-                    else:
-                        save_state(state, model.config, head, path, source=source, suppressed=missing)

@@ -13,7 +13,7 @@ from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import recorded
-from rlhf_spmd.runtime.run.train import save_models
+from rlhf_spmd.runtime.run.recorded import save_models
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
 from tests.unit.runtime.generation.test_rollout import VOCAB, draw, make_model, make_prompts, pad, run

@@ -15,7 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run.train import save_models
+from rlhf_spmd.runtime.run.recorded import save_models
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
