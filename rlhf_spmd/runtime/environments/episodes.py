@@ -130,6 +130,10 @@ class Episodes:
             "calls_repeated": self.num_repeated,
         }
 
+    def close(self) -> None:
+        """Closes the journal."""
+        self.journal.close()
+
     @property
     def is_exact(self) -> bool:
         """Whether no clock had a say."""

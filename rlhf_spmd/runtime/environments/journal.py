@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 
-NAME = re.compile(r"(?P<name>[a-z_0-9]+)-(?P<iteration>\d+)-rank(?P<rank>\d+)\.jsonl")
+NAME = re.compile(r"(?P<name>.+)-(?P<iteration>\d+)-rank(?P<rank>\d+)\.jsonl")
 Key = tuple[int, int, int, int]  # prompt, sample, turn, call
 OPENING, END = 0, -1  # instead of the number of a turn, which are counted from 1
 

@@ -55,6 +55,9 @@ class Episodes(Outside, Protocol):
         """Numbers for the log, of all rows together, once all of them are over."""
         return {}
 
+    def close(self) -> None:
+        """Closes its files, once all rows are over and their rewards are read."""
+
 
 @dataclass(slots=True)
 class _Episode:

@@ -48,6 +48,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     if rollout.episodes is not None and rollout.is_over:
         for name, count in rollout.episodes.counts().items():
             meter.add(f"{prefix}{name}", count, rollout.num)
+        rollout.episodes.close()
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)
 

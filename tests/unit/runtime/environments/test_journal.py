@@ -45,6 +45,7 @@ def test_a_damaged_line_is_named(tmp_path):
 def test_files_that_a_checkpoint_covers_are_removed(tmp_path):
     for iteration in (1, 2, 10):
         Journal(tmp_path, iteration, 0).close()
+    Journal(tmp_path, 9, 0, "iteration-actor_generate").close()
     (tmp_path / "other.jsonl").touch()
     forget(tmp_path, 10)
     assert {path.name for path in tmp_path.iterdir()} == {"rollout-10-rank0.jsonl", "other.jsonl"}
