@@ -43,6 +43,7 @@ TURNS = {  # of episodes
     **{name: Metric("generation") for name in ("tool_failures", "tool_timeouts", "calls_repeated")},
     **{f"end_{reason}": Metric("generation") for reason in REASONS},  # share of the episodes that ended so
 }
+OF_EPISODES = ("tool_timeouts", "end_rollout_timeout")  # ends of the names of metrics: a time limit was reached
 BUDGET = {  # means per optimizer step
     PLACES_USED: Metric("optimizer"),
     STEP_TOKENS: Metric("optimizer", "tokens/step", "{:11,.0f}", leaves=7),
@@ -121,13 +122,16 @@ def num_timeouts(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> int
     return int(sum(row.get(TIMEOUTS, 0.0) for row in rows)) + sum(sample.num_late for sample in samples)
 
 
-def timeouts_note(num: int) -> str:
-    """What the responses that ran out of time mean for a run; empty if there were none."""
-    if not num:
+def timeouts_note(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> str:
+    """What time limits that were reached mean for a run; empty if none was. rows, samples: as of num_timeouts."""
+    if num := num_timeouts(rows, samples):
+        late = f"a reward function ran out of reward_timeout_s for {num} responses"
+    elif any(row[name] for row in rows for name in row if name.endswith(OF_EPISODES)):
+        late = "responses reached episode.tool_timeout_s or episode.timeout_s"
+    else:
         return ""
     return (
-        f"a reward function ran out of reward_timeout_s for {num} responses, so this run cannot be repeated "
-        "exactly: which responses those are depends on the speed of the machine"
+        f"{late}, so this run cannot be repeated exactly: which responses those are depends on the speed of the machine"
     )
 
 

@@ -111,11 +111,11 @@ def train(
     recorded.save_models(job, folder)
     compared = _compared(running, folder, title, calibration)
     folder.close()
-    num_late = num_timeouts([*history, *running.evaluator.rows], samples)
-    if text := timeouts_note(num_late):
+    rows = [*history, *running.evaluator.rows]
+    if text := timeouts_note(rows, samples):
         folder.notes.append(text)
     wall_s = time.time() - psutil.Process().create_time()
-    result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_late)
+    result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_timeouts(rows, samples))
     result = replace(result, evaluation=running.evaluator.ends())
     progress.stop()
     console.closing(result, folder, run_text.next_command(folder))
@@ -151,7 +151,7 @@ class Running:
         console.note(self.rollouts.note)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
-        self.has_warned = num_timeouts([*history, *self.evaluator.rows]) > 0
+        self.has_warned = bool(timeouts_note([*history, *self.evaluator.rows]))
         self.loop = (AheadLoop if is_ahead else Loop)(job, executor, history)
         if resumed and resumed.checkpoint:
             console.note(self.loop.take_up(resumed.checkpoint))
@@ -190,10 +190,10 @@ class Running:
 
     def _warn(self) -> None:
         """Says once that responses ran out of time."""
-        num = num_timeouts([*self.history, *self.evaluator.rows])
-        if num and not self.has_warned:
-            self.console.note(f"warning: {timeouts_note(num)}")
-        self.has_warned = num > 0
+        text = timeouts_note([*self.history, *self.evaluator.rows])
+        if text and not self.has_warned:
+            self.console.note(f"warning: {text}")
+        self.has_warned = bool(text)
 
     def find_best(self) -> None:
         """Writes the best model so far if it is the one that a resumed run begins with, and says so if it is gone: its

@@ -1,7 +1,7 @@
 """A metric that explodes is named once; one that only grows is not."""
 
 from rlhf_spmd.pages.algorithm import load_algorithm
-from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
+from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of, timeouts_note
 
 PPO = load_algorithm("ppo")
 METRICS = metrics_of(PPO, PPO.workflow(PPO.options()))
@@ -39,3 +39,12 @@ def test_the_first_iterations_only_teach():
     alarm = Alarm(METRICS)
     assert alarm.notes({"actor_grad_norm": 0.1}) == []
     assert alarm.notes({"actor_grad_norm": 50.0}) == []
+
+
+def test_time_limits_that_were_reached_make_a_run_inexact():
+    rows = [{"tool_timeouts": 0.0, "end_rollout_timeout": 0.0, "reward_timeouts": 0.0}, {"kl": 0.1}]
+    assert timeouts_note(rows) == ""
+    for name in ("tool_timeouts", "end_rollout_timeout"):
+        text = timeouts_note([*rows, {name: 0.01}])
+        assert text.startswith("responses reached episode.tool_timeout_s or episode.timeout_s, so this run cannot be")
+    assert timeouts_note([*rows, {"reward_timeouts": 2.0}]).startswith("a reward function ran out of reward_timeout_s")
