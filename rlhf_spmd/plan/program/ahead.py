@@ -8,20 +8,15 @@ are the list of a step, or parts of it. Rows that are drawn and rows that train 
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
 from rlhf_spmd.plan.workflow import trains
-
-if TYPE_CHECKING:
-    from rlhf_spmd.plan.program.instructions import Instruction, Program
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
-def draws(program: "Program", instruction: "Instruction") -> bool:
+def draws(program: Program, instruction: Instruction) -> bool:
     """Whether an instruction of a step works on the batch that is drawn, and not on the one that trains."""
-    from rlhf_spmd.plan.program.instructions import Agree, Post, Run, Wait
-
     workflow = program.workload.workflow
     if isinstance(instruction, Run):
         return not trains(workflow.call(instruction.call), workflow)
@@ -30,27 +25,23 @@ def draws(program: "Program", instruction: "Instruction") -> bool:
     return not isinstance(instruction, Agree)  # weights that leave the device are those of frozen models
 
 
-def drawn_by(program: "Program", rank: int) -> bool:
+def drawn_by(program: Program, rank: int) -> bool:
     """Whether a rank makes anything of the batch that a step draws."""
-    from rlhf_spmd.plan.program.instructions import Run
-
     if not program.placement.ahead:
         return False
     runs = (one for one in program.instructions[rank] if isinstance(one, Run) and draws(program, one))
     return any(program.makes(run, rank) for run in runs)
 
 
-def transfer_draws(program: "Program", number: int) -> bool:
+def transfer_draws(program: Program, number: int) -> bool:
     """Whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
     workflow, transfer = program.workload.workflow, program.transfers[number]
     makers = [workflow.producer(key) for key in transfer.keys]
     return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
 
 
-def part_of(program: "Program", part: str) -> "Program":
+def part_of(program: Program, part: str) -> Program:
     """The prologue or the epilogue of the program of a step. What it leaves out of the transfers has no messages."""
-    from rlhf_spmd.plan.program.instructions import Agree
-
     if part == STEP:
         return program
     is_prologue = part == PROLOGUE

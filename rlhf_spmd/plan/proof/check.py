@@ -240,7 +240,7 @@ def _data(program: Program) -> Iterator[Problem]:
             of_training = {place: set(columns) for place, columns in (given | whole).items()}
 
         for position, instruction in enumerate(instructions):
-            held = drawn if draws(program, instruction) else of_training
+            held = drawn if of_training is drawn or draws(program, instruction) else of_training
 
             def lacking(key: str, row: int, columns: range, held: Held = held) -> set[int]:
                 return set(columns) - held.get((key, row), set())

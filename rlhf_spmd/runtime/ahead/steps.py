@@ -46,15 +46,19 @@ class AheadExecutor(InstructionLoop):
     def __init__(self, job: Job, recorder: Tracer, asked: Asked | None = None):
         """asked: as of Executor."""
         super().__init__(job.program, job.world, recorder)
-        self.parts: dict[str, Program] = {part: part_of(job.program, part) for part in (STEP, PROLOGUE, EPILOGUE)}
+        self.parts: dict[str, tuple[Program, list[str]]] = {}  # with the texts of this rank's instructions
+        for part in (STEP, PROLOGUE, EPILOGUE):
+            program = part_of(job.program, part)
+            texts = [text_of(program, instruction) for instruction in program.instructions[job.world.rank]]
+            self.parts[part] = program, texts
         self.inner = Executor(job, recorder, asked)  # of the instructions one by one
 
     def iteration(self, batches: Batches) -> list[dict[str, Any]]:
         """Executes the list that a step needs -> the messages of all ranks about the batch that trains."""
         part = PROLOGUE if batches.trained is None else EPILOGUE if batches.drawn is None else STEP
-        self.program = self.inner.transfers.program = self.parts[part]
+        self.program, self.texts = self.parts[part]
+        self.inner.transfers.program = self.program
         self.instructions = self.program.instructions[self.world.rank]
-        self.texts = [text_of(self.program, instruction) for instruction in self.instructions]
         self.begin()
         return super().iteration(batches)
 

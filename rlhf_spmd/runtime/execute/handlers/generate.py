@@ -32,7 +32,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         rollout = data.generations[call.name]
         made = _made(job, call, rollout, place[0])
         ends = rollout.ends(place[0])
-        if data.generations[call.name].is_over:
+        if place[0].stop == job.workload.num_mini_batches:  # rows of later mini-batches may have ended, too
             del data.generations[call.name]  # frees its memory for training
     for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
         data.store.at(key, place)[:] = made[key].unflatten(0, shape_of(place))
@@ -45,7 +45,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
-    if rollout.episodes is not None and rollout.is_over:
+    if rollout.episodes is not None and call.name not in data.generations:
         for name, count in rollout.episodes.counts().items():
             meter.add(f"{prefix}{name}", count, rollout.num)
         rollout.episodes.close()
