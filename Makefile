@@ -22,7 +22,7 @@ demo-tools: .venv/.installed  ## four ranks teach an embedded model to use two t
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tools
 
 demo-pipeline: .venv/.installed  ## SFT, a reward model, PPO and DPO, each reading what the one before wrote (minutes)
-	$(BIN)/python -m bench demo-pipeline
+	$(BIN)/python -m tools demo-pipeline
 
 demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real model, SmolLM2-135M, with a sentiment reward
 	$(MPIRUN) -n 2 $(BIN)/python -m rlhf_spmd train --preset smollm2 --model $(SMOLLM2)

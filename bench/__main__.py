@@ -36,8 +36,7 @@ ROOMS = {
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
         "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
-        "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
-        "walk": "docs/one_iteration.md: the functions that lead from main to the model, as a run of the demo has them",
+        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
         "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
     },
     "faults": {
@@ -54,18 +53,10 @@ ROOMS = {
     "against_vllm": {
         "against-vllm": "generation against vLLM's CPU backend on the same weights; needs `make peers-vllm`",
     },
-    "embedded": {
-        "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
-        "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
-        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
-        "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
-        "make-tools": "the files of rlhf_spmd/embedded/tools/ (actor, questions with tables), made anew: 10 minutes",
-        "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, data), made anew: 25 minutes",
-    },
     "": {
         "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",
         "report": "all rows and pictures of bench/results/ on one page, report.html",
-        "tables": "the tables of README.md and RESULTS.md, written anew from bench/results/, and docs/options.md",
+        "tables": "the tables of README.md, RESULTS.md and docs/recipes.md, written anew from bench/results/",
     },
 }
 MODULES = {

@@ -1,4 +1,4 @@
-"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows, and docs/options.md.
+"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows.
 
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
@@ -7,19 +7,11 @@ import json
 import re
 from collections.abc import Sequence
 
-from bench import evidence, options_page, rooms_page
+from bench import evidence
 from bench.columns import COLUMNS, JOINED, Columns
 from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
 
-PAGES = tuple(
-    REPOSITORY / name
-    for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md", "docs/recipes.md", "docs/architecture.md")
-)
-WRITTEN = {
-    "evidence": evidence.table,
-    "option_names": options_page.names_elsewhere,
-    "rooms": rooms_page.rooms,
-}  # not the rows of one file
+PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
 LEFT = 3  # columns of a table in a terminal that start at the left: names
 ABSENT = ("1e0787d", "8a5d435", "dff037d")  # commits of rows whose work entered the history as 87d4212
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -29,7 +21,6 @@ def main(arguments: list[str]) -> int:
     assert not arguments, "tables takes no options"
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
-    options_page.PAGE.write_text(options_page.page(), encoding="utf-8")
     print(json.dumps({"bench": "tables", "ok": True}))
     return 0
 
@@ -40,8 +31,8 @@ def render(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    if name in WRITTEN:
-        return "\n".join(markdown(*WRITTEN[name]()))
+    if name == "evidence":  # of the rows of several files
+        return "\n".join(markdown(*evidence.table()))
     file, joined, columns = JOINED.get(name) or (name, list, COLUMNS[name])
     rows = read_rows(RESULTS / f"{file}.jsonl")
     lines, about = markdown(columns, joined(rows)), rows[0]

@@ -18,10 +18,18 @@ ROOT = Path(__file__).parents[1]
 # Folders of the package, by the name they install under.
 FOLDERS = {"rlhf_spmd": "rlhf_spmd", "kernels": "rlhf_spmd.kernels", "strategies": "rlhf_spmd.strategies"}
 FOLDERS |= {"bench": "bench"}
-BESIDE = ("tests",)  # folders that import anything, but keep their files and functions as short
+BESIDE = ("tests", "tools")  # folders that import anything, but keep their files and functions as short
 MAX_FUNCTION, MAX_FILES = 80, 12  # lines of a function, files of a folder
 LONG_FILE = 400  # lines, of which a warning asks
-LISTS = ("rlhf_spmd/algorithms", "rlhf_spmd/verbs", "kernels", "strategies", "bench", "tests")  # a file for each thing
+LISTS = (
+    "rlhf_spmd/algorithms",
+    "rlhf_spmd/verbs",
+    "kernels",
+    "strategies",
+    "bench",
+    "tests",
+    "tools",
+)  # a file for each thing
 LOOSE = (
     "rlhf_spmd/__init__.py",
     "rlhf_spmd/__main__.py",
@@ -111,7 +119,6 @@ SHARED = tuple(
         "busy",
         "cells",
         "plots",
-        "options_page",
         "evidence",
         "trl_table",
         "baseline_tables",
@@ -119,12 +126,11 @@ SHARED = tuple(
         "planner_tables",
         "recipe_tables",
         "columns",
-        "rooms_page",
         "tables",
     )
 )  # each those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("speed", "forecast", "numbers", "faults", "first_light", "embedded", "against_trl", "against_vllm"), SHARED
+    ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "against_vllm"), SHARED
 )
 
 
@@ -277,6 +283,7 @@ LAZY = "rlhf_spmd.__main__"  # at module level it imports errors and the standar
 NOT_PACKAGES = (
     "tests",
     "bench",
+    "tools",
     "kernels",
     "strategies",
 )  # folders of this repository that nobody imports by that name

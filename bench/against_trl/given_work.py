@@ -10,7 +10,7 @@ import resource
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.embedded import grammar
+from tools.embedded import grammar
 
 Row = dict[str, str]
 SEQUENCES = 16  # of a step; a pair has two

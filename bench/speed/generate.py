@@ -8,7 +8,7 @@ parameters, and with --smollm2 SmolLM2-135M instead. On a GPU: the decode step o
 generations with it, also against transformers' static cache (compiled).
 
 Cost: five minutes on two cores, twenty with --smollm2, one with --quick (which judges and writes nothing), a quarter of
-one with --ours (only our generation, on one thread: work of which `bench unchanged` measures the processor time); on a
+one with --ours (only our generation, on one thread: work of which `tools unchanged` measures the processor time); on a
 GPU about five minutes and 60 GiB. On a CPU --precision and --work measure a part of it, and leave the rows of the rest.
 Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision float32|bfloat16] [--work limit|spread]
 """

@@ -1,7 +1,7 @@
 """The embedded default: small models, prompts, answers and pairs, so that `--preset tiny` needs no download.
 
-`python -m bench make-embedded` made everything in `tiny/` from the text of a grammar; `made.json` there holds quality
-measurements. `arithmetic/`, of `--preset arithmetic`, was made by `python -m bench make-arithmetic`.
+`python -m tools make-embedded` made everything in `tiny/` from the text of a grammar; `made.json` there holds quality
+measurements. `arithmetic/`, of `--preset arithmetic`, was made by `python -m tools make-arithmetic`.
 """
 
 from pathlib import Path

@@ -12,7 +12,7 @@ RANDOM_LAYOUT = 2  # version of the layout of random numbers, stored in checkpoi
 NUM_ROLLOUTS = 128
 EVALUATION = 128  # responses to held-out prompts during a run
 SAMPLES = 129  # the responses that a run prints before and after training
-OFFLINE = 130  # generation outside a run: the generate verb, bench make-embedded
+OFFLINE = 130  # generation outside a run: the generate verb, tools make-embedded
 # 131 to 255: unused
 
 

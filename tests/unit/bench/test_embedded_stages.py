@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.embedded import demo_pipeline, grammar, pairs, rank_pairs
-from bench.embedded.responses import continuations
-from bench.embedded.stages import REPOSITORY, read_rows, sizes, write_rows
 from rlhf_spmd import embedded
 from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config import presets
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.offline.options import load_options
+from tools.embedded import demo_pipeline, grammar, pairs, rank_pairs
+from tools.embedded.responses import continuations
+from tools.embedded.stages import REPOSITORY, read_rows, sizes, write_rows
 
 FILES = ("prompts", "held_out", "answers", "answers_held_out", "pairs", "pairs_held_out")
 STAGES = {"sft": ("base", "answers"), "reward_model": ("actor", "pairs"), "dpo": ("actor", "pairs")}
@@ -137,7 +137,7 @@ def test_commands_of_the_demo_are_understood():
 @pytest.mark.slow
 def test_make_runs_from_end_to_end(tmp_path):
     """Twice: once whole, then with the actor kept; what is made from the same things has the same bytes."""
-    from bench.embedded.make_embedded import Recipe, make
+    from tools.embedded.make_embedded import Recipe, make
 
     recipe = Recipe(corpus=300, hidden_size=32, intermediate_size=48, actor_layers=2, reward_layers=1, sft_steps=3,
                     sft_batch=4, base_steps=2, reward_steps=2, reward_batch=4, num_prompts=64, num_answers=32,

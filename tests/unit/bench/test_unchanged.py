@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.numbers import unchanged, unchanged_speed
-from bench.numbers.unchanged_compare import compare, difference
-from bench.numbers.unchanged_programs import CASES, Case, lines_of
-from bench.numbers.unchanged_runs import left_by
-from bench.numbers.unchanged_speed import outside, verdict
+from tools.unchanged import speed, unchanged
+from tools.unchanged.compare import compare, difference
+from tools.unchanged.programs import CASES, Case, lines_of
+from tools.unchanged.runs import left_by
+from tools.unchanged.speed import outside, verdict
 
 SMALL = Case("separation", "1x2", "tiny", {})
 
@@ -141,10 +141,10 @@ def test_trees_take_turns_and_bad_work_is_measured_twice(monkeypatch):
         call()
         return seconds[ran[-1][0]]
 
-    monkeypatch.setattr(unchanged_speed, "processor_s", processor_s)
-    rows = unchanged_speed.compare(Path("old"), Path("new"), run, pairs=6)
+    monkeypatch.setattr(speed, "processor_s", processor_s)
+    rows = speed.compare(Path("old"), Path("new"), run, pairs=6)
     assert [row["ok"] for row in rows] == [False, False] and all(row["first"]["high"] > 1.03 for row in rows)
     one = [tree for tree, work in ran if work == "generate"]
     assert one == ["old", "new", *["old", "new", "new", "old"] * 3] * 2
     seconds["new"] = 1.0
-    assert all(row["ok"] and "first" not in row for row in unchanged_speed.compare(Path("old"), Path("new"), run))
+    assert all(row["ok"] and "first" not in row for row in speed.compare(Path("old"), Path("new"), run))

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from bench.embedded.make_arithmetic import MOST_TOKENS, Recipe, accuracy, add, make
 from rlhf_spmd.config import presets
 from rlhf_spmd.embedded import path_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer
+from tools.embedded.make_arithmetic import MOST_TOKENS, Recipe, accuracy, add, make
 
 ACTOR, HELD_OUT = path_of("arithmetic/actor"), path_of("arithmetic/held_out.jsonl")
 

@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
-from bench.embedded import grammar
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from tests.draws import random_responses
+from tools.embedded import grammar
 
 ACTOR, REWARD = embedded.path_of("actor"), embedded.path_of("reward")
 

@@ -5,7 +5,10 @@ import random
 
 import pytest
 
-from bench.embedded.make_tools import (
+from rlhf_spmd.embedded import path_of
+from rlhf_spmd.embedded.table_tools import OPERATIONS, Table
+from rlhf_spmd.model.hf import load_tokenizer
+from tools.embedded.make_tools import (
     CONTEXT,
     GUESSES,
     NUM_WORDS,
@@ -19,9 +22,6 @@ from bench.embedded.make_tools import (
     row,
     words,
 )
-from rlhf_spmd.embedded import path_of
-from rlhf_spmd.embedded.table_tools import OPERATIONS, Table
-from rlhf_spmd.model.hf import load_tokenizer
 
 ACTOR = path_of("tools/actor")
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import options_page
-from bench.tables import BLOCK, PAGES, render
+from bench import tables
+from bench.tables import BLOCK
 from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config.file import ConfigFile, read_config_file
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
+from tools.pages import options_page, pages
 
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -34,6 +35,7 @@ OURS = (
     "kernels",
     "strategies",
     "bench",
+    "tools",
     "tests",
     "slurm",
     "docs",
@@ -98,19 +100,23 @@ COMMANDS += [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [*tables.PAGES, *pages.PAGES], ids=named)
 def test_tables_come_from_rows(page):
     text = page.read_text(encoding="utf-8")
     assert BLOCK.search(text)
-    assert render(text) == text, "run `python -m bench tables`"
+    maker, command = (tables, "bench tables") if page in tables.PAGES else (pages, "tools pages")
+    assert maker.render(text) == text, f"run `python -m {command}`"
 
 
 def test_no_other_page_has_such_tables():
-    assert {path for path in DOCUMENTS if BLOCK.search(path.read_text(encoding="utf-8"))} == set(PAGES)
+    assert {path for path in DOCUMENTS if BLOCK.search(path.read_text(encoding="utf-8"))} == {
+        *tables.PAGES,
+        *pages.PAGES,
+    }
 
 
 def test_options_are_those_of_the_code():
-    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `python -m bench tables`"
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `python -m tools pages`"
 
 
 def test_readme_is_short():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import options_page
 from rlhf_spmd import __main__ as program
 from rlhf_spmd.command_line.arguments import VERBS, Argument, parse, parser
 from rlhf_spmd.config import options as configs
@@ -16,6 +15,7 @@ from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.pages.option_tree import options_of
 from rlhf_spmd.pages.strategy import strategy_names
 from rlhf_spmd.runtime.offline.options import GenerateOptions
+from tools.pages import options_page
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "rlhf_spmd").rglob("*.py"))

@@ -4,7 +4,7 @@ Purpose: `make demo-pipeline`. A base model that writes poorly becomes one that 
          command is printed as a user types it; at the end stand a table with each stage's measure on held-out data
          before and after, and one page with the curves of all stages (`report`).
 Cost:    two minutes on two cores, 160 seconds of a processor
-Command: python -m bench demo-pipeline [--runs FOLDER] [--ranks 2] [--record]
+Command: python -m tools demo-pipeline [--runs FOLDER] [--ranks 2] [--record]
          --record: also write the measures into bench/results/pipeline.jsonl
 """
 
@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from bench.embedded import grammar, stages
-from bench.embedded.responses import continuations
-from bench.embedded.scoring import encode, pad_rows, score_rows
 from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_model, load_tokenizer
+from tools.embedded import grammar, stages
+from tools.embedded.responses import continuations
+from tools.embedded.scoring import encode, pad_rows, score_rows
 
-GRAMMAR = "bench/embedded/grammar.py:valence"
+GRAMMAR = "tools/embedded/grammar.py:valence"
 SHARES = ("whole texts", "pairs ranked right")  # measures that are shares
 SEED, SAMPLES = 7, 2  # of the responses that are measured, to each held-out prompt
 
@@ -140,7 +140,7 @@ def demo(runs: Path, ranks: int, sizes: Sizes) -> list[dict]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench demo-pipeline", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="tools demo-pipeline", description=__doc__.partition("\n")[0])
     default = Path("runs") / time.strftime("pipeline-%Y%m%d-%H%M%S")
     parser.add_argument("--runs", type=Path, default=default, help="a new folder for all runs (default: by the time)")
     parser.add_argument("--ranks", type=int, default=2)

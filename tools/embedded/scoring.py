@@ -7,8 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from bench.embedded import grammar
 from rlhf_spmd.model.transformer import Transformer
+from tools.embedded import grammar
 
 
 def encode(tokenizer, start: str, end: str) -> list[int]:

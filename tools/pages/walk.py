@@ -1,7 +1,7 @@
 """docs/one_iteration.md: which functions lead from `main` to the model, to a loss, to a token and to a message, as a
 run of the demo on four ranks has executed them.
 
-Every rank notes its stack when it first enters one of these functions. Command: python -m bench walk (15 s; it writes
+Every rank notes its stack when it first enters one of these functions. Command: python -m tools walk (15 s; it writes
 the page); a test compares.
 """
 
@@ -58,7 +58,7 @@ MOST_FILES, MOST_LINES = 12, 2200
 HEADING = f"""# One iteration
 
 The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;
-frames of torch and Python are left out. `python -m bench walk` writes this page from a run of the demo, PPO by
+frames of torch and Python are left out. `python -m tools walk` writes this page from a run of the demo, PPO by
 separation on {RANKS} ranks (`make demo`), and a test compares.
 
 What each instruction means is in `rlhf_spmd/plan/program/instructions.py`; `tests/slow_ppo.py` is PPO without any of

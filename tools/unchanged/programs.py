@@ -1,4 +1,4 @@
-"""The goldens of `bench unchanged` that need no run: programs, and plans of the planner, as lists of lines.
+"""The goldens of `tools unchanged` that need no run: programs, and plans of the planner, as lists of lines.
 
 A line says what an instruction, a message or a forecast is in words of this file, not by class names or field names. So
 whoever renames a class or a field changes this file with it, and the lines stay as they are.

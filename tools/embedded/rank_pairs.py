@@ -3,15 +3,15 @@
 Purpose: the annotator of `make demo-pipeline`. It reads a file of `generate` with several samples per prompt, and
          writes rows for `--algorithm reward_model` and `dpo`; those of every eighth prompt into a file of their own.
 Cost:    none.
-Command: python -m bench rank-pairs SAMPLES.jsonl --out pairs.jsonl --held-out pairs_held_out.jsonl
+Command: python -m tools rank-pairs SAMPLES.jsonl --out pairs.jsonl --held-out pairs_held_out.jsonl
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from bench.embedded.pairs import pairs_of_samples
-from bench.embedded.stages import read_rows, write_rows
+from tools.embedded.pairs import pairs_of_samples
+from tools.embedded.stages import read_rows, write_rows
 
 HELD_OUT = 8  # every so many prompts
 
@@ -26,7 +26,7 @@ def split(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench rank-pairs", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="tools rank-pairs", description=__doc__.partition("\n")[0])
     parser.add_argument("samples", type=Path, metavar="SAMPLES.jsonl", help="of `generate` with samples_per_prompt=2N")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--held-out", type=Path, required=True, metavar="FILE.jsonl")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.embedded.scoring import pad_rows
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
+from tools.embedded.scoring import pad_rows
 
 
 def continuations(

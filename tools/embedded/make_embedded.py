@@ -4,7 +4,7 @@ Purpose: the files in `rlhf_spmd/embedded/tiny/`, which `--preset tiny` trains. 
          program: the base model, which writes poorly, by `sft` on damaged scenes; the actor by `sft` on scenes; the
          reward model by `reward_model` on pairs of continuations, ranked by the grammar.
 Cost:    9 minutes on two CPU cores that others used, too, 1 GB of memory; made.json records time and quality.
-Command: python -m bench make-embedded [--out FOLDER] [--ranks 2] [--keep]
+Command: python -m tools make-embedded [--out FOLDER] [--ranks 2] [--keep]
          --keep: tokenizer, actor, reward model and prompts stay, and only what is made from them is made
 """
 
@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from bench.embedded import grammar, pairs
-from bench.embedded.responses import continuations
-from bench.embedded.scoring import accuracy, encode, pad_rows, score_rows, standardise
-from bench.embedded.stages import adamw, sizes, tail, trained, write_rows
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_model, load_tokenizer, save_state
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
+from tools.embedded import grammar, pairs
+from tools.embedded.responses import continuations
+from tools.embedded.scoring import accuracy, encode, pad_rows, score_rows, standardise
+from tools.embedded.stages import adamw, sizes, tail, trained, write_rows
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 5, "weights": 6, "centre": 7}

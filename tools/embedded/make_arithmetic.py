@@ -5,7 +5,7 @@ Purpose: the files in `rlhf_spmd/embedded/arithmetic/`, which `--preset arithmet
          digit is added without the carry, as pupils do, so the actor knows both ways, and the wrong one is the more
          likely one.
 Cost:    about 10 minutes on two CPU cores, 1 GB of memory; made.json records time and quality.
-Command: python -m bench make-arithmetic [--out FOLDER] [--ranks 2]
+Command: python -m tools make-arithmetic [--out FOLDER] [--ranks 2]
 """
 
 # B sequences, P prompt tokens, G response tokens
@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.embedded.stages import metrics, sizes, trained, write_rows
 from rlhf_spmd import embedded
 from rlhf_spmd.config.evaluation_metrics import measure
 from rlhf_spmd.kernels.philox import random_bits
@@ -34,6 +33,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
+from tools.embedded.stages import metrics, sizes, trained, write_rows
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 CHARACTERS = "0123456789+="

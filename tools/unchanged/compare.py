@@ -1,4 +1,4 @@
-"""Compares two sets of goldens of `bench unchanged`: the first difference, after intended renames."""
+"""Compares two sets of goldens of `tools unchanged`: the first difference, after intended renames."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ The options of a run and of `generate` are trees (rlhf_spmd/pages/option_tree.py
 options of a strategy are arguments of its place(), whose docstring says `name: meaning.` of each, and fields of its
 OPTIONS.
 
-Cost: none. Command: python -m bench tables, which writes this page too. A unit test fails when the page is not current.
+Cost: none. Command: python -m tools pages. A unit test fails when the page is not current.
 """
 
 import collections.abc
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 
+from bench.columns import Columns
 from bench.rows import REPOSITORY
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
@@ -30,7 +31,7 @@ from rlhf_spmd.runtime.offline.options import GenerateOptions
 PAGE = REPOSITORY / "docs" / "options.md"
 HEAD = """# Options
 
-*`python -m bench tables` writes this page from the code; do not edit it.*
+*`python -m tools pages` writes this page from the code; do not edit it.*
 
 Options are `KEY=VALUE` arguments, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none` stands for no
 value, and lists are separated by commas. The program rejects an unknown option and suggests known ones, also for names
@@ -138,19 +139,18 @@ def page() -> str:
     return "".join(parts)
 
 
-def names_elsewhere() -> tuple[dict, list[dict[str, Sequence[str]]]]:
-    """A table of names in other systems, for docs/coming_from.md: its columns, and a row for what means the same."""
+def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
+    """The names of options of another program, for docs/coming_from_PROGRAM.md: columns, and a row for what means the
+    same."""
 
     def listed(key: str) -> Callable[[Mapping], str]:
-        return lambda row: ", ".join(f"`{one}`" for one in row[key]) or "-"
+        return lambda row: ", ".join(f"`{one}`" for one in row[key])
 
     rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for name in (name for name in other_names.names() if name.kind == "option" and any(name.theirs.values())):
-        row = rows.setdefault(name.ours, {"here": [*name.ours]} | {program: [] for program in other_names.PROGRAMS})
-        for program, theirs in name.theirs.items():
-            row[program] += theirs
-    heads = {"here": listed("here")} | {title: listed(key) for key, title in other_names.PROGRAMS.items()}
-    return heads, list(rows.values())
+    for name in other_names.names():
+        if name.kind == "option" and name.theirs[program]:
+            rows.setdefault(name.ours, {"here": [*name.ours], "there": []})["there"] += name.theirs[program]
+    return {other_names.PROGRAMS[program]: listed("there"), "here": listed("here")}, list(rows.values())
 
 
 def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> list[str]:

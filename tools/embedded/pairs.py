@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from bench.embedded import grammar
+from tools.embedded import grammar
 
 ANNOTATOR = 6.0  # P(a is preferred to b) = sigmoid(ANNOTATOR * (quality of a - quality of b))
 CUT = 1.0  # is taken off the quality of a response that did not end, or that is damaged or off its subject

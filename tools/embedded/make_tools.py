@@ -5,7 +5,7 @@ Purpose: the files in `rlhf_spmd/embedded/tools/`, which `--preset tools` trains
          answers. The actor is trained by this program on conversations (`--algorithm sft`), most of which leave a step
          out and guess, so the actor knows all ways.
 Cost:    about 10 minutes on two CPU cores, 1 GB of memory; made.json records time and quality.
-Command: python -m bench make-tools [--out FOLDER] [--ranks 2]
+Command: python -m tools make-tools [--out FOLDER] [--ranks 2]
 """
 
 # B sequences, P prompt tokens, G response tokens
@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.embedded.stages import adamw, metrics, sizes, trained, write_rows
 from rlhf_spmd import embedded
 from rlhf_spmd.embedded.table_tools import OPERATIONS, Table
 from rlhf_spmd.kernels.philox import random_bits
@@ -33,6 +32,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
+from tools.embedded.stages import adamw, metrics, sizes, trained, write_rows
 
 PAD, END = "<|pad|>", "<|end|>"
 MARKS = (PAD, END, "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>")

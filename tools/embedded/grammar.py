@@ -357,7 +357,7 @@ def score(text: str) -> float:
 
 
 def valence(prompts: list[str], responses: list[str]) -> list[float]:
-    """`score` of each response, as a reward function: eval.reward_function=bench/embedded/grammar.py:valence."""
+    """`score` of each response, as a reward function: eval.reward_function=tools/embedded/grammar.py:valence."""
     return [score(response) for response in responses]
 
 

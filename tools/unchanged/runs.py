@@ -1,4 +1,4 @@
-"""The goldens of `bench unchanged` that are runs: small ones of the embedded model, started as users start them.
+"""The goldens of `tools unchanged` that are runs: small ones of the embedded model, started as users start them.
 
 Of each run what does not tell the time: the metrics and the hash of all responses of each iteration, a SHA-256 of every
 tensor of its last checkpoint (weights and moments of actor and critic) and of the actor that it saves, the state that a

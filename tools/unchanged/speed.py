@@ -1,4 +1,4 @@
-"""`bench unchanged COMMIT --speed`: does the working tree take more processor time than a commit for the same work?
+"""`tools unchanged COMMIT --speed`: does the working tree take more processor time than a commit for the same work?
 
 The work is `bench strategies --quick` (whole runs of the program, start included) and `bench generate --ours` (only our
 generation). The working tree and a worktree of the commit take turns: a pair is one run of each, and the order within

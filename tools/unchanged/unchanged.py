@@ -4,15 +4,15 @@ For refactorings, which may not change a bit. Thirteen small runs of the real pr
 bfloat16, and one that is stopped and resumed) must leave the same hashes of responses, the same bits of weights and
 moments, and the same metrics; twenty programs must be the same instruction by instruction, with what `check` finds,
 bytes and simulated seconds; two searches must end with the same plans. What was renamed on purpose is in RENAMES
-(unchanged_compare.py). A worktree of the commit, made for this and removed afterwards, runs its own copy of this bench
+(compare.py). A worktree of the commit, made for this and removed afterwards, runs its own copy of this tool
 (`--write FOLDER --only PART`, which must go on to mean the same), so that each tree uses its own names. What a commit
 computed is kept in .cache/unchanged/ for the next time on the same machine.
 
-With --speed instead: does the working tree take more processor time for the same work (unchanged_speed.py)?
+With --speed instead: does the working tree take more processor time for the same work (speed.py)?
 
 Cost: on two cores three and a half minutes, half of it where the commit is in the cache; ten seconds for
---only programs; with --speed half an hour. Command: python -m bench unchanged COMMIT [--only programs|runs] [--record]
-or python -m bench unchanged COMMIT --speed [--record]
+--only programs; with --speed half an hour. Command: python -m tools unchanged COMMIT [--only programs|runs] [--record]
+or python -m tools unchanged COMMIT --speed [--record]
 """
 
 import argparse
@@ -28,8 +28,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.numbers.unchanged_compare import Golden, compare
 from bench.rows import REPOSITORY, add
+from tools.unchanged.compare import Golden, compare
 
 PARTS = ("programs", "runs")
 CACHE = REPOSITORY / ".cache" / "unchanged"
@@ -37,7 +37,7 @@ LIMIT_S = 1800.0  # of one part in one tree
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench unchanged", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="tools unchanged", description=__doc__.partition("\n")[0])
     parser.add_argument("commit", nargs="?", help="what the working tree is compared with")
     parser.add_argument("--only", choices=PARTS, help="one part of it")
     parser.add_argument("--record", action="store_true", help="append a row to bench/results/unchanged.jsonl")
@@ -78,13 +78,13 @@ def bits(commit: str, parts: tuple[str, ...]) -> dict:
 
 def speed(commit: str) -> dict:
     """Compares the processor time of both trees -> fields of the row."""
-    from bench.numbers import unchanged_speed
+    from tools.unchanged import speed
 
     with worktree(commit) as tree:
         # a checkout that is installed has kernels in C++; without them the other tree would choose another library
         build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         subprocess.run(build, cwd=tree, check=True, capture_output=True)
-        works = unchanged_speed.compare(tree, REPOSITORY, run_in)
+        works = speed.compare(tree, REPOSITORY, run_in)
     return {"works": works, "ok": all(work["ok"] for work in works)}
 
 
@@ -97,14 +97,14 @@ def write(folder: Path, parts: tuple[str, ...]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         if part == "programs":
-            from bench.numbers.unchanged_programs import goldens
+            from tools.unchanged.programs import goldens
 
             found: Mapping[str, Golden] = goldens()
         else:
-            from bench.numbers import unchanged_runs
+            from tools.unchanged import runs
 
-            with tempfile.TemporaryDirectory(prefix="unchanged_runs_") as runs:
-                found = unchanged_runs.goldens(Path(runs))
+            with tempfile.TemporaryDirectory(prefix="unchanged_runs_") as folder_of_runs:
+                found = runs.goldens(Path(folder_of_runs))
         (folder / f"{part}.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
     print(json.dumps({"bench": "unchanged", "written": str(folder), "ok": True}))
     return 0
@@ -116,14 +116,15 @@ def assert_from(tree: Path) -> None:
     import rlhf_spmd
     import rlhf_spmd.kernels
     import rlhf_spmd.strategies
+    import tools
 
     wanted = os.environ.get("UNCHANGED_TREE", str(tree))
-    for module in (bench, rlhf_spmd, rlhf_spmd.kernels, rlhf_spmd.strategies):
+    for module in (bench, tools, rlhf_spmd, rlhf_spmd.kernels, rlhf_spmd.strategies):
         assert Path(module.__file__).resolve().is_relative_to(Path(wanted).resolve()), (module.__file__, wanted)
 
 
 def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
-    """The results of a tree by its own copy of this bench, and the seconds that it took."""
+    """The results of a tree by its own copy of this tool, and the seconds that it took."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unchanged_") as folder:
         run_in(tree, ["unchanged", "--write", folder, "--only", part])
@@ -131,10 +132,11 @@ def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
 
 
 def run_in(tree: Path, arguments: list[str]) -> str:
-    """`python -m bench ARGUMENTS` of a tree, by this interpreter -> its standard output. Raises if it fails."""
+    """`python -m tools ARGUMENTS` of a tree, by this interpreter -> its standard output. Raises if it fails."""
     # a tree's own folder comes before the finder of an editable install, also in the ranks that it starts
     environment = os.environ | {"PYTHONPATH": str(tree), "UNCHANGED_TREE": str(tree)}
-    command = [sys.executable, "-m", "bench", *arguments]
+    package = "tools" if (tree / "tools" / "__main__.py").exists() else "bench"  # where earlier commits have it
+    command = [sys.executable, "-m", package, *arguments]
     told = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
     done = subprocess.run(command, cwd=tree, env=environment, **told)
     if done.returncode:
@@ -152,13 +154,13 @@ def git(*words: str) -> str:
 
 
 def sha_of(commit: str) -> str:
-    """The full hash of a commit that has this bench."""
+    """The full hash of a commit that has this tool."""
     try:
         sha = git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except subprocess.CalledProcessError:
-        sys.exit(f"bench unchanged: {commit} is no commit of this repository")
-    if '"unchanged"' not in git("show", f"{sha}:bench/__main__.py"):
-        sys.exit(f"bench unchanged: {commit} does not have this bench; compare with a later commit")
+        sys.exit(f"tools unchanged: {commit} is no commit of this repository")
+    if not git("ls-tree", sha, "tools/__main__.py", "bench/numbers/unchanged.py"):
+        sys.exit(f"tools unchanged: {commit} does not have this tool; compare with a later commit")
     return sha
 
 

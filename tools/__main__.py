@@ -1,0 +1,35 @@
+"""`python -m tools NAME [options]` runs a tool of this repository; `python -m tools` lists them."""
+
+import importlib
+import sys
+
+TOOLS = {
+    "pages": {
+        "pages": "docs/options.md, the rooms in docs/architecture.md and the tables of docs/coming_from_*.md, from the "
+        "code",
+        "walk": "docs/one_iteration.md: the functions that lead from main to the model, as a run of the demo has them",
+    },
+    "unchanged": {
+        "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
+    },
+    "embedded": {
+        "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
+        "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
+        "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
+        "make-tools": "the files of rlhf_spmd/embedded/tools/ (actor, questions with tables), made anew: 10 minutes",
+        "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, data), made anew: 25 minutes",
+    },
+}
+MODULES = {name: f"tools.{room}.{name.replace('-', '_')}" for room, names in TOOLS.items() for name in names}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in MODULES:
+        lines = [f"python -m tools {name:<15} {what}" for names in TOOLS.values() for name, what in names.items()]
+        print("\n".join(lines))
+        return 2
+    return importlib.import_module(MODULES[sys.argv[1]]).main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

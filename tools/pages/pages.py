@@ -1,0 +1,37 @@
+"""Writes pages of the documents from the code: docs/options.md, and the tables of PAGES.
+
+Cost: none. Command: python -m tools pages. A unit test fails when a page is not current.
+"""
+
+import json
+from functools import partial
+
+from bench.rows import REPOSITORY
+from bench.tables import BLOCK, markdown
+from rlhf_spmd.pages.other_names import PROGRAMS
+from tools.pages import options_page, rooms_page
+
+TABLES = {"rooms": rooms_page.rooms}
+TABLES |= {f"option_names_{program}": partial(options_page.names_elsewhere, program) for program in PROGRAMS}
+PAGES = (
+    REPOSITORY / "docs" / "architecture.md",
+    *(REPOSITORY / "docs" / f"coming_from_{program}.md" for program in PROGRAMS),
+)
+
+
+def main(arguments: list[str]) -> int:
+    assert not arguments, "pages takes no options"
+    for path in PAGES:
+        path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
+    options_page.PAGE.write_text(options_page.page(), encoding="utf-8")
+    print(json.dumps({"tool": "pages", "ok": True}))
+    return 0
+
+
+def render(text: str) -> str:
+    """The text of a page with its tables written from the code."""
+
+    def table(name: str) -> str:
+        return "\n".join(markdown(*TABLES[name]()))
+
+    return BLOCK.sub(lambda found: f"<!-- rows: {found[1]} -->\n{table(found[1])}\n<!-- end -->", text)

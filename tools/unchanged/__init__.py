@@ -1,0 +1,1 @@
+"""Compares what two commits compute, to the bit: for refactorings."""
