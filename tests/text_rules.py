@@ -1,11 +1,13 @@
-"""The rules for text files and for words.
+"""The rules for text files and for words, and how words are counted.
 
 Of text files the encoding is given, whatever the locale, and lines end at "\\n" only: `text_problems`. A word has one
 meaning (docs/glossary.md): `word_problems` finds parameters whose name says something else than their type.
-tests/import_rules.py asks both about every file.
+tests/import_rules.py asks both about every file. `num_words` counts what people have written on a page;
+tests/unit/house/test_documents.py has the limits.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 
 READERS = ("read_text", "write_text", "TextIOWrapper", "FileHandler")  # always text
@@ -17,6 +19,13 @@ OF_DESCRIPTORS = ("os",)  # os.open opens no text
 
 NAMES = {"Run": "run", "Run | None": "run", "Instruction": "instruction", "Step": "step"}  # type of a parameter -> name
 TYPES = {"run": ("Run", "RunFiles")}  # name of a parameter -> its types
+
+WRITTEN_BY_BENCH = re.compile(r"<!-- rows: .*?<!-- end -->", re.DOTALL)  # tables of `python -m bench tables`
+
+
+def num_words(text: str) -> int:
+    """The words of a Markdown page as `wc -w` counts them, without the tables that are written from rows."""
+    return len(WRITTEN_BY_BENCH.sub("", text).split())
 
 
 def word_problems(tree: ast.Module) -> Iterator[tuple[ast.arg, str]]:

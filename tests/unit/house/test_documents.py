@@ -16,7 +16,8 @@ from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config.file import ConfigFile, read_config_file
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
-from tools.pages import options_page, pages
+from tests.text_rules import num_words
+from tools.pages import options_page, pages, walk
 
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -30,6 +31,12 @@ PROMISING = [
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES, MOST_COLUMNS = 200, 120
+GENERATED = (options_page.PAGE, walk.PAGE)
+# pages with one limit for all of their words -> this limit
+MOST_WORDS = {
+    tuple(page for page in (*PROMISING, ROOT / "CHANGES.md") if page not in GENERATED): 32_000,
+    (RESULTS, ROOT / "bench" / "LOG.md"): 18_000,
+}
 OURS = (
     "rlhf_spmd",
     "kernels",
@@ -121,6 +128,17 @@ def test_options_are_those_of_the_code():
 
 def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(("pages", "most"), MOST_WORDS.items(), ids=["manual", "results"])
+def test_pages_have_few_words(pages, most):
+    """A sentence more means another sentence less, or one said in one place instead of two."""
+    found = {named(page): num_words(page.read_text(encoding="utf-8")) for page in pages}
+    assert sum(found.values()) <= most, found
+
+
+def test_words_of_tables_from_rows_do_not_count():
+    assert num_words("one\n<!-- rows: a -->\n| b |\n<!-- end -->\ntwo three\n<!-- rows: c -->\n\n<!-- end -->") == 3
 
 
 @pytest.mark.parametrize("page", [one for one in DOCUMENTS if one.name not in ("LOG.md", "CONTRIBUTING.md")], ids=named)
