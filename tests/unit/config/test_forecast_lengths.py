@@ -44,5 +44,5 @@ def test_a_program_does_not_depend_on_it():
         for words in ([], ["forecast_lengths=8,0.5"])
     ]
     assert programs[0].fingerprint == programs[1].fingerprint
-    lengths = [program.workload.lengths(0)[1] for program in programs]
+    lengths = [program.workload.row_lengths[1] for program in programs]
     assert lengths[1] == 8 and lengths[0] == programs[0].workload.max_response > 8
