@@ -34,7 +34,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.plan.workload import ResponseLengths, Workload
 from rlhf_spmd.runtime.observe.trace import read_chrome
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 def workload_of(algorithm: str, words: Sequence[str], lengths: dict[str, list[int]]) -> Workload:
     """The embedded model's iteration with measured lengths."""
     workload = make_workload(presets.load("tiny", words, algorithm=algorithm))
-    return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
+    return replace(workload, forecast_lengths=ResponseLengths.of(lengths["responses"], lengths["prompts"]))
 
 
 def program_of(
