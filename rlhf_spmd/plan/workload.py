@@ -94,6 +94,11 @@ class ResponseLengths:
     rows: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
 
+    @property
+    def differ(self) -> bool:
+        """Whether there may be two lengths; if not, forecasts are those of that number of tokens, to the bit."""
+        return self.sigma > 0 or bool(self.rows)
+
     @classmethod
     def of(cls, rows: Iterable[int], prompts: Iterable[int] = ()) -> "ResponseLengths":
         """As long as these responses, to these prompts."""

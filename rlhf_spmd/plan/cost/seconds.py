@@ -177,12 +177,12 @@ class Cost:
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
     ) -> list[float]:
         """When each row ends: first the prompts, then decode steps of at most `places` rows through all stages. When a
-        row ends, the next one takes its place, beginning with its prompt. If lengths are forecast by a distribution:
+        row ends, the next one takes its place, beginning with its prompt. If lengths are forecast to differ:
         when this row and those before it are expected to have ended on the slowest shard, exactly so at the ends of as
         many equal parts."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
         drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
-        if self.workload.forecast_lengths:
+        if self.workload.forecast_lengths and self.workload.forecast_lengths.differ:
             return self._expected_s(call, layout, rank, rows, places, parts, drawn)
         begun = min(places, len(rows))
         clock_s, done_s = self.prompts_s(call, layout, rank, rows[:begun]), [0.0] * len(rows)
