@@ -17,12 +17,13 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.rows import on_ranks, write
+from bench.forecast.measure_cpu import forecast_calls_s, measured_calls_s
+from bench.rows import RESULTS, on_ranks, read_rows, write
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
@@ -93,6 +94,12 @@ def length_at(share: float, lengths: LengthDistribution) -> int:
     return max(1, min(LIMIT, math.ceil(lengths.step * (cell + 0.5))))
 
 
+def shuffled(bits: Sequence[int], lengths: LengthDistribution) -> dict[int, int]:
+    """The tokens of each row, by its first random bits: in the order of these, the quantiles of a distribution. All
+    rows together have the intended mean, but which lengths meet in an iteration, or on a rank, is random."""
+    return {one: length_at((place + 0.5) / len(bits), lengths) for place, one in enumerate(sorted(bits))}
+
+
 def layer_s(context: Any, tp: int, *, trains: bool) -> float:
     """Seconds that one of tp slices of a layer sleeps. context: of attention."""
     if hasattr(context, "lengths"):
@@ -105,13 +112,14 @@ def layer_s(context: Any, tp: int, *, trains: bool) -> float:
 
 
 @contextmanager
-def planted() -> Iterator[Callable[[LengthDistribution | None], None]]:
-    """Inside, layers sleep. Yields a function that sets the distribution of the responses of engines from then on;
-    None: as they are asked for."""
+def planted() -> Iterator[dict[int, int]]:
+    """Inside, layers sleep. Yields the tokens of rows by their first random bits, which may be changed; a row that is
+    not there has as many as it is asked for."""
     from rlhf_spmd.model.transformer import Layer
     from rlhf_spmd.runtime.generation.engine import Engine
 
-    forward, submit, current = Layer.forward, Engine.submit, [None]
+    forward, submit = Layer.forward, Engine.submit
+    tokens: dict[int, int] = {}
 
     def slow(self: Any, x: Any, cos: Any, sin: Any, context: Any) -> Any:
         group = self._modules["self_attn"].group  # plain attributes are functions while an engine runs
@@ -119,15 +127,14 @@ def planted() -> Iterator[Callable[[LengthDistribution | None], None]]:
         return forward(self, x, cos, sin, context)
 
     def spread(self: Any, prompts: Any, bits_RG: Any, sampling: Any) -> range:
-        if current[0] is not None:
-            shares = [(int(bits) % 2**31 + 0.5) / 2**31 for bits in bits_RG[:, 0].tolist()]
-            numbers = [length_at(share, current[0]) for share in shares]
+        if tokens:
+            numbers = [tokens.get(bits, sampling.max_new_tokens) for bits in bits_RG[:, 0].tolist()]
             sampling = [dataclasses.replace(sampling, max_new_tokens=one, min_new_tokens=one) for one in numbers]
         return submit(self, prompts, bits_RG, sampling)
 
     Layer.forward, Engine.submit = slow, spread
     try:
-        yield lambda lengths: current.__setitem__(0, lengths)
+        yield tokens
     finally:
         Layer.forward, Engine.submit = forward, submit
 
@@ -150,22 +157,44 @@ def calibrate(world: Any, config: Config) -> Calibration:
     return Calibration(f"{world.size} ranks that sleep", {"cpu": device}, link, link, provenance="bench lengths")
 
 
-def measured_s(world: Any, config: Config, program: Program) -> list[float]:
-    """Seconds of each iteration after the warm-up, of the slowest rank."""
-    from rlhf_spmd.verbs.plan import iteration_runner
+def measure(
+    world: Any, config: Config, program: Program, tokens: dict[int, int]
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each iteration after the warm-up, of the slowest rank, and the mean of those of each call. tokens: of
+    planted()."""
+    from rlhf_spmd.runtime.execute.executor import Executor
+    from rlhf_spmd.runtime.observe.device_clock import clock_of
+    from rlhf_spmd.runtime.observe.trace import Tracer
+    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 
-    run = iteration_runner(config, program, world)
-    return [run(number) for number in range(ITERATIONS)][1:]
+    job, tracer, seconds = prepare(config, program, world), Tracer(world.rank, clock=clock_of(world.device)), []
+    executor, iterations = Executor(job, tracer), [make_iteration(job, number) for number in range(ITERATIONS)]
+    bits = [one for data in iterations[1:] for one in data.random_bits(0)[..., 0].flatten().tolist()]
+    tokens |= shuffled(bits, lognormal(MEAN, SIGMA, LIMIT))
+    for data in iterations:
+        world.barrier("the start of an iteration")
+        began = time.perf_counter()
+        executor.iteration(data)
+        seconds.append(max(world.allgather(time.perf_counter() - began, "the seconds of an iteration")))
+    records = world.allgather(tracer.to_records(range(1, ITERATIONS)), "the timeline")
+    return seconds[1:], measured_calls_s(records, statistics.fmean)
 
 
-def row_of(algorithm: str, strategy: str, program: Program, calibration: Calibration, seconds: list[float]) -> dict:
+def row_of(
+    algorithm: str,
+    strategy: str,
+    program: Program,
+    calibration: Calibration,
+    seconds: list[float],
+    calls_s: dict[str, float],
+) -> dict:
     """The row of one case."""
     found = {}
     for name, lengths in (("forecast", ResponseLengths(MEAN, SIGMA)), ("of_mean", ResponseLengths(MEAN))):
         workload = dataclasses.replace(program.workload, forecast_lengths=lengths)
-        found[name] = forecast(dataclasses.replace(program, workload=workload), calibration).makespan_s
-    mean_s = statistics.fmean(seconds)
-    error = found["forecast"] / mean_s - 1
+        found[name] = forecast(dataclasses.replace(program, workload=workload), calibration)
+    mean_s, forecast_s, of_mean_s = statistics.fmean(seconds), *(one.makespan_s for one in found.values())
+    error = forecast_s / mean_s - 1
     return {
         "bench": "lengths",
         "algorithm": algorithm,
@@ -174,12 +203,14 @@ def row_of(algorithm: str, strategy: str, program: Program, calibration: Calibra
         "mean": MEAN,
         "sigma": SIGMA,
         "limit": LIMIT,
-        "forecast_s": found["forecast"],
-        "of_mean_s": found["of_mean"],
+        "forecast_s": forecast_s,
+        "of_mean_s": of_mean_s,
         "measured_s": mean_s,
         "iterations_s": seconds,
+        "calls_forecast_s": forecast_calls_s(found["forecast"]),
+        "calls_measured_s": calls_s,
         "error": error,
-        "error_of_mean": found["of_mean"] / mean_s - 1,
+        "error_of_mean": of_mean_s / mean_s - 1,
         "ok": abs(error) <= TOLERANCE,
     }
 
@@ -193,7 +224,7 @@ def run_cases(file: Path) -> None:
     world.use_device("cpu")
     rows = []
     try:
-        with tempfile.TemporaryDirectory() as name, planted() as set_lengths:
+        with tempfile.TemporaryDirectory() as name, planted() as tokens:
             folder = Path(world.bcast(name, what="the folder"))
             if world.rank == 0:
                 write_inputs(folder)
@@ -203,10 +234,9 @@ def run_cases(file: Path) -> None:
             groups, pairs = communicators(program for *_, program in cases)
             world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
             calibration = calibrate(world, configs["ppo"])
-            set_lengths(lognormal(MEAN, SIGMA, LIMIT))
             for algorithm, strategy, program in cases:
-                seconds = measured_s(world, configs[algorithm], program)
-                rows.append(row_of(algorithm, strategy, program, calibration, seconds))
+                measured = measure(world, configs[algorithm], program, tokens)
+                rows.append(row_of(algorithm, strategy, program, calibration, *measured))
                 if world.rank == 0:
                     show(rows[-1])
             world.barrier("the end of the folder")
@@ -226,21 +256,21 @@ def show(row: dict) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench lengths", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="default: 2 4 8, whose rows are written")
+    parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="whose rows are replaced (default: 2 4 8)")
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.on_ranks:
         run_cases(parsed.on_ranks)
         return 0
-    rows: list[dict] = []
+    file = RESULTS / "lengths.jsonl"
+    rows = read_rows(file) if file.exists() else []
     print("ranks  algorithm  strategy       forecast s  measured s   error  of the mean s   error", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for size in parsed.ranks:
-            file = Path(name) / f"{size}.json"
-            on_ranks(size, ["lengths", "--on-ranks", str(file)], limit_s=1800.0)
-            rows += json.loads(file.read_text(encoding="utf-8"))
-    if tuple(parsed.ranks) == SIZES:
-        write("lengths", rows)
+            found = Path(name) / f"{size}.json"
+            on_ranks(size, ["lengths", "--on-ranks", str(found)], limit_s=1800.0)
+            rows = [row for row in rows if row["ranks"] != size] + json.loads(found.read_text(encoding="utf-8"))
+            write("lengths", sorted(rows, key=lambda row: row["ranks"]))
     near = sum(row["ok"] for row in rows)
     ok = near >= SHARE * len(rows)
     print(json.dumps({"bench": "lengths", "cases": len(rows), "near": near, "ok": ok}))

@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,15 +147,17 @@ def forecast_calls_s(found: Forecast) -> dict[str, float]:
     return _largest(total)
 
 
-def measured_calls_s(records: list[dict]) -> dict[str, float]:
-    """The same of a timeline: the median of its iterations."""
+def measured_calls_s(
+    records: Sequence[Mapping], middle: Callable[[Iterable[float]], float] = statistics.median
+) -> dict[str, float]:
+    """The same of a timeline: the median of its iterations, or another middle."""
     by_iteration: dict[int, Counter] = defaultdict(Counter)
     for record in records:
         for name, category, begin_s, end_s, iteration, _ in record["spans"]:
             if category == "compute":
                 by_iteration[iteration][name, record["rank"]] += end_s - begin_s
     largest = [_largest(total) for total in by_iteration.values()]
-    return {call: statistics.median(one[call] for one in largest) for call in largest[0]}
+    return {call: middle(one[call] for one in largest) for call in largest[0]}
 
 
 def _largest(total: Counter) -> dict[str, float]:

@@ -146,7 +146,20 @@ def of_forecast(responses: ResponseLengths, limit: int, begun: int = 0) -> Lengt
     are made before its first decode step. Raises UserError as lognormal does."""
     if responses.rows:
         return of_rows([max(1, min(length, limit) - begun) for length in responses.rows])
-    return lognormal(responses.mean - begun, responses.sigma, limit - begun)
+    if not begun or responses.mean <= begun:
+        return lognormal(responses.mean - begun, responses.sigma, limit - begun)
+    return _rest(lognormal(responses.mean, responses.sigma, limit), begun)
+
+
+def _rest(lengths: LengthDistribution, begun: int) -> LengthDistribution:
+    """What is left of responses of which so many tokens are made: one token at least, and the mean is exact."""
+    if len(lengths.survival) == 1:
+        return constant(lengths.mean - begun)
+    cells = np.arange(len(lengths.survival)) * lengths.step
+    later = cells[cells + begun < lengths.limit - SMALL] + begun
+    survival = np.interp(later, cells, lengths.survival)
+    survival[0] = 1.0
+    return LengthDistribution((lengths.mean - begun) / float(survival.sum()), survival)
 
 
 @lru_cache
