@@ -155,7 +155,7 @@ LONG_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options, fewer than e
     "planner": {"method": "two_phase", "keep": 5},
 }
 SPREAD_IN = dict(zip(PRESETS, LAYOUTS, strict=True))
-SPREAD_LENGTHS = ("256", "256,1")  # forecast_lengths
+SPREAD_LENGTHS = ("256", "256,0.5", "256,1")  # forecast_lengths; no publication gives sigmas, so these are assumed
 SPREAD_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options
     "flattening": {},
     "interleaving1": {},
