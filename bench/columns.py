@@ -341,6 +341,16 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "measured, s": lambda row: f"{row['measured_s']:.2f}",
         "error": lambda row: f"{row['error']:+.0%}",
     },
+    "lengths": {
+        "algorithm": lambda row: row["algorithm"],
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "error": lambda row: f"{row['error']:+.1%}",
+        "of equal lengths, s": lambda row: f"{row['of_mean_s']:.2f}",
+        "its error": lambda row: f"{row['error_of_mean']:+.0%}",
+    },
     "measure_plans": {
         "workload": lambda row: row["workload"],
         "ranks": lambda row: str(row["ranks"]),
