@@ -200,6 +200,7 @@ def row_of(
         "algorithm": algorithm,
         "ranks": program.cluster.num_devices,
         "strategy": strategy,
+        "computation": "sleeps",
         "mean": MEAN,
         "sigma": SIGMA,
         "limit": LIMIT,
@@ -239,12 +240,11 @@ def run_cases(file: Path) -> None:
                 rows.append(row_of(algorithm, strategy, program, calibration, *measured))
                 if world.rank == 0:
                     show(rows[-1])
+                    file.write_text(json.dumps(rows), encoding="utf-8")
             world.barrier("the end of the folder")
         world.shutdown()
     except BaseException as error:
         world.fail(error)
-    if world.rank == 0:
-        file.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def show(row: dict) -> None:
