@@ -20,6 +20,8 @@ ROOMS = {
         "validate": "the simulator against published measurements of PPO iterations: error per row",
         "measure-cpu": "forecasts of four strategies and a searched plan on CPU ranks against measured iterations",
         "measure-plans": "the planner's best plans against all shipped strategies, run in turn on 4 and 8 CPU ranks",
+        "lengths": "iterations with spread lengths on 2 to 8 CPU ranks whose layers sleep, against forecasts of their "
+        "distribution from a calibration of the same ranks",
         "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
         "published-hours": "DeepSpeed-Chat's published table against its forecast: hours of an epoch, error per row",
         "rehearse": "64 processes rehearse the shipped strategies and a plan for 8x8: seconds against their forecast",

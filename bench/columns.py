@@ -8,10 +8,10 @@ from bench.rows import STRATEGIES
 
 
 def by_place(rows: Sequence[dict]) -> list[dict]:
-    """One row for each model, layout and calibration: its samples per second by strategy."""
-    names, places = ("preset", "layout", "calibration"), {}
+    """One row for each model, layout, calibration and distribution of lengths: its samples per second by strategy."""
+    names, places = ("preset", "layout", "calibration", "forecast_lengths"), {}
     for row in rows:
-        place = places.setdefault(tuple(row[name] for name in names), {name: row[name] for name in names})
+        place = places.setdefault(tuple(row.get(name) for name in names), {name: row.get(name) for name in names})
         place[row["strategy"]] = row["samples_per_s"]
     return list(places.values())
 
@@ -115,6 +115,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "seeds": lambda row: str(row["seeds"]),
         },
     ),
+    "spread": ("spread", by_place, PLACE_ALONE | {"mean, sigma": lambda row: row["forecast_lengths"]} | rates(2)),
     "validate_searched": (
         "validate",
         lambda rows: [row for row in rows if "ratio" in row],
@@ -204,6 +205,7 @@ SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["baselines"] = SCANS["graphs"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
+SCANS["spread"] = {"mean, sigma": lambda row: row["forecast_lengths"], **SCANS["scan"]}
 SCANS["long_context"] = SCANS["four_70b"] = SCANS["scan"]
 SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
 SCANS |= recipe_tables.COLUMNS
@@ -338,6 +340,16 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
         "measured, s": lambda row: f"{row['measured_s']:.2f}",
         "error": lambda row: f"{row['error']:+.0%}",
+    },
+    "lengths": {
+        "algorithm": lambda row: row["algorithm"],
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "error": lambda row: f"{row['error']:+.1%}",
+        "of equal lengths, s": lambda row: f"{row['of_mean_s']:.2f}",
+        "its error": lambda row: f"{row['error_of_mean']:+.0%}",
     },
     "measure_plans": {
         "workload": lambda row: row["workload"],

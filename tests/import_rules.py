@@ -188,7 +188,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "config.role_shapes",
         "config.forecast_lengths",
     ),
-    "rlhf_spmd.config.forecast_lengths": ("files", "plan.workload"),
+    "rlhf_spmd.config.forecast_lengths": ("files", "plan.workload", "runtime.data.readers"),
     "rlhf_spmd.config.file": ("files", "config.checks", "pages.option_tree", "pages.option_values"),
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (

@@ -80,6 +80,15 @@ def planner_first_for_each(rows: Sequence[Mapping]) -> Claims:
     return {"planner_first": found}
 
 
+def planner_first_for_lengths(rows: Sequence[Mapping]) -> Claims:
+    """The same of every distribution of lengths by itself."""
+    found: list[str] = []
+    for lengths in dict.fromkeys(row["forecast_lengths"] for row in rows):
+        slower = planner_first([row for row in rows if row["forecast_lengths"] == lengths])["planner_first"]
+        found += [f"lengths {lengths}, {case}" for case in slower or ["nothing fits"]] if slower != [] else []
+    return {"planner_first": found}
+
+
 def frozen_halved(rows: Sequence[Mapping]) -> Claims:
     """Interleaving halves the replicas of reference and reward model; under ZeRO 3 they take what they took."""
     found: dict[str, list[str]] = {"replicas_halved": [], "shards_unchanged": [], "shadows_cost": []}

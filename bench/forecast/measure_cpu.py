@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.plan.workload import ResponseLengths, Workload
 from rlhf_spmd.runtime.observe.trace import read_chrome
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 def workload_of(algorithm: str, words: Sequence[str], lengths: dict[str, list[int]]) -> Workload:
     """The embedded model's iteration with measured lengths."""
     workload = make_workload(presets.load("tiny", words, algorithm=algorithm))
-    return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
+    return replace(workload, forecast_lengths=ResponseLengths.of(lengths["responses"], lengths["prompts"]))
 
 
 def program_of(
@@ -147,15 +147,17 @@ def forecast_calls_s(found: Forecast) -> dict[str, float]:
     return _largest(total)
 
 
-def measured_calls_s(records: list[dict]) -> dict[str, float]:
-    """The same of a timeline: the median of its iterations."""
+def measured_calls_s(
+    records: Sequence[Mapping], middle: Callable[[Iterable[float]], float] = statistics.median
+) -> dict[str, float]:
+    """The same of a timeline: the median of its iterations, or another middle."""
     by_iteration: dict[int, Counter] = defaultdict(Counter)
     for record in records:
         for name, category, begin_s, end_s, iteration, _ in record["spans"]:
             if category == "compute":
                 by_iteration[iteration][name, record["rank"]] += end_s - begin_s
     largest = [_largest(total) for total in by_iteration.values()]
-    return {call: statistics.median(one[call] for one in largest) for call in largest[0]}
+    return {call: middle(one[call] for one in largest) for call in largest[0]}
 
 
 def _largest(total: Counter) -> dict[str, float]:

@@ -229,21 +229,24 @@ def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[
     return found
 
 
+def place_of(row: Mapping) -> tuple:
+    """What rows have in common that are compared."""
+    return tuple(row.get(key) for key in ("algorithm", "preset", "layout", "nodes", "calibration", "forecast_lengths"))
+
+
 def with_speed_up(rows: Iterable[dict]) -> list[dict]:
     """The rows with `speed_up`: over flattening in the same place; None where either does not fit."""
     rows = list(rows)
-    place = ("algorithm", "preset", "layout", "nodes", "calibration")
-    flat = {tuple(row[key] for key in place): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
+    flat = {place_of(row): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
     for row in rows:
-        base_s = flat.get(tuple(row[key] for key in place))
+        base_s = flat.get(place_of(row))
         row["speed_up"] = base_s / row["iteration_s"] if base_s and row["iteration_s"] else None
     return rows
 
 
 def explained(plan: Mapping, rows: Sequence[Mapping]) -> str:
     """Which plan the planner took, and where it saves what the strategies take, in lines."""
-    place = ("algorithm", "preset", "layout", "nodes", "calibration")
-    alike = [row for row in rows if all(row[key] == plan[key] for key in place) and row["iteration_s"]]
+    alike = [row for row in rows if place_of(row) == place_of(plan) and row["iteration_s"]]
     lines = [
         f"{plan['algorithm']}, {plan['preset']} on {plan['layout']}: the planner's plan is {plan['options']['plan']}"
     ]
@@ -272,7 +275,8 @@ def run_case(case: Case, overrides: Sequence[str]) -> dict:
     workload, (cluster, calibration) = make_workload(config), machine(case)
     cluster = with_reserve(cluster, config.reserve, calibration)
     row = row_of(case, solve(case, workload, cluster, calibration), workload, calibration)
-    return row | ({"overrides": " ".join(overrides)} if overrides else {})
+    lengths = {"forecast_lengths": config.forecast_lengths} if config.forecast_lengths else {}
+    return row | lengths | ({"overrides": " ".join(overrides)} if overrides else {})
 
 
 def others(file: str, rows: Sequence[Mapping]) -> list[dict]:

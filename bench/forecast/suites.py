@@ -23,6 +23,7 @@ from bench.forecast.claims import (
     overlapping,
     planner_first,
     planner_first_for_each,
+    planner_first_for_lengths,
     planner_first_on_each,
     traffic_small,
 )
@@ -153,6 +154,15 @@ LONG_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options, fewer than e
     **dict.fromkeys(("separation", "reallocation"), LONG_SPLIT),
     "planner": {"method": "two_phase", "keep": 5},
 }
+SPREAD_IN = dict(zip(PRESETS, LAYOUTS, strict=True))
+SPREAD_LENGTHS = ("256", "256,0.5", "256,1")  # forecast_lengths; no publication gives sigmas, so these are assumed
+SPREAD_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options
+    "flattening": {},
+    "interleaving1": {},
+    "separation": LONG_SPLIT | {"micro_batch": (2, 8, 32), "recompute": (False, True)},
+    "reallocation": COMPARED_OPTIONS["reallocation"] | {"recompute": (False, True), "generation_tp": (1, 2, 4, 8)},
+    "planner": {"method": "two_phase", "keep": 5},
+}
 SUITES = {
     "all": Suite(
         "every strategy on every model and layout",
@@ -247,6 +257,19 @@ SUITES = {
         ("planner_first",),
         ("rollout_batch=128", "mini_batch=32", "data.max_prompt=1024", "generation.max_new_tokens=7168"),
         (4, 16),
+    ),
+    "spread": Suite(
+        "responses that all have 256 tokens, and responses whose mean is 256 and whose limit is 1,024",
+        tuple(
+            Case(preset, layout, strategy, options, overrides=(f"forecast_lengths={lengths}",))
+            for preset, layout in SPREAD_IN.items()
+            for lengths in SPREAD_LENGTHS
+            for strategy, options in SPREAD_OPTIONS.items()
+        ),
+        planner_first_for_lengths,
+        ("planner_first",),
+        ("generation.max_new_tokens=1024",),
+        (16, 64),
     ),
     "four-70b": Suite(
         "four models of 70B on 16 nodes",

@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.json_text import json_value
-from rlhf_spmd.files.reading import is_file, is_folder, paths_in, read_lines
+from rlhf_spmd.files.reading import is_file, is_folder, paths_in
 from rlhf_spmd.plan.workload import ResponseLengths
+from rlhf_spmd.runtime.data.readers import read_records
 
 NUMBERS = re.compile(r"[0-9.eE+]+(,[0-9.eE+]+)?")
 TOKENS = "response_tokens"  # of a rollout
 
 
 def read_forecast_lengths(text: str, limit: int) -> ResponseLengths | None:
-    """The distribution that a text names: MEAN or MEAN,SIGMA of a lognormal, or rollouts in JSONL; None if it is empty.
+    """The distribution that a text names: MEAN or MEAN,SIGMA of a lognormal, or rollouts; None if it is empty.
     limit: the most tokens of a response. Raises UserError."""
     if not text:
         return None
@@ -25,11 +25,16 @@ def read_forecast_lengths(text: str, limit: int) -> ResponseLengths | None:
             f"forecast_lengths={text} is neither MEAN or MEAN,SIGMA, e.g. 300,0.8, nor a file or folder of rollouts "
             "(RUN/rollouts/iteration-N); correct it"
         )
-    paths = paths_in(Path(text), "part-*.jsonl") if is_folder(text) else [Path(text)]
-    rows = tuple(min(limit, max(1, length)) for path in paths for length in _lengths(path))
-    if not rows:
-        raise UserError(f"forecast_lengths={text} has no rows with {TOKENS}; give rollouts in JSONL of this program")
-    return ResponseLengths(math.fsum(rows) / len(rows), rows=rows)
+    paths = paths_in(Path(text), "part-*") if is_folder(text) else [Path(text)]
+    try:
+        made = [row[TOKENS] for path in paths for _, row in read_records(path, TOKENS, ())]
+    except UserError as error:
+        raise UserError(
+            f"forecast_lengths={text}: give rollouts of this program, in JSONL or Parquet ({error})"
+        ) from None
+    if not made or not all(isinstance(tokens, list) for tokens in made):
+        raise UserError(f"forecast_lengths={text} has no rows with lists of {TOKENS}; give rollouts of this program")
+    return ResponseLengths.of(min(limit, max(1, len(tokens))) for tokens in made)
 
 
 def _lognormal(text: str, limit: int) -> ResponseLengths:
@@ -44,12 +49,3 @@ def _lognormal(text: str, limit: int) -> ResponseLengths:
             "and the standard deviation of their logarithm at least 0; correct it"
         )
     return ResponseLengths(mean, sigma)
-
-
-def _lengths(path: Path) -> list[int]:
-    """The tokens of the responses in a file of rollouts."""
-    try:
-        found = [json_value(line) for line in read_lines(path) if line]
-    except ValueError as error:
-        raise UserError(f"forecast_lengths: {path} is not JSONL ({error}); give rollouts of this program") from None
-    return [len(row[TOKENS]) for row in found if isinstance(row, dict) and isinstance(row.get(TOKENS), list)]

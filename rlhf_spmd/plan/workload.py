@@ -1,9 +1,8 @@
 """What has to be computed in one iteration: the workflow, the shapes of its models and the sizes of its batches."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
-from random import Random
+from math import fsum, prod
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
 from rlhf_spmd.plan.cluster import Cluster
@@ -87,11 +86,24 @@ SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288); Qwen2.5 (arXiv 2412.
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
     """How long responses are forecast to be: lognormal with a mean and the standard deviation of the logarithm, cut at
-    the limit; or, with `rows`, as long as some responses were."""
+    the limit; or, with `rows`, as long as some responses were. prompts: tokens of the prompts of these; empty: all have
+    the most."""
 
     mean: float
     sigma: float = 0.0
     rows: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+
+    @property
+    def differ(self) -> bool:
+        """Whether there may be two lengths; if not, forecasts are those of that number of tokens, to the bit."""
+        return self.sigma > 0 or bool(self.rows)
+
+    @classmethod
+    def of(cls, rows: Iterable[int], prompts: Iterable[int] = ()) -> "ResponseLengths":
+        """As long as these responses, to these prompts."""
+        rows = tuple(rows)
+        return cls(fsum(rows) / len(rows), rows=rows, prompts=tuple(prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +129,6 @@ class Workload:
     max_kept: int = 0  # tokens in the largest sampling support, if sampling is restricted
     host_bytes: int = field(default=HOST_BYTES, repr=False)  # of a message of rows; larger ones go by NCCL
     max_sequences: int = 256  # decoded at the same time by one copy of a model
-    prompt_lengths: tuple[int, ...] = ()  # for forecasts, equally frequent; empty: all prompts have max_prompt tokens
-    response_lengths: tuple[int, ...] = ()  # the same for responses
     forecast_lengths: ResponseLengths | None = field(default=None, repr=False)  # None: all have max_response tokens
     bases: Mapping[str, str] = field(default_factory=dict)
 
@@ -137,20 +147,12 @@ class Workload:
         return exact_div(self.num_sequences, self.mini_batch, "rollout_batch * samples_per_prompt by mini_batch")
 
     @property
-    def lengths_differ(self) -> bool:
-        """Whether rows are forecast to be of different lengths."""
-        return bool(self.prompt_lengths or self.response_lengths)
-
-    def lengths(self, row: int) -> tuple[int, int]:
-        """The forecast tokens of a row's prompt and response: drawn from the given lengths, seeded by the row. Of a
-        distribution it is the mean."""
-        if not self.lengths_differ:
-            mean = self.forecast_lengths.mean if self.forecast_lengths else self.max_response
-            return self.max_prompt, max(1, round(mean))
-        draw = Random(row)
-        prompt = draw.choice(self.prompt_lengths) if self.prompt_lengths else self.max_prompt
-        response = draw.choice(self.response_lengths) if self.response_lengths else self.max_response
-        return prompt, response
+    def row_lengths(self) -> tuple[int, int]:
+        """The forecast tokens of a row's prompt and response, the mean of a distribution."""
+        if self.forecast_lengths is None:
+            return self.max_prompt, self.max_response
+        prompts = self.forecast_lengths.prompts or (self.max_prompt,)
+        return max(1, round(sum(prompts) / len(prompts))), max(1, round(self.forecast_lengths.mean))
 
     def row_shape(self, key: str) -> tuple[int, ...]:
         """The shape of one row of a data key; () for a single number."""

@@ -71,11 +71,9 @@ class _Costs:
             device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
             self.places[site] = layout.coordinates(rank)[1], device, *map(self.cost.link, groups)
         columns = self.program.columns_of(run, rank)
-        rows = columns if self.program.workload.lengths_differ else len(columns)
-        kind = self.program.workload.workflow.call(run.call).kind
-        alone = self.program.workload.lengths_differ or kind == "generate"  # no two mini-batches are alike
+        alone = self.program.workload.workflow.call(run.call).kind == "generate"  # no two mini-batches are alike
         number = run.mini_batch if alone else run.mini_batch is None
-        return run.call, run.phase, number, rows, self.places[site]
+        return run.call, run.phase, number, len(columns), self.places[site]
 
     def _run_s(self, call: ModelCall, layout: Layout, rank: int, run: Run) -> float:
         cost = self.cost
@@ -105,21 +103,25 @@ class _Costs:
     def _rows(self, rank: int, run: Run) -> list[Lengths]:
         """The lengths of the rows of a Run, by mini-batch."""
         columns, workload = self.program.columns_of(run, rank), self.program.workload
-        return [
-            [workload.lengths(number * workload.mini_batch + column) for column in columns]
-            for number in self.program.mini_batches_of(run)
-        ]
+        return [[workload.row_lengths] * len(columns) for _ in self.program.mini_batches_of(run)]
 
     def _passes(self, rank: int, run: Run, layout: Layout) -> list[tuple[float, float]]:
-        """Tokens and mean length of the sequences of every micro-batch."""
+        """Tokens of every micro-batch, and the length of its sequences for attention. If lengths are spread: of the
+        slowest shard."""
         passes: list[tuple[float, float]] = []
         num = self.program.workload.workflow.placed_call(run.call).num_sequences
+        num_rows, attended = 0, self.cost.attended()
+        if layout.tokens is not None and attended > 1.0:  # rows that no longer fit a micro-batch are long ones
+            wasted = (attended - 1.0) * sum(self.program.workload.row_lengths) / 2
+            layout = replace(layout, tokens=max(1, round(layout.tokens - wasted)))
         for rows in self._rows(rank, run):
             lengths = [num * (prompt + response) for prompt, response in rows]
+            num_rows += num * len(rows)
             for part in cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
                 tokens = sum(lengths[part])
-                passes.append((tokens, tokens / (part.stop - part.start) / num))
-        return passes
+                passes.append((tokens, attended * tokens / (part.stop - part.start) / num))
+        slowest = self.cost.slowest(num_rows, layout, len(passes))
+        return [(slowest * tokens, length) for tokens, length in passes]
 
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
         """While streaming, the rows of all mini-batches are one queue, and each Run waits for its part."""

@@ -13,6 +13,12 @@ one has just started, and the others end independently: the last row has ended w
 
 T is what makes the rows' tokens n E[length]. This is exact for n <= k, for k = 1 and for rows of one length; elsewhere
 the error is small beside what iterations differ by (a test compares with rows that are drawn).
+
+Data-parallel shards wait for the slowest of D: with F(d) the probability above, all have ended with F(d)^D, where the
+time at which a shard starts its last rows differs from T by a normal variable, variance (n - k) Var[length] / k^2.
+A pass takes as long as its tokens, which are packed, without padding: the largest of D sums of n lengths, whose
+distribution is the n-th convolution power of that of a length. A token's attention sees half of E[length^2] /
+E[length] tokens.
 """
 
 import math
@@ -29,6 +35,9 @@ CELLS = 1024  # of a grid, at most
 SETTLED = 1e-6  # how far starts per cell may be from their limit, relatively
 SMALL = 1e-9  # of all rows: what is left by rounding
 PHASES = 32  # into which the end of a round of decoding is cut
+SUM_CELLS = 1 << 16  # of the grid of a sum, at most
+NORMAL = np.linspace(-5, 5, 101)  # points of a normal variable
+WEIGHTS = np.exp(-(NORMAL**2) / 2) / np.exp(-(NORMAL**2) / 2).sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +59,11 @@ class LengthDistribution:
         cells = np.arange(len(self.survival)) + 0.5
         return self.step * float((cells * self.survival).sum() / self.survival.sum())
 
+    @cached_property
+    def variance(self) -> float:
+        """The variance of the tokens of a response."""
+        return self.mean * (2 * self.middle - self.mean)
+
     @property
     def limit(self) -> float:
         """The tokens of the longest response that can be."""
@@ -58,6 +72,20 @@ class LengthDistribution:
     def longest(self, num_rows: int) -> float:
         """The expected tokens of the longest of some responses."""
         return self.step * float(_any_of(self.survival, num_rows).sum())
+
+    @lru_cache(maxsize=4096)  # noqa: B019  of_forecast keeps the distributions, too
+    def surplus(self, num_rows: int, num_shards: int) -> float:
+        """The expected tokens by which the largest of some sums of so many lengths exceeds their mean."""
+        if len(self.survival) == 1 or num_shards < 2 or not num_rows:
+            return 0.0
+        size = -(-num_rows * len(self.survival) // SUM_CELLS)  # cells that become one
+        padded = np.pad(self.survival, (0, -len(self.survival) % size))
+        survival = padded.reshape(-1, size).mean(1)
+        mass = -np.diff(survival, prepend=1.0, append=0.0)
+        cells = num_rows * len(survival) + 1
+        of_sum = np.fft.irfft(np.fft.rfft(mass, 2 * cells) ** num_rows, 2 * cells)[:cells]
+        below = np.clip(np.cumsum(of_sum), 0.0, 1.0)
+        return self.step * size * float((below - below**num_shards).sum())
 
 
 @dataclass(frozen=True)
@@ -70,7 +98,7 @@ class Decoding:
 
     @property
     def tokens(self) -> float:
-        """The expected tokens of all rows."""
+        """The expected tokens of all rows of a shard."""
         return sum(steps * rows for steps, rows in self.phases)
 
 
@@ -114,16 +142,40 @@ def of_rows(lengths: Sequence[int]) -> LengthDistribution:
 
 @lru_cache
 def of_forecast(responses: ResponseLengths, limit: int, begun: int = 0) -> LengthDistribution:
-    """The distribution that forecasts assume, at most `limit` tokens. begun: tokens of each response that are made
-    before its first decode step. Raises UserError as lognormal does."""
+    """The distribution of responses that forecasts assume, at most `limit` tokens. begun: tokens of each response that
+    are made before its first decode step. Raises UserError as lognormal does."""
     if responses.rows:
         return of_rows([max(1, min(length, limit) - begun) for length in responses.rows])
-    return lognormal(responses.mean - begun, responses.sigma, limit - begun)
+    if not begun or responses.mean <= begun:
+        return lognormal(responses.mean - begun, responses.sigma, limit - begun)
+    return _rest(lognormal(responses.mean, responses.sigma, limit), begun)
+
+
+def _rest(lengths: LengthDistribution, begun: int) -> LengthDistribution:
+    """What is left of responses of which so many tokens are made: one token at least, and the mean is exact."""
+    if len(lengths.survival) == 1:
+        return constant(lengths.mean - begun)
+    cells = np.arange(len(lengths.survival)) * lengths.step
+    later = cells[cells + begun < lengths.limit - SMALL] + begun
+    survival = np.interp(later, cells, lengths.survival)
+    survival[0] = 1.0
+    return LengthDistribution((lengths.mean - begun) / float(survival.sum()), survival)
+
+
+@lru_cache
+def of_sequences(responses: ResponseLengths, limit: int) -> LengthDistribution:
+    """What differs between sequences: the tokens of prompt and response, or of the response if all prompts have as
+    many."""
+    if responses.prompts:
+        rows = zip(responses.prompts, responses.rows, strict=True)
+        return of_rows([prompt + min(response, limit) for prompt, response in rows])
+    return of_forecast(responses, limit)
 
 
 @lru_cache(maxsize=4096)
-def decode(lengths: LengthDistribution, num_rows: int, places: int) -> Decoding:
-    """The expected decode steps of some rows in so many places at most."""
+def decode(lengths: LengthDistribution, num_rows: int, places: int, num_shards: int = 1) -> Decoding:
+    """The expected decode steps of some rows in so many places at most, of the slowest of some shards that each have
+    such rows."""
     places = min(places, num_rows)
     if not places:
         return Decoding(0.0, ())
@@ -137,12 +189,28 @@ def decode(lengths: LengthDistribution, num_rows: int, places: int) -> Decoding:
         ended = ended * (1.0 - _any_of(others / number, number))
     phases: list[tuple[float, float]] = []
     if num_rows > places:
-        phases = [(step * (num_rows * float(survival.sum()) - float(active.sum())) / places, float(places))]
+        full = step * (num_rows * float(survival.sum()) - float(active.sum())) / places
+        late = math.sqrt((num_rows - places) * lengths.variance) / places / step
+        phases = [(full + step * _later(ended, late, num_shards), float(places))]
     cuts = np.flatnonzero(np.diff(np.floor(active / active[0] * PHASES))) + 1
-    for some, chance in zip(np.split(active, cuts), np.split(1.0 - ended, cuts), strict=True):
+    for some, chance in zip(np.split(active, cuts), np.split(1.0 - ended**num_shards, cuts), strict=True):
         if steps := step * float(chance.sum()):
             phases.append((steps, step * float(some.sum()) / steps))
     return Decoding(sum(steps for steps, _ in phases), tuple(phases))
+
+
+def slowest(
+    lengths: LengthDistribution, mean: float, num_rows: int, num_shards: int, num_passes: int = 1, pp: int = 1
+) -> float:
+    """The expected seconds of the passes of the slowest of some shards over those of a shard of mean lengths. mean:
+    tokens of a sequence; num_rows: sequences of a shard; num_passes: that they are cut into; pp: stages, for which the
+    longest pass counts pp - 1 more times."""
+    if not num_rows:
+        return 1.0
+    most = lengths.surplus(num_rows, num_shards)
+    if pp > 1:
+        most += (pp - 1) * lengths.surplus(max(1, num_rows // num_passes), num_passes)
+    return 1.0 + most / (mean * num_rows * (1 + (pp - 1) / num_passes))
 
 
 def meetings(lengths: LengthDistribution, num_rows: int, places: int) -> tuple[float, float]:
@@ -178,6 +246,20 @@ def _any_of(chance: np.ndarray, number: float) -> np.ndarray:
     with np.errstate(divide="ignore"):
         none: np.ndarray = np.exp(number * np.log1p(-np.minimum(chance, 1.0)))
     return 1.0 - none
+
+
+def _later(ended: np.ndarray, deviation: float, num_shards: int) -> float:
+    """The expected cells by which the last of some shards ends later because each one's clock is off by a normal
+    variable. ended: the chance that a shard has ended by each cell of its clock."""
+    if num_shards < 2 or deviation <= SMALL:
+        return 0.0
+    cells = np.arange(-1, len(ended) + 1)
+    known = np.concatenate([[0.0], ended, [1.0]])
+    low, high = NORMAL[0] * deviation - 1, len(ended) + NORMAL[-1] * deviation
+    points, width = np.linspace(low, high, CELLS, retstep=True)
+    one = sum(w * np.interp(points - z * deviation, cells, known) for z, w in zip(NORMAL, WEIGHTS, strict=True))
+    alone = np.interp(points, cells, known)
+    return float(width * (alone**num_shards - one**num_shards).sum())
 
 
 def _starts(survival: np.ndarray, rows: float) -> np.ndarray:

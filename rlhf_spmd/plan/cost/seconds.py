@@ -177,11 +177,12 @@ class Cost:
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
     ) -> list[float]:
         """When each row ends: first the prompts, then decode steps of at most `places` rows through all stages. When a
-        row ends, the next one takes its place, beginning with its prompt. If lengths are forecast by a distribution:
-        when this row and those before it are expected to have ended, exactly so at the ends of as many equal parts."""
+        row ends, the next one takes its place, beginning with its prompt. If lengths are forecast to differ:
+        when this row and those before it are expected to have ended on the slowest shard, exactly so at the ends of as
+        many equal parts."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
         drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
-        if self.workload.forecast_lengths and not self.workload.lengths_differ:
+        if self.workload.forecast_lengths and self.workload.forecast_lengths.differ:
             return self._expected_s(call, layout, rank, rows, places, parts, drawn)
         begun = min(places, len(rows))
         clock_s, done_s = self.prompts_s(call, layout, rank, rows[:begun]), [0.0] * len(rows)
@@ -204,7 +205,8 @@ class Cost:
         assert self.workload.forecast_lengths is not None
         responses = of_forecast(self.workload.forecast_lengths, self.workload.max_response, drawn)
         table, begun = self.table(call.model, layout, rank), min(places, len(rows))
-        decoding, (ends, begins) = decode(responses, len(rows), places), meetings(responses, len(rows), places)
+        decoding = decode(responses, len(rows), places, layout.dp)
+        ends, begins = meetings(responses, len(rows), places)
         first_s, later, later_s = self.prompts_s(call, layout, rank, rows[:begun]), rows[begun:], 0.0
         if later:
             few = int(len(later) / begins)  # prompts come in groups of so many, or of one more
@@ -218,7 +220,7 @@ class Cost:
         done_s, before, before_s = [0.0] * len(rows), 0, 0.0
         for part in range(1, parts + 1):
             stop, end_s = len(rows) * part // parts, first_s
-            taken = left = decode(responses, stop, places).steps
+            taken = left = decode(responses, stop, places, layout.dp).steps
             for steps, step_s in phases:
                 end_s += min(steps, left) * step_s
                 left = max(0.0, left - steps)
@@ -229,6 +231,24 @@ class Cost:
                 done_s[row] = before_s + (end_s - before_s) * (row + 1 - before) / (stop - before)
             before, before_s = stop, end_s
         return done_s
+
+    def slowest(self, num_rows: int, layout: Layout, num_passes: int) -> float:
+        """The seconds of the passes of so many sequences of a shard on the slowest shard over those of mean lengths."""
+        if not self.workload.forecast_lengths:
+            return 1.0
+        from rlhf_spmd.plan.cost.lengths import of_sequences, slowest  # late: as above
+
+        lengths = of_sequences(self.workload.forecast_lengths, self.workload.max_response)
+        return slowest(lengths, sum(self.workload.row_lengths), num_rows, layout.dp, num_passes, layout.pp)
+
+    def attended(self) -> float:
+        """E[length^2] / E[length]^2 of sequences: attention takes as long as if all were so much longer."""
+        if not self.workload.forecast_lengths:
+            return 1.0
+        from rlhf_spmd.plan.cost.lengths import of_sequences  # late: as above
+
+        variance = of_sequences(self.workload.forecast_lengths, self.workload.max_response).variance
+        return 1.0 + variance / sum(self.workload.row_lengths) ** 2
 
     def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
         """Seconds of the prompts of some rows through all stages."""
@@ -253,7 +273,7 @@ class Cost:
 
     def _middle(self) -> float:
         """The expected tokens of a response before the one that is decoded."""
-        if not self.workload.forecast_lengths or self.workload.lengths_differ:
+        if not self.workload.forecast_lengths:
             return self.workload.max_response / 2
         from rlhf_spmd.plan.cost.lengths import of_forecast  # late: as above
 
@@ -271,9 +291,13 @@ class Cost:
             adapters_s = max(read, self.adapters_s(call.model, layout, rank, places))
         if table is not None and table.decode is not None:
             return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1) + adapters_s
-        prompt, response = workload.max_prompt, workload.max_response
-        context = prompt + self._middle()
-        cached = places * context / (prompt + response) * sequence_bytes(workload, call, layout, rank)
+        context = workload.row_lengths[0] + self._middle()
+        cached = (
+            places
+            * context
+            / (workload.max_prompt + workload.max_response)
+            * sequence_bytes(workload, call, layout, rank)
+        )
         read_s = (workload.param_bytes * num_params(shape, shard) + cached) / device.memory_bytes_per_s
         head = head_flops(shape, places, layout.tp) if shard.stage == shard.pp - 1 else 0.0
         flops = num_layers * layer_flops(shape, places, context, layout.tp) + head

@@ -50,7 +50,7 @@ def evaluation_program(
     if judged is not None:
         models[judged.model] = None
         layouts[judged.name] = Layout.data_parallel(layouts[judged.name].ranks)
-    sized = replace(workload, max_response=max_response, prompt_lengths=(), response_lengths=(), forecast_lengths=None)
+    sized = replace(workload, max_response=max_response, forecast_lengths=None)
     return _program(replace(training, workload=sized), calls, layouts, models, num_prompts, samples_per_prompt)
 
 

@@ -111,8 +111,8 @@ class CallCosts:
     def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0):
         self.cost, self.workload, self.allowed = cost, cost.workload, allowed
         self.evaluation = replace(cost.workload, max_response=evaluated_tokens) if evaluated_tokens else None
-        num_rows = self.workload.num_sequences if self.workload.lengths_differ else 1
-        self.row_tokens = sum(sum(self.workload.lengths(row)) for row in range(num_rows)) / num_rows
+        self.row_tokens = float(sum(self.workload.row_lengths))
+        self.attended_tokens = cost.attended() * self.row_tokens
         self.known_s: dict[tuple[object, ...], float] = {}
         self.known_bytes: dict[tuple[object, ...], int] = {}
         self.updates_s: dict[tuple[object, ...], tuple[float, float]] = {}  # gathering weights, an update
@@ -211,7 +211,7 @@ class CallCosts:
         if key not in self.known_s:
             rank = layout.rank_at(0, stage, 0)
             tokens = rows * self.row_tokens * call.num_sequences
-            self.known_s[key] = self.cost.pass_s(call, layout, rank, tokens, self.row_tokens, backward=backward)
+            self.known_s[key] = self.cost.pass_s(call, layout, rank, tokens, self.attended_tokens, backward=backward)
         return self.known_s[key]
 
     def _slowdown(self, mesh: Mesh) -> float:
@@ -226,10 +226,12 @@ class CallCosts:
         size = min(rows, layout.micro_batch or self.workload.micro_batch)
         number = -(-rows // size)
         kinds = (False, True) if isinstance(call, Train) else (False,)
+        together = 1 if isinstance(call, Train) else num_mini_batches  # without waiting for other shards
+        slowest = self.cost.slowest(together * rows * call.num_sequences, layout, together * number)
         if layout.pp == 1:
             parts = [size] * (rows // size) + [rows % size] * (rows % size > 0)
             once_s = sum(self._pass_s(call, layout, mesh, 0, part, backward) for part in parts for backward in kinds)
-            return num_mini_batches * once_s * self._slowdown(mesh), num_mini_batches * number
+            return num_mini_batches * once_s * slowest * self._slowdown(mesh), num_mini_batches * number
         stages_s = [
             sum(self._pass_s(call, layout, mesh, stage, rows / number, backward) for backward in kinds)
             for stage in range(layout.pp)
@@ -237,10 +239,11 @@ class CallCosts:
         first = layout.stage_ranks(layout.ranks[0])
         num_bytes = pass_bytes(layout, self.workload, call)
         hops_s = sum(self.cost.message_s(a, b, num_bytes) for a, b in zip(first, first[1:], strict=False))
-        once = number if isinstance(call, Train) else number * num_mini_batches  # inference fills the pipeline once
-        times = num_mini_batches if isinstance(call, Train) else 1
-        filled_s = sum(stages_s) + (once - 1) * max(stages_s)
-        return times * (filled_s * self._slowdown(mesh) + len(kinds) * hops_s), num_mini_batches * number
+        once = number * together  # inference fills the pipeline once
+        filled_s = slowest * (sum(stages_s) + (once - 1) * max(stages_s))
+        return num_mini_batches // together * (
+            filled_s * self._slowdown(mesh) + len(kinds) * hops_s
+        ), num_mini_batches * number
 
     def _infer_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         num, first = self.workload.num_mini_batches, layout.ranks[0]
@@ -264,7 +267,7 @@ class CallCosts:
         workload, num = self.workload, self.workload.num_mini_batches
         last = layout.rank_at(layout.dp - 1, 0, 0)
         columns = layout.columns(last, workload.mini_batch)
-        rows = [workload.lengths(number * workload.mini_batch + column) for number in range(num) for column in columns]
+        rows = [workload.row_lengths] * (num * len(columns))
         slow = self._slowdown(mesh)
         few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
         gather_s = self.cost.gather_s(call, layout, last)

@@ -1,4 +1,4 @@
-"""Compares a run with its forecast (plan/cost/forecast.py) for the same lengths: the seconds of every call.
+"""Compares a run with its forecast (plan/cost/forecast.py) for lengths like its own: the seconds of every call.
 
 Both are seconds per iteration on the rank that a call keeps busy longest, without waits: a Run with a group begins when
 its last rank has arrived (plan/cost/forecast_summary.py), and waits between pipeline stages have spans of their own.
@@ -16,6 +16,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.plan.workflow import Compute
+from rlhf_spmd.plan.workload import ResponseLengths
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
@@ -93,8 +94,8 @@ def compare(
 ) -> Compared:
     """Compares the iterations in `records` (of every rank) with their forecast by a calibration. Medians over the
     iterations, without the run's first one if there are others. lengths: from token_counts."""
-    prompt_lengths, response_lengths = lengths
-    workload = replace(program.workload, prompt_lengths=prompt_lengths, response_lengths=response_lengths)
+    prompts, responses = lengths
+    workload = replace(program.workload, forecast_lengths=ResponseLengths.of(responses, prompts))
     met = replace(program, workload=workload)
     here = forecast(met, found.calibration)
     as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s

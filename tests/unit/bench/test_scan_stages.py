@@ -1,7 +1,6 @@
 """Forecasts of the stages that generate nothing: rows against what they are made of, and the part of a suite."""
 
 import json
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from bench.stage_tables import DEFAULT, ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import text_table
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.plan.workload import SHAPES
+from rlhf_spmd.plan.workload import SHAPES, ResponseLengths
 
 CASES = SUITES["stages"].cases
 NOTHING = {"preset": None, "layout": None, "algorithm": None, "strategy": [], "csv": None, "overrides": []}
@@ -107,9 +106,10 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
 
 
 def test_measured_iterations_are_forecast_from_the_rows_of_a_file():
-    lengths = {"prompts": [3, 5], "responses": [2, 9, 4]}
+    lengths = {"prompts": [3, 5, 4], "responses": [2, 9, 4]}
     program = program_of("dpo", ["data.prompts=rows.jsonl", "rollout_batch=64"], lengths, 4, "separation")
     assert (program.cluster.num_devices, program.workload.rollout_batch) == (4, 64)
-    assert {program.workload.lengths(row) for row in range(64)} == set(product(*lengths.values()))
+    assert program.workload.forecast_lengths == ResponseLengths(5.0, rows=(2, 9, 4), prompts=(3, 5, 4))
+    assert program.workload.row_lengths == (4, 5)
     with pytest.raises(UserError, match="nothing to separate"):
         program_of("sft", [], lengths, 4, "separation")

@@ -31,10 +31,24 @@ def test_rollouts(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for text in (path, tmp_path):
         assert read_forecast_lengths(str(text), 64) == ResponseLengths(24.0, rows=(3, 5, 64))
-    for content, words in (("{}\n", "has no rows with response_tokens"), ("x\n", "is not JSONL")):
+    none = "forecast_lengths=.*: give rollouts of this program, in JSONL or Parquet .*part-0000.jsonl"
+    for content, words in (
+        ("{}\n", f"{none}, line 1: no key 'response_tokens'"),
+        ("x\n", f"{none}, line 1: not valid JSON"),
+        ('{"response_tokens": "3"}\n', "has no rows with lists of response_tokens"),
+        ("", "has no rows with lists of response_tokens"),
+    ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match=words):
             read_forecast_lengths(str(path), 64)
+
+
+def test_rollouts_in_parquet(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for number, rows in enumerate(([[1, 2, 3], [4]], [[5] * 100])):
+        table = arrow.table({"prompt": ["p"] * len(rows), "response_tokens": rows})
+        parquet.write_table(table, tmp_path / f"part-000{number}.parquet")
+    assert read_forecast_lengths(str(tmp_path), 64) == ResponseLengths.of((3, 1, 64))
 
 
 def test_a_program_does_not_depend_on_it():
@@ -44,5 +58,5 @@ def test_a_program_does_not_depend_on_it():
         for words in ([], ["forecast_lengths=8,0.5"])
     ]
     assert programs[0].fingerprint == programs[1].fingerprint
-    lengths = [program.workload.lengths(0)[1] for program in programs]
+    lengths = [program.workload.row_lengths[1] for program in programs]
     assert lengths[1] == 8 and lengths[0] == programs[0].workload.max_response > 8

@@ -15,8 +15,12 @@ from rlhf_spmd.plan.cost.lengths import (
     decode,
     lognormal,
     mean_of_cut_lognormal,
+    of_forecast,
     of_rows,
+    of_sequences,
+    slowest,
 )
+from rlhf_spmd.plan.workload import ResponseLengths
 
 
 def exponential(mean: float) -> LengthDistribution:
@@ -27,15 +31,19 @@ def exponential(mean: float) -> LengthDistribution:
     return LengthDistribution(step, survival)
 
 
-def drawn_steps(lengths: LengthDistribution, num_rows: int, places: int, times: int) -> float:
-    """The mean number of decode steps when rows are drawn and start in order, each in the place that is free first."""
+def drawn_steps(lengths: LengthDistribution, num_rows: int, places: int, times: int, num_shards: int = 1) -> float:
+    """The mean number of decode steps of the slowest shard when rows are drawn and start in order, each in the place
+    that is free first."""
     draw, total = np.random.default_rng(1), 0.0
     for _ in range(times):
-        rows = np.searchsorted(-lengths.survival, -draw.random(num_rows), side="right") * lengths.step
-        ends: list[float] = []
-        for row in rows:
-            heapq.heappush(ends, (heapq.heappop(ends) if len(ends) == places else 0.0) + row)
-        total += max(ends)
+        rows_SR = np.searchsorted(-lengths.survival, -draw.random((num_shards, num_rows)), side="right") * lengths.step
+        last = 0.0
+        for rows_R in rows_SR.tolist():
+            ends: list[float] = []
+            for row in rows_R:
+                heapq.heappush(ends, (heapq.heappop(ends) if len(ends) == places else 0.0) + row)
+            last = max(last, *ends)
+        total += last
     return total / times
 
 
@@ -92,6 +100,49 @@ def test_rows_that_take_turns(sigma, rows, places):
     active = [rows for _, rows in found.phases]
     assert active == pytest.approx(sorted(active, reverse=True)) and active[0] <= places
     assert decode(lengths, rows, places) == found
+
+
+@pytest.mark.parametrize("num_shards", [2, 8])
+@pytest.mark.parametrize(("sigma", "rows", "places"), [(0.8, 12, 12), (0.8, 20, 16), (0.4, 40, 8), (1.2, 40, 16)])
+def test_the_slowest_shard(sigma, rows, places, num_shards):
+    lengths = lognormal(100, sigma, 1000)
+    found = decode(lengths, rows, places, num_shards)
+    drawn = drawn_steps(lengths, rows, places, 40_000 // rows // num_shards, num_shards)
+    assert found.steps == pytest.approx(drawn, rel=0.04)
+    assert found.steps > 1.03 * decode(lengths, rows, places).steps
+    assert decode(constant(100), rows, places, num_shards) == decode(constant(100), rows, places)
+
+
+def test_the_largest_sum():
+    """E[max(X, Y)] of two sums is their mean and half of E|X - Y|; of one length it is that."""
+    draw, lengths = np.random.default_rng(0), lognormal(100, 0.8, 600)
+    rows = np.searchsorted(-lengths.survival, -draw.random((4000, 8, 16)), side="right") * lengths.step
+    for number in (1, 4, 16):
+        for shards in (2, 8):
+            drawn = float(rows[:, :shards, :number].sum(2).max(1).mean())
+            assert number * 100 + lengths.surplus(number, shards) == pytest.approx(drawn, rel=0.02)
+            assert 100 + lengths.surplus(1, shards) == pytest.approx(lengths.longest(shards))
+    assert lengths.variance == pytest.approx(rows.var(), rel=0.02)
+    many = lengths.surplus(3000, 2)  # of two normal sums, deviation / sqrt(pi)
+    assert many == pytest.approx(math.sqrt(3000 * lengths.variance / math.pi), rel=0.01)
+    assert lengths.surplus(8, 1) == lengths.surplus(0, 8) == constant(7).surplus(8, 8) == constant(7).variance == 0.0
+
+
+def test_the_slowest_shard_of_a_pipeline():
+    """Micro-batches that take t_j in each of pp stages end after sum t_j + (pp - 1) max t_j."""
+    draw, lengths = np.random.default_rng(0), lognormal(100, 0.8, 600)
+    rows = np.searchsorted(-lengths.survival, -draw.random((4000, 2, 6, 4)), side="right") * lengths.step
+    passes = 50 + rows.mean(3)  # prompts have 50
+    ends = passes.sum(2) + 3 * passes.max(2)
+    assert slowest(lengths, 150, 24, 1, 6, 4) == pytest.approx(ends.mean() / (9 * 150), rel=0.01)
+    assert slowest(lengths, 150, 24, 2, 6, 4) == pytest.approx(ends.max(1).mean() / (9 * 150), rel=0.04)
+    assert slowest(constant(100), 150, 24, 8, 6, 4) == slowest(lengths, 150, 0, 8) == 1.0
+
+
+def test_sequences():
+    rows = ResponseLengths.of((10, 20, 60), (5, 5, 8))
+    assert of_sequences(rows, 50).mean == pytest.approx((15 + 25 + 58) / 3)
+    assert of_sequences(ResponseLengths.of((10, 20, 60)), 64) is of_forecast(ResponseLengths.of((10, 20, 60)), 64)
 
 
 def test_responses_that_were_made():

@@ -13,6 +13,8 @@ from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
+from rlhf_spmd.plan.cost.forecast_summary import call_s
+from rlhf_spmd.plan.cost.lengths import of_forecast
 from rlhf_spmd.plan.cost.memory import num_params
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, decode_steps, head_flops, layer_flops
 from rlhf_spmd.plan.cost.simulate import Times, simulate
@@ -284,13 +286,12 @@ def test_places_are_refilled():
 def test_stragglers_come_from_a_distribution_of_lengths():
     """Two ranks with the same number of rows: the longest response of all decides."""
     cost = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25), 2)
-    workload = replace(cost.program.workload, response_lengths=(1, 2, 7))
-    program = replace(cost.program, workload=workload)
-    longest = max(workload.lengths(row)[1] for row in range(16))
+    workload = replace(cost.program.workload, forecast_lengths=ResponseLengths.of((1, 2, 7)))
+    program, number = replace(cost.program, workload=workload), workload.num_sequences
+    longest = 7 - 5 * (2 / 3) ** number - (1 / 3) ** number
     assert forecast(program, machine(matrix_flops=1e30, decode_layer_s=0.25)).makespan_s == pytest.approx(
         longest * SHAPE.num_layers * 0.25
     )
-    assert {workload.lengths(row)[1] for row in range(16)} == {1, 2, 7}
 
 
 def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_batches=2, **sizes):
@@ -298,7 +299,7 @@ def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_bat
     workload = make_workload(mini_batch=8, num_mini_batches=num_mini_batches, shape=SHAPE)
     workload = replace(workload, forecast_lengths=lengths, **sizes)
     call, layout = workload.workflow.call("actor_generate"), Layout.grid_of(range(1))
-    rows = [(5, length) for length in drawn] or [workload.lengths(row) for row in range(workload.num_sequences)]
+    rows = [(5, length) for length in drawn] or [workload.row_lengths] * workload.num_sequences
     cost = Cost(calibration, workload, Cluster.parse("1x1", "cpu"))
     return cost.generate_s(call, layout, 0, rows, workload.max_sequences, num_mini_batches)
 
@@ -314,7 +315,8 @@ def test_a_distribution_of_one_length_is_that_length(places, measured):
         decode = Layered(Curve(amounts, (0.125, 0.25)), Curve(amounts, (1.0, 1.0)))
         calibration = machine(measured=(table_of(prefill=prefill, decode=decode, ends=Curve(amounts, (0.5, 0.5))),))
     expected = generating(calibration, max_sequences=places)
-    found = generating(calibration, max_sequences=places, lengths=ResponseLengths(7))
+    assert generating(calibration, max_sequences=places, lengths=ResponseLengths(7)) == expected  # to the bit
+    found = generating(calibration, max_sequences=places, lengths=ResponseLengths.of((7,)))
     assert len(found) == len(expected) == 16 and found == sorted(found)
     assert max(found) == pytest.approx(max(expected))
     if places in (256, 16, 8):
@@ -336,6 +338,37 @@ def test_expected_seconds_are_those_of_rows_that_are_drawn(places):
             expected = statistics.fmean(max(one[:stop]) for one in drawn)
             assert found[stop - 1] == pytest.approx(expected, rel=0.05), stop
     assert generating(calibration, lengths=ResponseLengths(statistics.fmean(made), 0.6), **sizes) == fitted
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2, "tokens": 40}, {"tp": 2, "zero": 3}])
+def test_one_number_for_all_lengths_changes_no_bit(layout):
+    """Of any instruction, with places that are refilled."""
+    program = cost_of(machine(), 4, **layout).program
+    workload = replace(program.workload, max_sequences=3)
+    same = replace(workload, forecast_lengths=ResponseLengths(workload.max_response))
+    calibration = machine(decode_layer_s=0.1, memory_bytes_per_s=1e7, inside=Link(1e6, 1e-3))
+    found = [forecast(replace(program, workload=one), calibration) for one in (workload, same)]
+    assert found[0].times == found[1].times and found[0].makespan_s > 0
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_spread_lengths_make_passes_longer(size):
+    """By attention on one rank, and on four by the rank with most tokens; a rank waits for no other one's tokens."""
+    case = cost_of(machine(), size)
+    lengths = {name: ResponseLengths.of(rows) for name, rows in (("one", (4, 4)), ("spread", (1, 7)))}
+    found = {}
+    for name, one in lengths.items():
+        program = replace(case.program, workload=replace(case.program.workload, forecast_lengths=one))
+        found[name] = call_s(forecast(program, machine()))
+    flops = layer_flops(SHAPE, 16 * 9, 4.5 * (1 + 9 / 81)) - layer_flops(SHAPE, 16 * 9, 4.5)
+    more = found["spread"]["reference_infer"] - found["one"]["reference_infer"]
+    if size == 1:
+        assert more == pytest.approx(SHAPE.num_layers * flops / 1e9)
+    else:  # the largest of four sums of four rows of 1 or 7 responses
+        surplus = of_forecast(lengths["spread"], 7).surplus(4, 4)
+        assert more > found["one"]["reference_infer"] * surplus / (4 * 9)
+    for call in ("critic_infer", "actor_train", "critic_train"):
+        assert found["spread"][call] > found["one"][call]
 
 
 def test_an_unknown_type_of_device_is_refused():

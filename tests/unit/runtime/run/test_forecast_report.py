@@ -12,6 +12,7 @@ from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.workload import ResponseLengths
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
@@ -72,5 +73,5 @@ def test_the_forecast_is_for_the_lengths_of_the_run():
     answers = [{"rows": digests(np.array([[1, 0]]), np.array([[0, 0]]), torch.tensor([[[5, 6], [7, -1]]]))}]
     assert token_counts(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
     calibration = machine()
-    short = replace(program, workload=replace(program.workload, prompt_lengths=(1, 3), response_lengths=(2, 1)))
+    short = replace(program, workload=replace(program.workload, forecast_lengths=ResponseLengths.of((2, 1), (1, 3))))
     assert forecast(short, calibration).makespan_s < forecast(program, calibration).makespan_s

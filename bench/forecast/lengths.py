@@ -1,0 +1,277 @@
+"""Are iterations with spread lengths as long as their distribution says? Measured on CPU ranks whose layers sleep.
+
+Each layer of a very small model also sleeps for a fixed time per token, per pair of tokens in attention and per row of
+a decode step, so that 8 ranks do not share two cores but wait for each other as on 8 devices. Responses end after a
+number of tokens drawn from a lognormal distribution by the random bits of their row, the same under every placement.
+All else is real: the engine with its refilled places, packing, micro-batches, optimizer steps, messages. The ranks are
+then calibrated as they are, with the measurements of `profile`, and each program is forecast from that calibration and
+the distribution: the mean of iterations, beside a forecast of responses that all have the mean length.
+
+Cost: 25 minutes on two cores. Command: python -m bench lengths [--ranks N ...]
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.forecast.measure_cpu import forecast_calls_s, measured_calls_s
+from bench.rows import RESULTS, on_ranks, read_rows, write
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, fit_link
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.lengths import LengthDistribution, lognormal
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.program.transfers import communicators
+from rlhf_spmd.plan.workload import ResponseLengths
+
+SIZES = (2, 4, 8)
+ALGORITHMS = {"ppo": ["ppo.epochs=1", "rollout_batch=64"], "grpo": ["samples_per_prompt=4", "rollout_batch=16"]}
+STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
+PROMPT, MEAN, SIGMA, LIMIT = 11, 10.0, 0.8, 40  # tokens
+PLACES, MINI_BATCH, MICRO_BATCH = 4, 16, 4
+DECODE_S, ROW_S = 18e-3, 0.5e-3  # slept by a layer in a decode step, and for each of its rows
+TOKEN_S, PAIR_S = 0.3e-3, 10e-6  # for each token of a pass, and for each token that attention sees for it
+TRAINED = 3  # times as much in training
+ITERATIONS = 6  # the first one is a warm-up
+TOLERANCE, SHARE = 0.15, 0.9  # of the measured seconds, in this share of the cases
+
+
+def write_inputs(folder: Path) -> None:
+    """Models with random weights and the embedded tokenizer, and the embedded prompts of PROMPT tokens."""
+    from tokenizers import Tokenizer
+
+    from rlhf_spmd import embedded
+    from rlhf_spmd.model.hf import load_model, save_state
+    from rlhf_spmd.model.transformer import Transformer
+
+    for name, head in (("actor", "lm"), ("reward", "scalar")):
+        source = embedded.path_of(name)
+        sizes = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 2}
+        shape = dataclasses.replace(load_model(str(source), head=head).config, **sizes, head_dim=4)
+        model = Transformer(shape, head=head)
+        model.init_weights(seed=0)
+        save_state(model.state_dict(), shape, head, folder / name, source=source)
+    tokenizer = Tokenizer.from_file(str(embedded.path_of("actor") / "tokenizer.json"))
+    lines = embedded.path_of("prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    chosen = [line for line in lines if len(tokenizer.encode(json.loads(line)["prompt"]).ids) == PROMPT]
+    (folder / "prompts.jsonl").write_text("".join(chosen), encoding="utf-8")
+
+
+def config_of(algorithm: str, folder: Path) -> Config:
+    """64 responses in four mini-batches; no response ends by itself."""
+    words = [f"models.actor={folder / 'actor'}", f"models.reward={folder / 'reward'}"]
+    words += [f"data.prompts={folder / 'prompts.jsonl'}", f"data.max_prompt={PROMPT}", "num_samples=0"]
+    words += [f"generation.{name}_new_tokens={LIMIT}" for name in ("min", "max")]
+    words += [f"generation.max_sequences={PLACES}"]
+    words += [f"mini_batch={MINI_BATCH}", f"micro_batch={MICRO_BATCH}", f"iterations={ITERATIONS}"]
+    return presets.load("tiny", [*words, *ALGORITHMS[algorithm]], algorithm=algorithm)
+
+
+def programs(config: Config, size: int) -> Iterator[tuple[str, Program]]:
+    """The programs of the strategies that apply to so many ranks."""
+    for name in STRATEGIES:
+        try:
+            yield name, load_strategy(name).compile(make_workload(config), Cluster((Node(size),)), {})
+        except UserError as error:
+            print(f"{size} ranks, {name}: left out: {error}")
+
+
+def length_at(share: float, lengths: LengthDistribution) -> int:
+    """The tokens of a response that this share of all responses do not exceed."""
+    cell = int((lengths.survival > 1.0 - share).sum()) - 1
+    return max(1, min(LIMIT, math.ceil(lengths.step * (cell + 0.5))))
+
+
+def shuffled(bits: Sequence[int], lengths: LengthDistribution) -> dict[int, int]:
+    """The tokens of each row, by its first random bits: in the order of these, the quantiles of a distribution. All
+    rows together have the intended mean, but which lengths meet in an iteration, or on a rank, is random."""
+    return {one: length_at((place + 0.5) / len(bits), lengths) for place, one in enumerate(sorted(bits))}
+
+
+def layer_s(context: Any, tp: int, *, trains: bool) -> float:
+    """Seconds that one of tp slices of a layer sleeps. context: of attention."""
+    if hasattr(context, "lengths"):
+        tokens, pairs = sum(context.lengths), sum(one * one for one in context.lengths) / 2
+        return (TRAINED if trains else 1) * (TOKEN_S * tokens + PAIR_S * pairs) / tp
+    s = 0.0
+    for part in context._parts:
+        s += layer_s(part, tp, trains=False) if hasattr(part, "lengths") else DECODE_S + ROW_S * len(part.positions)
+    return s / tp
+
+
+@contextmanager
+def planted() -> Iterator[dict[int, int]]:
+    """Inside, layers sleep. Yields the tokens of rows by their first random bits, which may be changed; a row that is
+    not there has as many as it is asked for."""
+    from rlhf_spmd.model.transformer import Layer
+    from rlhf_spmd.runtime.generation.engine import Engine
+
+    forward, submit = Layer.forward, Engine.submit
+    tokens: dict[int, int] = {}
+
+    def slow(self: Any, x: Any, cos: Any, sin: Any, context: Any) -> Any:
+        group = self._modules["self_attn"].group  # plain attributes are functions while an engine runs
+        time.sleep(layer_s(context, 1 if group is None else group.size(), trains=x.requires_grad))
+        return forward(self, x, cos, sin, context)
+
+    def spread(self: Any, prompts: Any, bits_RG: Any, sampling: Any) -> range:
+        if tokens:
+            numbers = [tokens.get(bits, sampling.max_new_tokens) for bits in bits_RG[:, 0].tolist()]
+            sampling = [dataclasses.replace(sampling, max_new_tokens=one, min_new_tokens=one) for one in numbers]
+        return submit(self, prompts, bits_RG, sampling)
+
+    Layer.forward, Engine.submit = slow, spread
+    try:
+        yield tokens
+    finally:
+        Layer.forward, Engine.submit = forward, submit
+
+
+def calibrate(world: Any, config: Config) -> Calibration:
+    """The calibration of these ranks, which never compute in each other's time: elapsed seconds, all ranks at once."""
+    from rlhf_spmd.runtime.profile.clock import Clock
+    from rlhf_spmd.runtime.profile.hardware import constants, links
+    from rlhf_spmd.runtime.profile.measured_sizes import Grid
+    from rlhf_spmd.runtime.profile.model_timings import measure_shape
+    from rlhf_spmd.runtime.profile.profile import inside_ranks
+
+    workload = make_workload(config)
+    grid = dataclasses.replace(Grid.of(workload, world.size, world.size), tps=(1, 2))
+    shapes = dict.fromkeys(dataclasses.replace(shape, num_layers=0) for shape in workload.models.values() if shape)
+    clock = Clock(world, None, lambda: None, lambda: None)
+    tables = tuple(measure_shape(clock, config, workload, grid, shape, tp) for shape in shapes for tp in grid.tps)
+    link = fit_link(links(clock, inside_ranks(world)))
+    device = Device(**constants(clock, workload.param_bytes), layer_s=0.0, decode_layer_s=0.0, measured=tables)
+    return Calibration(f"{world.size} ranks that sleep", {"cpu": device}, link, link, provenance="bench lengths")
+
+
+def measure(
+    world: Any, config: Config, program: Program, tokens: dict[int, int]
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each iteration after the warm-up, of the slowest rank, and the mean of those of each call. tokens: of
+    planted()."""
+    from rlhf_spmd.runtime.execute.executor import Executor
+    from rlhf_spmd.runtime.observe.device_clock import clock_of
+    from rlhf_spmd.runtime.observe.trace import Tracer
+    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
+
+    job, tracer, seconds = prepare(config, program, world), Tracer(world.rank, clock=clock_of(world.device)), []
+    executor, iterations = Executor(job, tracer), [make_iteration(job, number) for number in range(ITERATIONS)]
+    bits = [one for data in iterations[1:] for one in data.random_bits(0)[..., 0].flatten().tolist()]
+    tokens |= shuffled(bits, lognormal(MEAN, SIGMA, LIMIT))
+    for data in iterations:
+        world.barrier("the start of an iteration")
+        began = time.perf_counter()
+        executor.iteration(data)
+        seconds.append(max(world.allgather(time.perf_counter() - began, "the seconds of an iteration")))
+    records = world.allgather(tracer.to_records(range(1, ITERATIONS)), "the timeline")
+    return seconds[1:], measured_calls_s(records, statistics.fmean)
+
+
+def row_of(
+    algorithm: str,
+    strategy: str,
+    program: Program,
+    calibration: Calibration,
+    seconds: list[float],
+    calls_s: dict[str, float],
+) -> dict:
+    """The row of one case."""
+    found = {}
+    for name, lengths in (("forecast", ResponseLengths(MEAN, SIGMA)), ("of_mean", ResponseLengths(MEAN))):
+        workload = dataclasses.replace(program.workload, forecast_lengths=lengths)
+        found[name] = forecast(dataclasses.replace(program, workload=workload), calibration)
+    mean_s, forecast_s, of_mean_s = statistics.fmean(seconds), *(one.makespan_s for one in found.values())
+    error = forecast_s / mean_s - 1
+    return {
+        "bench": "lengths",
+        "algorithm": algorithm,
+        "ranks": program.cluster.num_devices,
+        "strategy": strategy,
+        "computation": "sleeps",
+        "mean": MEAN,
+        "sigma": SIGMA,
+        "limit": LIMIT,
+        "forecast_s": forecast_s,
+        "of_mean_s": of_mean_s,
+        "measured_s": mean_s,
+        "iterations_s": seconds,
+        "calls_forecast_s": forecast_calls_s(found["forecast"]),
+        "calls_measured_s": calls_s,
+        "error": error,
+        "error_of_mean": of_mean_s / mean_s - 1,
+        "ok": abs(error) <= TOLERANCE,
+    }
+
+
+def run_cases(file: Path) -> None:
+    """The main function of each rank; rank 0 writes the rows."""
+    from rlhf_spmd.runtime.profile.profile import groups_of
+    from rlhf_spmd.runtime.world.world import World
+
+    world = World.discover()
+    world.use_device("cpu")
+    rows = []
+    try:
+        with tempfile.TemporaryDirectory() as name, planted() as tokens:
+            folder = Path(world.bcast(name, what="the folder"))
+            if world.rank == 0:
+                write_inputs(folder)
+            world.barrier("the models")
+            configs = {algorithm: config_of(algorithm, folder) for algorithm in ALGORITHMS}
+            cases = [(one, *case) for one, config in configs.items() for case in programs(config, world.size)]
+            groups, pairs = communicators(program for *_, program in cases)
+            world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
+            calibration = calibrate(world, configs["ppo"])
+            for algorithm, strategy, program in cases:
+                measured = measure(world, configs[algorithm], program, tokens)
+                rows.append(row_of(algorithm, strategy, program, calibration, *measured))
+                if world.rank == 0:
+                    show(rows[-1])
+                    file.write_text(json.dumps(rows), encoding="utf-8")
+            world.barrier("the end of the folder")
+        world.shutdown()
+    except BaseException as error:
+        world.fail(error)
+
+
+def show(row: dict) -> None:
+    """A case for people."""
+    case = f"{row['ranks']:5}  {row['algorithm']:<9}  {row['strategy']:<13}"
+    seconds = f"{row['forecast_s']:10.2f}  {row['measured_s']:10.2f}  {row['error']:+6.1%}"
+    print(f"{case}  {seconds}  {row['of_mean_s']:13.2f}  {row['error_of_mean']:+6.1%}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench lengths", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="whose rows are replaced (default: 2 4 8)")
+    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.on_ranks:
+        run_cases(parsed.on_ranks)
+        return 0
+    file = RESULTS / "lengths.jsonl"
+    rows = read_rows(file) if file.exists() else []
+    print("ranks  algorithm  strategy       forecast s  measured s   error  of the mean s   error", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        for size in parsed.ranks:
+            found = Path(name) / f"{size}.json"
+            on_ranks(size, ["lengths", "--on-ranks", str(found)], limit_s=1800.0)
+            rows = [row for row in rows if row["ranks"] != size] + json.loads(found.read_text(encoding="utf-8"))
+            write("lengths", sorted(rows, key=lambda row: row["ranks"]))
+    near = sum(row["ok"] for row in rows)
+    ok = near >= SHARE * len(rows)
+    print(json.dumps({"bench": "lengths", "cases": len(rows), "near": near, "ok": ok}))
+    return 0 if ok else 1
