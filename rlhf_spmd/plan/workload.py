@@ -121,6 +121,7 @@ class Workload:
     response_lengths: tuple[int, ...] = ()  # the same for responses
     forecast_lengths: ResponseLengths | None = field(default=None, repr=False)  # None: all have max_response tokens
     bases: Mapping[str, str] = field(default_factory=dict)
+    adds_adapters: bool = False  # whether models with adapters generate with copies of their weights that have them
 
     @property
     def num_sequences(self) -> int:
