@@ -29,6 +29,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.text.program_listing import show_packed
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load as load_run
@@ -163,6 +164,16 @@ def test_joined_copies_take_memory_and_spare_products():
     infer = joined.workload.workflow.call("actor_train")
     assert seconds[1].adapters_s(infer, layout, rank, 32) == seconds[0].adapters_s(call, layout, rank, 32) > 0
     assert joined.fingerprint != apart.fingerprint
+
+
+def test_check_says_which_packed_copies_stay():
+    """Those of a frozen base on a CPU, while it trains; none of joined copies, nor of a model that trains as a whole."""
+    texts = []
+    for words in ((), ("lora.rank=16",), ("lora.rank=16", "lora.generate=joined")):
+        workload, cluster = make_workload(load("qwen2.5-0.5b", words)), Cluster.parse("1x2", "cpu")
+        texts.append(show_packed(compile_program(workload, flattening.place(workload, cluster), cluster)))
+    assert ["of a frozen base stay while it trains" in text for text in texts] == [False, True, False]
+    assert "up to 942.2 MiB more" in texts[0] and ", of which 942.2 MiB of a frozen base" in texts[1]
 
 
 @pytest.fixture(scope="module")
