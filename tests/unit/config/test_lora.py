@@ -83,6 +83,12 @@ def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
         ),
         (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
         (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
+        (["lora.alpha=16"], "^lora.alpha=16.0: no model has adapters; give lora.rank=16, or drop the option$"),
+        (["lora.targets=q_proj", "lora.rslora=true"], "^lora.targets=q_proj: no .*\nlora.rslora=true: no model has"),
+        (
+            ["lora.actor.rank=4", "lora.critic.alpha=8"],
+            "^lora.critic.alpha=8.0: the critic has no adapters; give lora.critic.rank=16, or drop the option$",
+        ),
         (["lora.rank=4", "lora.generate=merged"], "lora.generate=merged: .*apart.*joined"),
         (
             ["lora.generate=joined"],
@@ -167,7 +173,7 @@ def test_joined_copies_take_memory_and_spare_products():
 
 
 def test_check_says_which_packed_copies_stay():
-    """Those of a frozen base on a CPU, while it trains; none of joined copies, nor of a model that trains as a whole."""
+    """Those of a frozen base on a CPU, while it trains; none of joined copies, or of a model that trains as a whole."""
     texts = []
     for words in ((), ("lora.rank=16",), ("lora.rank=16", "lora.generate=joined")):
         workload, cluster = make_workload(load("qwen2.5-0.5b", words)), Cluster.parse("1x2", "cpu")
