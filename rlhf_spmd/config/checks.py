@@ -229,6 +229,10 @@ def _of_lora(config: Config) -> list[Rule]:
     rules += [(True, text) for text in _without_adapters(config)]
     vain = lora.base and not any(map(config.adapter, config.algorithm.roles))
     rules.append((vain, f"lora.base={lora.base}: no model is given as the folder of an adapter; drop the option"))
+    for role, about in config.algorithm.roles.items():
+        if config.models[role] and about.head == "lm" and config.has_own_head(role):
+            text = f"models.{role}: {config.adapter(role)} is the adapter of a critic or reward model (SEQ_CLS)"
+            rules.append((True, f"{text}, and the {role} is a language model; give an adapter of one (CAUSAL_LM)"))
     for role in config.algorithm.roles if lora.base else ():
         if (folder := config.adapter(role)) and (base := other_base(folder, lora.base)):
             text = (

@@ -230,6 +230,17 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     assert make_workload(load_run(given, f"lora.base={base}")).bases["critic"] == "actor"
 
 
+def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
+    words = write_all(tmp_path)
+    make_adapter(tmp_path / "judge", tmp_path / "actor", task="SEQ_CLS")
+    load_run(words, f"models.critic={tmp_path / 'judge'}")
+    for role in ("actor", "reference"):
+        with pytest.raises(
+            UserError, match=f"^models.{role}: .*judge is the adapter of .*SEQ_CLS.*, and the {role} is a"
+        ):
+            load_run(words, f"models.{role}={tmp_path / 'judge'}")
+
+
 def test_a_base_without_an_adapter_is_refused():
     with pytest.raises(UserError, match=r"lora.base=x: no model is given as the folder of an adapter; drop the option"):
         load("tiny", ["lora.base=x"])
