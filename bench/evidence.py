@@ -35,11 +35,11 @@ def _same_tokens() -> dict[str, str]:
     found = [row for row in _of("invariance") if row["ranks"] > 1]
     same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
     ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
-    algorithms = {row["algorithm"] for row in found}
+    algorithms = {row["algorithm"].partition("+")[0] for row in found}
     return _row(
         "Placements in which a run sampled the same tokens as on one rank, of those tested in float32 with three seeds "
-        f"({len(algorithms)} algorithms; {_listed(tuple(strategies))}; {_listed(ranks)} ranks); largest relative error "
-        "of their losses, norms, KL and reward",
+        f"({len(algorithms)} algorithms, PPO also with adapters; {_listed(tuple(strategies))}; {_listed(ranks)} "
+        "ranks); largest relative error of their losses, norms, KL and reward",
         f"{len(same)} of {len(found)}; {worst:.1e}",
         "measured, CPU",
         "the-same-numbers-everywhere",

@@ -7,7 +7,7 @@ from statistics import median
 from bench.cells import number
 
 Columns = dict[str, Callable[[dict], str]]
-FAST = "200g-per-gpu"
+FAST, LORA = "200g-per-gpu", "+lora"  # as in forecast/recipes.py
 
 
 def _others(row: dict) -> str:
@@ -29,12 +29,22 @@ def _slow(rows: Sequence[dict]) -> list[dict]:
     return [row for row in rows if row["network"] != FAST and row["strategy"]]
 
 
+def _adapted(rows: Sequence[dict]) -> list[dict]:
+    """Those with adapters, with the seconds of full training at the same place."""
+    where = ("preset", "layout", "device_type", "network")
+    seconds = {(row["algorithm"], *(row[key] for key in where)): row.get("iteration_s") for row in rows}
+    found = [
+        row | {"algorithm": row["algorithm"].removesuffix(LORA)} for row in rows if row["algorithm"].endswith(LORA)
+    ]
+    return [row | {"full_s": seconds[row["algorithm"], *(row[key] for key in where)]} for row in found]
+
+
 def by_strategy(rows: Sequence[dict]) -> list[dict]:
     """One row for each strategy, algorithm and kind of machine: how often it fits and is the recipe, and how long it
     takes compared with the recipe."""
     kinds: dict[tuple[str, str, str], list[dict]] = {}
     for row in rows:
-        if row["strategy"]:
+        if row["strategy"] and not row["algorithm"].endswith(LORA):
             where = "one node" if row["layout"].startswith("1x") else f"several, {row['network']}"
             for name in row["strategies"]:
                 kinds.setdefault((row["algorithm"], where, name), []).append(row)
@@ -67,6 +77,7 @@ STRATEGIES: Columns = {
     "its seconds over the recipe's: median": lambda row: number(median(row["times"]) if row["times"] else None, 2),
     "range": lambda row: f"{row['times'][0]:.2f} to {row['times'][-1]:.2f}" if row["times"] else "-",
 }
+FULL: Columns = {"full training, seconds": lambda row: number(row["full_s"]) if row["full_s"] else "does not fit"}
 COLUMNS: dict[str, Columns] = {
     "recipes": {**ALGORITHM, **RECIPE, "network": lambda row: row["network"]},
 }
@@ -74,5 +85,6 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
     "recipes_ppo": ("recipes", partial(_for, "ppo"), RECIPE),
     "recipes_grpo": ("recipes", partial(_for, "grpo"), RECIPE),
     "recipes_slow": ("recipes", _slow, ALGORITHM | RECIPE),
+    "recipes_lora": ("recipes", _adapted, ALGORITHM | RECIPE | FULL),
     "recipes_strategies": ("recipes", by_strategy, STRATEGIES),
 }

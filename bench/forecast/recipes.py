@@ -4,7 +4,7 @@ For each place every shipped strategy has the best of its options (bench/forecas
 of STRATEGIES within NEAR of the fastest: forecasts err by more, and the first ones are the simplest. docs/recipes.md is
 made from the rows. **Nothing is measured on a GPU**: seconds come from the derived calibrations of A100s.
 
-Cost: about four minutes of a core, on all cores. Command: python -m bench recipes
+Cost: about five minutes of a core, on all cores. Command: python -m bench recipes [ALGORITHM ...]
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from bench.forecast.scan import machine
 from bench.forecast.suites import Case, grid_of
 from bench.forecast.tuning import Tuned, best_options
-from bench.rows import write
+from bench.rows import RESULTS, read_rows, write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -45,13 +45,17 @@ SPLIT: dict[str, tuple] = {  # fewer than the scan searches: there are more plac
 }
 DECODED = {"decode_mini_batches": (4,)}  # of separation, tried last
 LENGTHS = ("data.max_prompt=512", "generation.max_new_tokens=1024")
+LORA = "+lora"  # behind the name of an algorithm: with adapters
 # algorithm -> options of its run. PPO: four models of one size; GRPO: the actor alone.
 ALGORITHMS = {"ppo": LENGTHS, "grpo": (*LENGTHS, "reward_function=rlhf_spmd.rewards:numeric_answer")}
+ALGORITHMS |= {f"{name}{LORA}": (*words, "lora.rank=32") for name, words in ALGORITHMS.items()}
+LORA_MODELS = ("qwen2.5-7b", "qwen2.5-14b", "llama-70b")
+LORA_LAYOUTS = ("1x1", "1x8", "8x8")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a recipe is for. network: between nodes; one node has none."""
+    """What a recipe is for. algorithm: of ALGORITHMS. network: between nodes; one node has none."""
 
     algorithm: str
     preset: str
@@ -63,26 +67,37 @@ class Place:
     def case(self) -> Case:
         """The forecast of the first strategy here."""
         calibration = f"{self.device}-derived" + (f"+{self.network}" if self.network == SLOW else "")
-        return Case(self.preset, self.layout, STRATEGIES[0], {}, algorithm=self.algorithm, calibration=calibration)
+        return Case(self.preset, self.layout, STRATEGIES[0], {}, algorithm=self.page, calibration=calibration)
+
+    @property
+    def page(self) -> str:
+        """The name of its page."""
+        return self.algorithm.partition("+")[0]
 
 
 def places() -> Iterator[Place]:
-    """All places; last those with the slow network: two nodes with 80 GB."""
-    for algorithm, *where in product(ALGORITHMS, MODELS, LAYOUTS, DEVICES):
+    """All places; then those with the slow network: two nodes with 80 GB; last those with adapters."""
+    adapted = [name for name in ALGORITHMS if name.endswith(LORA)]
+    full = [name for name in ALGORITHMS if name not in adapted]
+    for algorithm, *where in product(full, MODELS, LAYOUTS, DEVICES):
         yield Place(algorithm, *where)
-    for algorithm, preset in product(ALGORITHMS, MODELS):
+    for algorithm, preset in product(full, MODELS):
         yield Place(algorithm, preset, LAYOUTS[2], DEVICES[1], SLOW)
+    for algorithm, *where in product(adapted, LORA_MODELS, LORA_LAYOUTS, DEVICES):
+        yield Place(algorithm, *where)
 
 
 def row_of(place: Place) -> dict:
     """The row of a place: its recipe, and what each strategy would take."""
-    config = load(place.preset, ALGORITHMS[place.algorithm], algorithm=place.algorithm)
+    config = load(place.preset, ALGORITHMS[place.algorithm], algorithm=place.page)
     workload, (cluster, calibration) = make_workload(config), machine(place.case)
     cluster = with_reserve(cluster, config.reserve, calibration)
     found = {}
     for name in STRATEGIES:
         later = DECODED if name == "separation" else None
         searched = grid(name, cluster.num_devices)
+        if place.algorithm.endswith(LORA):  # ZeRO 2 means 1, and 3 is refused
+            searched["zero"] = (0, 1)
         tuned = best_options(load_strategy(name), workload, cluster, calibration, searched, later, most=MOST)
         found[name] = _about(name, tuned)
     seconds = {name: about["iteration_s"] for name, about in found.items() if "iteration_s" in about}
@@ -148,11 +163,24 @@ def arguments(strategy: str, options: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0])
+    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)}; none: all")
+    wanted = parser.parse_args(arguments).algorithms or list(ALGORITHMS)
+    if unknown := set(wanted) - set(ALGORITHMS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(ALGORITHMS)}")
+    every = list(places())
     with ProcessPoolExecutor() as pool:
-        every = list(places())
-        rows = list(tqdm(pool.map(row_of, every), total=len(every), unit="place", leave=False))
+        mine = [place for place in every if place.algorithm in wanted]
+        made = list(tqdm(pool.map(row_of, mine), total=len(mine), unit="place", leave=False))
+    found = dict(zip(mine, made, strict=True))
+    others = {of_row(row): row for row in read_rows(RESULTS / "recipes.jsonl")} if len(mine) < len(every) else {}
+    rows = [(others | found)[place] for place in every]
     print(text_table("recipes", rows))
     write("recipes", rows)
     print(json.dumps({"bench": "recipes", "rows": len(rows), "fit": sum(bool(row["strategy"]) for row in rows)}))
     return 0
+
+
+def of_row(row: Mapping[str, Any]) -> Place:
+    """The place of a row."""
+    return Place(*(row[key] for key in ("algorithm", "preset", "layout", "device_type", "network")))

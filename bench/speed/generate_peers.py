@@ -120,9 +120,9 @@ def use_fastest(dtype: torch.dtype) -> str:
     return table.library
 
 
-def by_ours(model: Transformer, work: Workload) -> int:
-    """-> tokens."""
-    engine = Engine(model, longest=work.longest, max_sequences=work.places)
+def by_ours(model: Transformer, work: Workload, *, adds_adapters: bool = False) -> int:
+    """-> tokens. adds_adapters: of the engine."""
+    engine = Engine(model, longest=work.longest, max_sequences=work.places, adds_adapters=adds_adapters)
     num = len(work.lengths)
     bits_RG = torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, max(work.lengths)))
     requests = engine.submit(work.prompts_RP.tolist(), bits_RG, [Sampling(length) for length in work.lengths])

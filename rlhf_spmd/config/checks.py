@@ -3,6 +3,7 @@
 import dataclasses
 
 from rlhf_spmd.config.evaluation_metrics import metric_names
+from rlhf_spmd.config.lora import Lora
 from rlhf_spmd.config.options import (
     OLD,
     Config,
@@ -225,8 +226,13 @@ def _of_lora(config: Config) -> list[Rule]:
             )
         )
         rules.append((targets == (), f"{key} is empty: name a layer, or drop the option"))
+    rules += [(True, text) for text in _without_adapters(config)]
     vain = lora.base and not any(map(config.adapter, config.algorithm.roles))
     rules.append((vain, f"lora.base={lora.base}: no model is given as the folder of an adapter; drop the option"))
+    for role, about in config.algorithm.roles.items():
+        if config.models[role] and about.head == "lm" and config.has_own_head(role):
+            text = f"models.{role}: {config.adapter(role)} is the adapter of a critic or reward model (SEQ_CLS)"
+            rules.append((True, f"{text}, and the {role} is a language model; give an adapter of one (CAUSAL_LM)"))
     for role in config.algorithm.roles if lora.base else ():
         if (folder := config.adapter(role)) and (base := other_base(folder, lora.base)):
             text = (
@@ -236,6 +242,22 @@ def _of_lora(config: Config) -> list[Rule]:
             )
             rules.append((True, text))
     return rules
+
+
+def _without_adapters(config: Config) -> list[str]:
+    """What to say of options of adapters that no model has."""
+    lora, usual, roles = config.lora, Lora(), config.algorithm.roles
+    names = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora}
+    found: list[str] = []
+    if not any(map(config.adapters, roles)):
+        given = [(name, one) for name in names if (one := getattr(lora, name)) != getattr(usual, name)]
+        found = [f"lora.{name}={text_of(one)}: no model has adapters; give lora.rank=16" for name, one in given]
+    for role in config.algorithm.trained_roles:
+        own = [(name, one) for name, of_roles in names.items() if (one := of_roles.get(role)) is not None]
+        if own and config.adapters(role) is None:
+            fix = f"has no adapters; give lora.{role}.rank=16"
+            found += [f"lora.{role}.{name}={text_of(one)}: the {role} {fix}" for name, one in own]
+    return [f"{text}, or drop the option" for text in found]
 
 
 def _of_evaluation(config: Config) -> list[Rule]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -27,6 +27,9 @@ class Lora:
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
     base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
+    # weights that generate: those of training, with the adapters apart from their base; or copies W + s B A of the
+    # adapted weights, made anew for the responses of each iteration, which take the memory of a second base
+    generate: Literal["apart", "joined"] = "apart"
     # rank of the adapters of one model; empty: lora.rank
     ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
     # scale of the adapters of one model; empty: lora.alpha

@@ -462,6 +462,9 @@ def make_workload(config: Config) -> Workload:
         if (adapters := config.adapters(role)) and (workflow.train_call(role) or config.adapter(role)):
             shape = adapted(role, shape, adapters)
         shapes[role] = shape
+    adds_adapters = config.lora.generate == "joined"
+    if adds_adapters and not any((one := shapes[call.model]) and one.adapters for call in workflow.generate_calls):
+        raise UserError("lora.generate=joined: no model with adapters generates responses; drop the option")
     return Workload(
         workflow=workflow,
         models=shapes,
@@ -478,6 +481,7 @@ def make_workload(config: Config) -> Workload:
         host_bytes=config.host_bytes,
         forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
         bases=bases(shapes, roles, config.folder),
+        adds_adapters=adds_adapters,
     )
 
 

@@ -662,6 +662,14 @@ def rslora(here: Here, value: Value) -> Options:
     return {f"{group}.rslora": "true"}
 
 
+def joined(here: Here, value: Value) -> Options:
+    """Of verl: generation with the adapters in the weights."""
+    _adapters(here)
+    if text_of(value) != "true":
+        raise Differs("no_effect", "it is off")
+    return {"lora.generate": "joined"}
+
+
 def _adapters(here: Here) -> tuple[str, str, str, str]:
     """The group of their options here, rank, alpha and targets. Raises Differs if there are none."""
     source, program = here.source, here.source.program
@@ -742,7 +750,7 @@ RULES: Mapping[str, Rule] = {
         *(schedule, betas),
         *(weight_decay_of_matrices, algorithm, kl_of, verl_kl_loss, verl_kl_reward, beta, clip, clip_pair, discount),
         *(aggregation, trl_loss_type, overlong, overlong_penalty, top_k, eval_temperature, wandb_project, run_name),
-        *(dtype, recompute, parallel, token_budget, layout, adapters, of_adapters, rslora),
+        *(dtype, recompute, parallel, token_budget, layout, adapters, of_adapters, rslora, joined),
     )
 }
 

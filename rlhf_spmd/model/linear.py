@@ -16,12 +16,13 @@ from rlhf_spmd.plan.adapters import Adapters, is_factor
 
 Weight: TypeAlias = Tensor | Packed
 Copy = Callable[[Tensor], Weight]  # a stacked weight -> itself, or its packed copy
+Read = Callable[[nn.Linear], Tensor]  # a layer -> the weight to multiply with
 
 
 class Linear(nn.Linear):
     """nn.Linear, computed by `product`."""
 
-    def forward(self, x: Tensor, *, weight: Packed | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, weight: Weight | None = None) -> Tensor:
         """weight: a copy to use in the weight's place."""
         return product(x, self.weight if weight is None else weight, self.bias)
 
@@ -38,6 +39,12 @@ class Adapted(nn.Module):
         self.scale = adapters.scale
         self.lora_A = nn.Parameter(torch.empty(adapters.rank, num_in, dtype=dtype))
         self.lora_B = nn.Parameter(torch.empty(num_out, adapters.rank, dtype=dtype))
+
+    @torch.no_grad()
+    def sum(self) -> Tensor:
+        """W + s B A, a new tensor: computed in the precision of the factors, rounded once to that of W."""
+        wide = self.lora_A.dtype
+        return torch.addmm(self.weight.to(wide), self.lora_B, self.lora_A, alpha=self.scale).to(self.weight.dtype)
 
 
 class AdaptedLinear(Linear, Adapted):
@@ -147,60 +154,91 @@ class _LowRank(torch.autograd.Function):
 class Joined:
     """Each layer's matrices that read the same input as one: (weight_OI, bias_O) of q, k and v, and of gate and up."""
 
-    def __init__(self, layers: Iterable[nn.Module], copy: Copy | None = None):
+    def __init__(self, layers: Iterable[nn.Module], copy: Copy | None = None, read: Read | None = None):
         self.qkv: dict[int, tuple[Weight, Tensor | None]] = {}
         self.gate_up: dict[int, tuple[Weight, Tensor | None]] = {}
-        copy = copy or _itself
+        copy, read = copy or _itself, read or _own_weight
         for layer in layers:
             qkv, gate_up = _siblings(layer)
-            self.qkv[layer.self_attn.layer] = _joined(copy, qkv)
-            self.gate_up[layer.mlp.layer] = _joined(copy, gate_up)
+            self.qkv[layer.self_attn.layer] = _joined(copy, qkv, read)
+            self.gate_up[layer.mlp.layer] = _joined(copy, gate_up, read)
 
 
 class Copies:
-    """Copies of a transformer's weights for decode steps on a CPU, and of its adapters. Drop them before the weights
-    change.
+    """Copies of a transformer's weights for decode steps, and of its adapters. Drop them before the weights change.
 
-    Packed, if the library in use has an order of its own and num_steps steps earn it; those of matrices that read the
-    same input are joined. In half precision plain ones are also joined, where they lie, because a product takes little
-    longer than its launch (5% of a step; nothing in float32). A model with adapters keeps the packed copies of its
-    base, which does not change, for the next round."""
+    Packed on a CPU, if the library in use has an order of its own and num_steps steps earn it; those of matrices that
+    read the same input are joined. In half precision plain ones are also joined, where they lie, because a product
+    takes little longer than its launch (5% of a step; nothing in float32). A model with adapters keeps the packed
+    copies of its base, which does not change, for the next round; unless its adapters are added to copies of its
+    weights, which then have the products of a model without adapters, on any device."""
 
-    def __init__(self, model: nn.Module, *, num_rows: int = 1, num_steps: float = 0.0, num_logits: int = 0):
-        """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_rows: int = 1,
+        num_steps: float = 0.0,
+        num_logits: int = 0,
+        adds_adapters: bool = False,
+    ):
+        """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none. adds_adapters: multiply
+        with W + s B A."""
         self.joined: Joined | None = None
-        self.forwards: dict[nn.Module, Callable] = {}  # replacements for those of modules in the layers
+        self.forwards: dict[nn.Module, Callable | None] = {}  # replacements for those of modules in the layers
         self.head_VD: Packed | None = None
         like, layers = next(model.parameters()), model.layers.values()
         low_ranks = [module for layer in layers for module in layer.modules() if isinstance(module, LowRank)]
+        adds_adapters = adds_adapters and bool(low_ranks)
         copy: Callable[[Tensor], Packed] | None = None
+        base: _Weights | None = None
         if earns_packing(like, num_steps):
             copy = partial(packed, num_rows=num_rows)
             frozen = (one for name, one in model.named_parameters() if not is_factor(name))
             key = in_use(like.dtype).name, num_logits, *((one.data_ptr(), one._version) for one in frozen)
-            base = model.kept if model.kept is not None and model.kept.key == key else None
-            base = base or _PackedBase(key, model, copy, num_logits)
-            model.kept = base if low_ranks else None
-            self.joined, self.head_VD = base.joined, base.head_VD
-            self.forwards = {module: partial(module.forward, weight=weight) for module, weight in base.rest.items()}
+            base = model.kept if model.kept is not None and model.kept.key == key and not adds_adapters else None
+            base = base or _Weights(model, copy, _sum if adds_adapters else _own_weight, key=key)
+            model.kept = base if low_ranks and not adds_adapters else None
+            if num_logits:
+                base.head_VD = base.head_VD or model.logits(like, head=lambda _, all_VD: copy(all_VD[:num_logits]))
+            self.head_VD = base.head_VD
+        elif adds_adapters:
+            base = _Weights(model, _itself, _sum)
         elif like.is_cpu and like.dtype.itemsize == 2:
-            are_adjacent = all(_is_adjacent(parts) for layer in layers for parts in _siblings(layer))
+            are_adjacent = all(
+                _is_adjacent([part.weight for part in parts]) for layer in layers for parts in _siblings(layer)
+            )
             self.joined = Joined(layers) if are_adjacent else None
-        self.forwards |= {one: partial(one.forward, factors=one.factors(one.own, copy)) for one in low_ranks}
+        if base is not None:
+            self.joined = base.joined
+            self.forwards = {module: partial(module.forward, weight=weight) for module, weight in base.rest.items()}
+        for one in low_ranks:
+            self.forwards[one] = None if adds_adapters else partial(one.forward, factors=one.factors(one.own, copy))
 
 
-class _PackedBase:
-    """Packed copies of all weights but the factors of adapters."""
+class _Weights:
+    """Copies of all weights of the layers, with or without their adapters; and of the output layer, if it is packed."""
 
-    def __init__(self, key: Hashable, model: nn.Module, pack: Callable[[Tensor], Packed], num_logits: int):
+    def __init__(self, model: nn.Module, copy: Copy, read: Read, *, key: Hashable = None):
         """key: what they are made of."""
         self.key, layers = key, model.layers.values()
-        self.joined, self.head_VD = Joined(layers, pack), None
-        rest = [module for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-        self.rest = {module: pack(module.weight) for module in rest}
-        if num_logits:
-            like = next(model.parameters())
-            self.head_VD = model.logits(like, head=lambda _, weight_VD: pack(weight_VD[:num_logits]))
+        self.joined, self.head_VD = Joined(layers, copy, read), None
+        self.rest = {module: copy(read(module)) for layer in layers for module in _rest(layer)}
+
+
+def sum_bytes(model: nn.Module) -> int:
+    """Bytes of the copies of a model's weights with adapters in them, and of those that are joined with these."""
+    sets = [parts for layer in model.layers.values() for parts in (*_siblings(layer), *([one] for one in _rest(layer)))]
+    adapted = [parts for parts in sets if any(isinstance(part, Adapted) for part in parts)]
+    return sum(part.weight.nbytes for parts in adapted for part in parts)
+
+
+def _own_weight(layer: nn.Linear) -> Tensor:
+    return layer.weight
+
+
+def _sum(layer: nn.Linear) -> Tensor:
+    return layer.sum() if isinstance(layer, Adapted) else layer.weight
 
 
 def _itself(weight_OI: Tensor) -> Tensor:
@@ -223,19 +261,23 @@ def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
+def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
+    """The matrices of a layer that are the only ones with their input."""
+    return layer.self_attn.o_proj, layer.mlp.down_proj
+
+
 @torch.no_grad()
-def _joined(copy: Copy, parts: Sequence[nn.Linear]) -> tuple[Weight, Tensor | None]:
-    weights = [part.weight for part in parts]
-    if _is_adjacent(parts):
+def _joined(copy: Copy, parts: Sequence[nn.Linear], read: Read) -> tuple[Weight, Tensor | None]:
+    weights = [read(part) for part in parts]
+    if _is_adjacent(weights):
         weight_OI = weights[0].as_strided((sum(map(len, weights)), weights[0].shape[1]), weights[0].stride())
     else:
         weight_OI = torch.cat(weights)
     return copy(weight_OI), None if parts[0].bias is None else torch.cat([part.bias for part in parts])
 
 
-def _is_adjacent(parts: Sequence[nn.Linear]) -> bool:
+def _is_adjacent(weights: Sequence[Tensor]) -> bool:
     """Whether weights lie one behind the other, so that they can be read as one."""
-    weights = [part.weight for part in parts]
     return all(
         one.is_contiguous()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.products import Packed, product, rows_for
+from rlhf_spmd.kernels.products import product, rows_for
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Linear, LowRank, lay_adjacent
+from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Linear, LowRank, Weight, lay_adjacent
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -97,7 +97,7 @@ class RowLinear(nn.Linear):
         super().__init__(num_in, num_out, bias=bias)
         self.group = group
 
-    def forward(self, x: Tensor, *, packed: bool, weight: Packed | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None) -> Tensor:
         """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens). weight: see `Linear`."""
         weight = self.weight if weight is None else weight
         if self.group is None:
@@ -113,10 +113,12 @@ class RowLinear(nn.Linear):
 class AdaptedRowLinear(RowLinear, Adapted):
     """A `RowLinear` with an adapter, whose part of the product is summed with that of the weight."""
 
-    low_rank: LowRank
+    low_rank: LowRank | None  # of it alone; None: `weight` has the adapter in it
 
-    def forward(self, x: Tensor, *, packed: bool, weight: Packed | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None) -> Tensor:
         """See `RowLinear`."""
+        if self.low_rank is None:
+            return super().forward(x, packed=packed, weight=weight)
         weight = self.weight if weight is None else weight
         y, *_ = self.low_rank(x, product(x, weight, self.bias if self.group is None else None))
         return y if self.group is None else self.summed(y, packed=packed)

@@ -13,6 +13,7 @@ A, B = "lora_A", "lora_B"  # the names of the factors in their layer
 BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_INPUTS = ("o_proj", "down_proj")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WITH_ONE_INPUT = (BY_OUTPUTS[:3], BY_OUTPUTS[3:], *((one,) for one in BY_INPUTS))  # whose copies are joined
 ALL_LINEAR = "all-linear"  # of targets: all of these, but not the output layer
 NUMBER_BYTES = 4  # adapters are float32 in any precision of the base
 
@@ -34,6 +35,12 @@ class Adapters:
     def has(self, layer: str) -> bool:
         """Whether a linear layer, by its name or path, has adapters."""
         return layer.rpartition(".")[2] in self.targets
+
+    def copies(self, layer: str) -> bool:
+        """Whether a copy of the weights with adapters in them has a linear layer: it, or one with its input, has
+        adapters."""
+        name = layer.rpartition(".")[2]
+        return any(name in some and any(map(self.has, some)) for some in WITH_ONE_INPUT)
 
 
 def is_factor(name: str) -> bool:

@@ -131,6 +131,7 @@ class Workload:
     max_sequences: int = 256  # decoded at the same time by one copy of a model
     forecast_lengths: ResponseLengths | None = field(default=None, repr=False)  # None: all have max_response tokens
     bases: Mapping[str, str] = field(default_factory=dict)
+    adds_adapters: bool = False  # whether models with adapters generate with copies of their weights that have them
 
     @property
     def num_sequences(self) -> int:

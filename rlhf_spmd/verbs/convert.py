@@ -5,6 +5,7 @@ import sys
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.merge import merge
+from rlhf_spmd.model.adapters.uniform import other_base
 from rlhf_spmd.model.hf import convert_gguf
 from rlhf_spmd.runtime.guard.terminal import print_json
 
@@ -13,6 +14,12 @@ def run(parsed: argparse.Namespace) -> int:
     """Writes the folder -> the exit status. Raises UserError."""
     told = {"folder": str(parsed.folder), "ok": True}
     if parsed.merge:
+        if parsed.base and (named := other_base(str(parsed.source), str(parsed.base))):
+            print(
+                f"rlhf_spmd: note: {parsed.source} was made for {named}, whose files have other weights than "
+                f"{parsed.base}; the result is right only if that is the same model, such as in another precision",
+                file=sys.stderr,
+            )
         merged = merge(parsed.source, parsed.folder, base=parsed.base)
         told |= {"updated": merged.num_updated, "lost": merged.num_lost}
         if merged.num_lost and merged.dtype.itemsize < 4:

@@ -193,6 +193,7 @@ CASES = {
     "null in config.json": Case(("models.actor={folder}/null",), ("null/config.json", "'rms_norm_eps' is None")),
     "adapters of no layer": Case(("lora.rank=2", "lora.targets=q_prj"), ("lora.targets", "q_prj", "'q_proj'")),
     "a rank above that of a layer": Case(("lora.rank=33",), ("lora.actor.rank=33", "lower the rank to 16, or leave")),
+    "joined copies without adapters": Case(("lora.generate=joined",), ("no model with adapters generates", "drop")),
     "an adapter without its base": Case(
         ("models.actor={folder}/adapter",), ("adapter holds an adapter for elsewhere", "lora.base=FOLDER")
     ),

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from rlhf_spmd.config import options as configs
+from rlhf_spmd.model.linear import sum_bytes
 from rlhf_spmd.plan.adapters import is_factor
+from rlhf_spmd.plan.cost.memory import working_bytes
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.handlers.infer import Inference
@@ -37,6 +39,9 @@ def bases_of(run: RunOf) -> dict[str, torch.Tensor]:
         for name, one in model.state_dict().items()
         if not is_factor(name) and (model.adapters is None or name != "score.weight")
     }
+
+
+JOINED = "lora.generate=joined"
 
 
 def made_alone(world, folder, *words):  # noqa: F811
@@ -86,6 +91,38 @@ def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_grou
     if number >= len(PLACEMENTS[world.size]):
         pytest.skip("no more placements at this number of ranks")
     compare(Runs(world, folder, make_group, *LORA).make(PLACEMENTS[world.size][number]), alone, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def alone_joined(world, folder, alone):  # noqa: F811
+    found = made_alone(world, folder, JOINED)
+    (mine, _, sums), (theirs, _, sums_apart) = found, alone
+    assert [one["tokens_sha256"] for one in mine] == [one["tokens_sha256"] for one in theirs] and sums == sums_apart
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement"),
+    [
+        (4, "reallocation"),
+        *(pytest.param(2, one, marks=pytest.mark.slow) for one in ("flattening", "separation")),
+        *(
+            pytest.param(4, one, marks=pytest.mark.slow)
+            for one in ("interleaving1", "separation", "three stages", "zero 1")
+        ),
+    ],
+)
+def test_joined_copies_draw_the_same_tokens(ranks, placement, world, folder, alone_joined, make_group, monkeypatch):  # noqa: F811
+    if ranks != world.size:
+        pytest.skip(f"at {ranks} ranks")
+    run = Runs(world, folder, make_group, *LORA, JOINED).make(placement)
+    copied = [
+        sum_bytes(run.job.models.model(call))
+        for call in run.program.workload.workflow.generate_calls
+        if world.rank in run.program.placement.layouts[call.name].ranks
+    ]
+    assert working_bytes(run.program, world.rank)["copies with adapters"] == sum(copied)
+    compare(run, alone_joined, monkeypatch)
 
 
 @pytest.mark.ranks(4)

@@ -15,6 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf, weights
 from rlhf_spmd.model.adapters.config import AdapterConfig, base_of
 from rlhf_spmd.model.adapters.files import check_base, read_adapter
+from rlhf_spmd.model.adapters.uniform import is_whole
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.transformer import Transformer
 
@@ -33,6 +34,8 @@ def merge(folder: str | Path, out: str | Path, *, base: str | Path | None = None
     """Writes a whole model, as a Hugging Face folder with the tokenizer of the base. base: its folder; None: that which
     the adapter names. Raises UserError."""
     folder, out = Path(folder), Path(out)
+    if is_whole(folder):
+        raise UserError(f"{folder} holds a whole model, and --merge is for an adapter: give the folder of the adapter")
     config, factors, saved = read_adapter(folder)
     base = base_of(folder, config, base, option="--base FOLDER")
     if out.resolve() in (folder.resolve(), base.resolve()):

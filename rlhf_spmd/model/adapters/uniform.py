@@ -17,8 +17,12 @@ OF_ATTENTION = LINEAR_LAYERS[:4]
 
 def is_adapter(folder: Path | str) -> bool:
     """Whether a folder holds an adapter and no whole model."""
-    has = [(Path(folder) / name).is_file() for name in (*FILES, *WHOLE)]
-    return any(has[: len(FILES)]) and not any(has[len(FILES) :])
+    return any((Path(folder) / name).is_file() for name in FILES) and not is_whole(folder)
+
+
+def is_whole(folder: Path | str) -> bool:
+    """Whether a folder holds a whole model."""
+    return any((Path(folder) / name).is_file() for name in WHOLE)
 
 
 def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER") -> str:

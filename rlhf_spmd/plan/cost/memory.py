@@ -7,7 +7,8 @@ float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master w
 gradients between steps, stage 3 those of its part and the buffer in which it reduces them.
 
 A model with adapters holds c*p weights of its base, which models may have in common, and for each of its a numbers of
-adapters 4 bytes of itself, of its gradient and of each moment.
+adapters 4 bytes of itself, of its gradient and of each moment. If it generates with copies of its weights that have the
+adapters in them, these are there during the call.
 """
 
 import math
@@ -26,7 +27,7 @@ from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
-WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
+WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache", "copies with adapters")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
 CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # as in kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
@@ -122,7 +123,8 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
     """Bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers, gradients that ZeRO 2
-    reduces, activations of training, keys and values of generation. Empty if the call does not run there."""
+    reduces, activations of training, keys and values of generation, and weights with adapters in them. Empty if the
+    call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
@@ -135,7 +137,18 @@ def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
     taken = {"gathered": gathered_bytes(workload, call, layout, rank) if spread else 0}
     if isinstance(call, Generate):
         taken["KV cache"] = cache_bytes(workload, call, layout, rank)
+        taken["copies with adapters"] = copied_bytes(workload, call, layout, rank)
     return taken
+
+
+def copied_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
+    """Bytes of the copies of weights with adapters in them with which a rank generates (model/linear.py:
+    sum_bytes)."""
+    shape, shard = workload.shape(call.model), layout.shard(rank)
+    if shape.adapters is None or not workload.adds_adapters:
+        return 0
+    table = [weight for weight in weights_of(shape) if shape.adapters.copies(weight.name.removesuffix(".weight"))]
+    return workload.param_bytes * sum(numbers_in(box) for weight in table if (box := weight.box(shard)))
 
 
 def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
@@ -173,12 +186,13 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
         for kind, num_bytes in call_bytes(program, call, rank).items():
             total[kind] = max(total[kind], num_bytes)
         total["gathered"] = max(total["gathered"], loaded_bytes(program, call, rank))
-    total["KV cache"] = most_cache_bytes(program, rank, cache_bytes)
+    total["KV cache"] = most_alive_bytes(program, rank, cache_bytes)
+    total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)
     return total
 
 
-def most_cache_bytes(program: Program, rank: int, of_call: Callable[[Workload, ModelCall, Layout, int], int]) -> int:
-    """The most bytes of KV caches that are alive on a rank at one time. of_call: bytes of the cache of a call."""
+def most_alive_bytes(program: Program, rank: int, of_call: Callable[[Workload, ModelCall, Layout, int], int]) -> int:
+    """The most bytes of KV caches, or of what lives as long, that a rank has at one time. of_call: of a call."""
     calls = {call.name: call for call in program.workload.workflow.generate_calls}
     layouts = program.placement.layouts
     sizes = {
@@ -217,7 +231,8 @@ def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *,
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
     """The most that a rank's device holds at one time: calls run one after another, transfers beside them."""
-    besides = working["buckets"] + max(working["activations"] + working["reduced"], working["KV cache"])
+    generating = working["KV cache"] + working["copies with adapters"]
+    besides = working["buckets"] + max(working["activations"] + working["reduced"], generating)
     return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
 
 
@@ -277,21 +292,39 @@ def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes:
 
 
 def packed_bytes(program: Program, rank: int) -> int:
-    """The most bytes of the packed copies of weights with which a rank generates on a CPU (model/linear.py: Copies)."""
+    """The most bytes beside `working_bytes` of the packed copies of weights with which a rank generates on a CPU
+    (model/linear.py: Copies)."""
     workload, layouts = program.workload, program.placement.layouts
     most = 0
     for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
-        numbers, shape, shard = 0, workload.shape(call.model), layouts[call.name].shard(rank)
-        for weight in weights_of(shape):
-            is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
-            is_packed = is_head or weight.name.endswith("_proj.weight")
-            if is_packed and (box := weight.box(shard)) and (not is_head or shard.stage == shard.pp - 1):
-                numbers += numbers_in(box)
-        for factor in trained_weights_of(shape) if shape.adapters else ():
+        shape, layout = workload.shape(call.model), layouts[call.name]
+        num_bytes, shard = _packed_base_bytes(workload, call, layout, rank), layout.shard(rank)
+        for factor in trained_weights_of(shape) if shape.adapters and not workload.adds_adapters else ():
             if box := factor.box(shard):  # q, k and v have their B in one matrix, with zeros
-                numbers += numbers_in(box) * (3 if factor.name.endswith(B) else 1)
-        most = max(most, workload.param_bytes * numbers)
+                num_bytes += workload.param_bytes * numbers_in(box) * (3 if factor.name.endswith(B) else 1)
+        most = max(most, num_bytes - copied_bytes(workload, call, layout, rank))
     return most
+
+
+def kept_bytes(program: Program, rank: int) -> int:
+    """Bytes of `packed_bytes` that a rank keeps all the time: the copies of frozen bases."""
+    workload, layouts, kept = program.workload, program.placement.layouts, dict[tuple[str, Shard], int]()
+    for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
+        if workload.shape(call.model).adapters and not workload.adds_adapters:
+            layout = layouts[call.name]
+            kept[call.model, layout.shard(rank)] = _packed_base_bytes(workload, call, layout, rank)
+    return sum(kept.values())
+
+
+def _packed_base_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
+    """Bytes of the packed copies of weights of a call, without factors of adapters."""
+    shape, shard, numbers = workload.shape(call.model), layout.shard(rank), 0
+    for weight in weights_of(shape):
+        is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
+        is_packed = is_head or weight.name.endswith("_proj.weight")
+        if is_packed and (box := weight.box(shard)) and (not is_head or shard.stage == shard.pp - 1):
+            numbers += numbers_in(box)
+    return workload.param_bytes * numbers
 
 
 def cache_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
@@ -312,6 +345,6 @@ def sequence_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: in
 def least_bytes(program: Program, rank: int, resident: Program | None = None) -> int:
     """The least bytes that a rank's device must hold: its peak with the smallest KV cache. resident: the program whose
     models are in memory all the time; None: this one."""
-    least = most_cache_bytes(program, rank, sequence_bytes)
+    least = most_alive_bytes(program, rank, sequence_bytes)
     static = static_bytes(resident or program, rank)
     return peak_bytes(static, working_bytes(program, rank) | {"KV cache": least})

@@ -5,7 +5,7 @@ half of which is masked. Under tensor parallelism with sequence parallelism each
 scatters their sum after (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass.
 No product hides these messages or the start of a layer. A backward pass takes two forwards, and one more with
 recomputation; one less where a base is frozen, of which it computes no gradients. Adapters add 2 FLOPs per number and
-token, three times that where they train.
+token, three times that where they train; none in generation with copies of the weights that have them.
 
 A decode step of b rows and L layers takes max(start, max(read, products) + reduces): starting it, L decode_layer_s + 2
 L decode_reduce_s (tp > 1); reading all weights, keys and values; its products; and two all-reduces of b x h numbers per
@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
-from rlhf_spmd.plan.cost.memory import num_params, num_trained, sequence_bytes
+from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
+from rlhf_spmd.plan.workflow import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 MOMENTS_BYTES = 24  # summed over the ranks of a train call per optimizer step (runtime/execute/optimizer_step.py)
@@ -117,7 +117,7 @@ class Cost:
         """Seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
         shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
         num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
-        adapters_s, of_weights = self.adapters_s(call.model, layout, rank, tokens), shape.adapters is None
+        adapters_s, of_weights = self.adapters_s(call, layout, rank, tokens), shape.adapters is None
         if (table := self.table(call.model, layout, rank)) is not None:
             forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
             if not backward:
@@ -136,12 +136,27 @@ class Cost:
             return layers_s + passes * head_s + (2 + layout.recompute) * adapters_s
         return num_layers * layer_s + head_s + adapters_s
 
-    def adapters_s(self, model: str, layout: Layout, rank: int, tokens: float) -> float:
-        """Seconds of the products of some tokens with the adapters on a rank's stage; 0 without adapters."""
-        shape = self.workload.shape(model)
-        if shape.adapters is None:
+    def adapters_s(self, call: ModelCall, layout: Layout, rank: int, tokens: float) -> float:
+        """Seconds of the products of some tokens with the adapters on a rank's stage; 0 without adapters, or if they
+        are in the weights."""
+        shape = self.workload.shape(call.model)
+        if shape.adapters is None or self._adds_adapters(call):
             return 0.0
         return 2 * tokens * num_trained(shape, layout.shard(rank)) / self.device(rank).matrix_flops
+
+    def copies_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
+        """Seconds of adding the adapters to copies of the weights with which a rank generates: reading these, their
+        products in float32, and writing the sums."""
+        shape, device = self.workload.shape(call.model), self.device(rank)
+        num_bytes = copied_bytes(self.workload, call, layout, rank)
+        if shape.adapters is None or not num_bytes:
+            return 0.0
+        numbers = num_bytes / self.workload.param_bytes
+        flops_s = 2 * shape.adapters.rank * numbers / device.matrix_flops
+        return max(flops_s, (2 * num_bytes + 2 * NUMBER_BYTES * numbers) / device.memory_bytes_per_s)
+
+    def _adds_adapters(self, call: ModelCall) -> bool:
+        return self.workload.adds_adapters and isinstance(call, Generate)
 
     def gather_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
         """Seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
@@ -185,7 +200,7 @@ class Cost:
         if self.workload.forecast_lengths and self.workload.forecast_lengths.differ:
             return self._expected_s(call, layout, rank, rows, places, parts, drawn)
         begun = min(places, len(rows))
-        clock_s, done_s = self.prompts_s(call, layout, rank, rows[:begun]), [0.0] * len(rows)
+        clock_s, done_s = self._start_s(call, layout, rank, rows[:begun]), [0.0] * len(rows)
         for num_steps, active, ended in decode_steps([response - drawn for _, response in rows], places):
             clock_s += num_steps * sum(self.decode_s(call, layout, other, active) for other in stages)
             if table is not None and table.ends is not None:
@@ -207,7 +222,7 @@ class Cost:
         table, begun = self.table(call.model, layout, rank), min(places, len(rows))
         decoding = decode(responses, len(rows), places, layout.dp)
         ends, begins = meetings(responses, len(rows), places)
-        first_s, later, later_s = self.prompts_s(call, layout, rank, rows[:begun]), rows[begun:], 0.0
+        first_s, later, later_s = self._start_s(call, layout, rank, rows[:begun]), rows[begun:], 0.0
         if later:
             few = int(len(later) / begins)  # prompts come in groups of so many, or of one more
             more = len(later) - few * begins
@@ -231,6 +246,11 @@ class Cost:
                 done_s[row] = before_s + (end_s - before_s) * (row + 1 - before) / (stop - before)
             before, before_s = stop, end_s
         return done_s
+
+    def _start_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
+        """Seconds before the first decode step: of copies with adapters, and of the first prompts."""
+        copies_s = max(self.copies_s(call, layout, other) for other in layout.stage_ranks(rank))
+        return copies_s + self.prompts_s(call, layout, rank, rows)
 
     def slowest(self, num_rows: int, layout: Layout, num_passes: int) -> float:
         """The seconds of the passes of so many sequences of a shard on the slowest shard over those of mean lengths."""
@@ -286,9 +306,9 @@ class Cost:
         num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
         table = self.table(call.model, layout, rank)
         adapters_s = 0.0
-        if shape.adapters is not None:
+        if shape.adapters is not None and not self._adds_adapters(call):
             read = NUMBER_BYTES * num_trained(shape, shard) / device.memory_bytes_per_s
-            adapters_s = max(read, self.adapters_s(call.model, layout, rank, places))
+            adapters_s = max(read, self.adapters_s(call, layout, rank, places))
         if table is not None and table.decode is not None:
             return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1) + adapters_s
         context = workload.row_lengths[0] + self._middle()

@@ -8,6 +8,7 @@ from rlhf_spmd.plan.cost.memory import (
     activation_bytes,
     base_sizes,
     cache_bytes,
+    copied_bytes,
     gathered_bytes,
     num_frozen,
     num_params,
@@ -45,7 +46,7 @@ class Candidate:
     seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
     ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training,
     or of a copy of the weights; base_bytes: those of them that models have in common (Workload.bases); the others are
-    the kinds of memory.working_bytes.
+    the kinds of memory.working_bytes, copies with adapters among the cache_bytes.
     """
 
     layout: Layout
@@ -181,6 +182,7 @@ class CallCosts:
             if self.evaluation and call == workload.workflow.generate_calls[0]:  # the one that evaluates
                 least = max(sequence_bytes(self.evaluation, call, layout, rank) for rank in last)
                 options["cache_bytes"] = max(options["cache_bytes"], least)
+            options["cache_bytes"] += max(copied_bytes(workload, call, layout, rank) for rank in last)
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
 
     def _taken(self, call: ModelCall, layout: Layout, shards: Sequence[Shard]) -> dict[str, int]:

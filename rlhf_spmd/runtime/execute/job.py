@@ -96,9 +96,9 @@ class Job:
     @property
     def drawing(self) -> dict[str, Any]:
         """Options of generation; other passes replay the stored sampling support instead of restricting again."""
-        generation = self.config.generation
+        generation, adds_adapters = self.config.generation, self.workload.adds_adapters
         restricted = {name: getattr(generation, name) for name in ("top_k", "top_p", "min_p", "stop")}
-        return self.sampling | restricted | {"decode": self.tokenizer.decode}
+        return self.sampling | restricted | {"decode": self.tokenizer.decode, "adds_adapters": adds_adapters}
 
     def layout(self, call: ModelCall) -> Layout:
         """The layout of a call."""

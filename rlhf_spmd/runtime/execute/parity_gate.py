@@ -50,7 +50,7 @@ def parity_gate(
         place = found.row, found.position
         fix = (
             f"the limit is parity_tolerance={limit:g}: raise it if this is rounding, use float32, "
-            "or let the loss correct it (importance_weights or rejection of the algorithm)"
+            "or let the loss correct it (importance_weights or rejection of the algorithm)" + _apart(config)
         )
         raise UserError(
             f"generation and training disagree: token {int(responses_BG[place])} at position {found.position} has "
@@ -64,8 +64,15 @@ def parity_gate(
             f"generation and training disagree by {found.mean_abs:.2e} nats per token in the mean of "
             f"{found.num_tokens:,} tokens, more than rounding gives (the limit is {mean_limit:g} in "
             f"{config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, "
-            "which is then the only limit"
+            "which is then the only limit" + _apart(config)
         )
+
+
+def _apart(config: Config) -> str:
+    """What helps where copies with adapters were rounded; empty if there are none."""
+    if config.lora.generate == "apart":
+        return ""
+    return f"; lora.generate=joined rounds W + s B A to {config.dtype}, and lora.generate=apart has no such difference"
 
 
 def corrects(call: LossCall) -> bool:

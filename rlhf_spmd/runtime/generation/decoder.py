@@ -107,4 +107,4 @@ class Decoder:
         """The decode step that a graph captures; missing rows have cached_B = -1."""
         step = self._step(cached_B.clamp_min(0), cached_B, tables_BM)
         step.slots_B = torch.where(cached_B < 0, -1, step.slots_B)  # missing rows are not stored
-        return self.model.through_stages(tokens_B, Round(step, None))
+        return self.model.through_stages(tokens_B, Round(step, None, self.copies.joined))

@@ -19,6 +19,7 @@ stage draw the same tokens and send them to the other stages.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from rlhf_spmd.kernels.products import product
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
 from rlhf_spmd.model.fast_attributes import fast_attributes
-from rlhf_spmd.model.linear import Copies
+from rlhf_spmd.model.linear import Copies, sum_bytes
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.texts.tokenizer import has_stop
 from rlhf_spmd.model.transformer import Transformer
@@ -62,18 +63,28 @@ class Engine:
         num_steps: float = math.inf,
         decode: Callable[..., str] | None = None,
         turns: Turns | None = None,
+        adds_adapters: bool = False,
     ):
         """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
         max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
         a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
         largest sampling support to store for replay; 0: none. num_steps: expected, which must earn the packing of
         weights. decode: of a Tokenizer, for stop texts. turns: of episodes, on a rank that has the whole model; None:
-        a response is one turn.
+        a response is one turn. adds_adapters: multiply with copies of the weights to which these are added.
         """
         self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
         assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
         self.device = next(model.parameters()).device
         block_size = block_size or (longest if self.device.type == "cpu" else GPU_BLOCK)
+        shard, known = self.parallel.shard, known or KnownTokens(model.config.vocab_size)
+        slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]
+        self._slices = [known.within(one) for one in slices]
+        mine = self._slices[shard.tp_index]
+        self._width = known.width(slices[shard.tp_index])
+        num_logits = self._width if self.parallel.is_last else 0
+        how: dict[str, Any] = {"num_rows": max_sequences, "num_steps": num_steps, "num_logits": num_logits}
+        self._copies = Copies(model, **how, adds_adapters=adds_adapters)
+        free_bytes -= sum_bytes(model) if adds_adapters else 0
         wanted = num_blocks or max_sequences * -(-longest // block_size)
         num_blocks = _smallest(
             blocks_that_fit(model, block_size, wanted, longest, free_bytes), self.parallel, self.device
@@ -87,14 +98,6 @@ class Engine:
         self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
-        shard = self.parallel.shard
-        known = known or KnownTokens(model.config.vocab_size)
-        slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]
-        self._slices = [known.within(one) for one in slices]
-        mine = self._slices[shard.tp_index]
-        self._width = known.width(slices[shard.tp_index])
-        num_logits = self._width if self.parallel.is_last else 0
-        self._copies = Copies(model, num_rows=max_sequences, num_steps=num_steps, num_logits=num_logits)
         self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self._holes_H = known.columns_of_holes(mine, self.device)
         self._banned = torch.tensor(

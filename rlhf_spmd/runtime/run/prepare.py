@@ -15,7 +15,7 @@ from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.texts.template_time import time_of_start
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.algorithm import check_functions
-from rlhf_spmd.plan.cost.memory import packed_bytes
+from rlhf_spmd.plan.cost.memory import packed_bytes, working_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
@@ -97,7 +97,8 @@ def prepare(
     world.agree("the start", read)
     _agree_on_functions(config, world)
     models.start()
-    notes += filter(None, [note, limit_packing(world, table, packed_bytes(program, world.rank))])
+    copies = packed_bytes(program, world.rank) + working_bytes(program, world.rank)["copies with adapters"]
+    notes += filter(None, [note, limit_packing(world, table, copies)])
     job = Job(
         config,
         program,

@@ -59,6 +59,7 @@ def _adapters(job: Job) -> str:
         rate += ", ten times that of full training" if has_adapter_rate(config, name) else ""
         rate += f"; from {folder}" if (folder := config.adapter(name)) else ""
         texts.append(f"{name} rank {own.rank}, scale {own.scale:g}, {layers}: {format_count(numbers)} numbers; {rate}")
+    texts += ["generation with copies of the weights that have them"] if workload.adds_adapters else []
     for base in dict.fromkeys(workload.bases.values()):
         names = [name for name in workload.bases if workload.bases[name] == base]
         texts += [f"{' and '.join(names)} have their frozen weights in common"] if len(names) > 1 else []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.forecast import recipes, tuning
-from bench.forecast.recipes import Place, arguments, grid, places, recipe, row_of
+from bench.forecast.recipes import Place, arguments, grid, of_row, places, recipe, row_of
 from bench.recipe_tables import by_strategy
 from bench.rows import ABOUT, RESULTS, read_rows
 from rlhf_spmd.__main__ import main
@@ -17,20 +17,18 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 
-ROWS = {
-    Place(*(row[key] for key in ("algorithm", "preset", "layout", "device_type", "network"))): row
-    for row in read_rows(RESULTS / "recipes.jsonl")
-}
+ROWS = {of_row(row): row for row in read_rows(RESULTS / "recipes.jsonl")}
 AGAIN = (
     Place("ppo", "qwen2.5-0.5b", "1x1", "a100-40g"),
     Place("grpo", "qwen2.5-7b", "1x8", "a100-80g"),
+    Place("grpo+lora", "qwen2.5-7b", "1x8", "a100-40g"),
     Place("ppo", "qwen2.5-32b", "1x1", "a100-80g"),  # does not fit
 )
 COPIED = ("README.md", "docs/slurm.md", "docs/gsm8k.md", "slurm/env.sh")  # whose commands are for GPUs
 
 
 def test_every_place_has_a_row():
-    assert list(ROWS) == list(places()) and len(ROWS) == 108
+    assert list(ROWS) == list(places()) and len(ROWS) == 144
 
 
 @pytest.mark.parametrize("place", AGAIN, ids=str)
@@ -47,10 +45,10 @@ def without_seconds(row: dict) -> dict:
     return {name: one for name, one in row.items() if name != "iteration_s"}
 
 
-@pytest.mark.parametrize("place", AGAIN[:2], ids=str)
+@pytest.mark.parametrize("place", AGAIN[:3], ids=str)
 def test_the_command_with_the_options_of_a_row_forecasts_its_seconds_and_bytes(place, capsys):
     row = ROWS[place]
-    words = ["--algorithm", place.algorithm, "--preset", place.preset, "--layout", place.layout]
+    words = ["--algorithm", place.page, "--preset", place.preset, "--layout", place.layout]
     words += ["--device-type", place.device, *row["overrides"].split(), *row["options"].split()]
     assert main(["forecast", row["strategy"], *words]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -13,13 +13,23 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.memory import num_frozen, num_params, num_trained, static_bytes
+from rlhf_spmd.plan.cost.memory import (
+    least_bytes,
+    num_frozen,
+    num_params,
+    num_trained,
+    peak_bytes,
+    static_bytes,
+    working_bytes,
+)
+from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.text.program_listing import show_packed
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load as load_run
@@ -73,6 +83,18 @@ def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
         ),
         (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
         (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
+        (["lora.alpha=16"], "^lora.alpha=16.0: no model has adapters; give lora.rank=16, or drop the option$"),
+        (["lora.targets=q_proj", "lora.rslora=true"], "^lora.targets=q_proj: no .*\nlora.rslora=true: no model has"),
+        (
+            ["lora.actor.rank=4", "lora.critic.alpha=8"],
+            "^lora.critic.alpha=8.0: the critic has no adapters; give lora.critic.rank=16, or drop the option$",
+        ),
+        (["lora.rank=4", "lora.generate=merged"], "lora.generate=merged: .*apart.*joined"),
+        (
+            ["lora.generate=joined"],
+            "^lora.generate=joined: no model with adapters generates responses; drop",
+        ),
+        (["lora.critic.rank=4", "lora.generate=joined"], "no model with adapters generates"),
     ],
 )
 def test_refused_options(words, said):
@@ -127,6 +149,39 @@ def test_only_adapters_move_and_a_step_takes_less():
     assert forecast(adapted, calibration).makespan_s < forecast(full, calibration).makespan_s
 
 
+def test_joined_copies_take_memory_and_spare_products():
+    """Of each adapted weight, and of those with the same input, during generation; on each rank its shard."""
+    words, layers, h, inner = ("lora.rank=16", "lora.actor.targets=v_proj,down_proj"), 32, 4096, 11008
+    apart, joined = (program_of(*words, *more, layout="1x2", tp=2) for more in ((), ("lora.generate=joined",)))
+    assert static_bytes(apart, 0) == static_bytes(joined, 0)
+    before, now = working_bytes(apart, 1), working_bytes(joined, 1)
+    wanted = 2 * layers * (3 * h * h + h * inner) // 2
+    assert now == before | {"copies with adapters": wanted} and before["copies with adapters"] == 0
+    assert least_bytes(joined, 1) - least_bytes(apart, 1) in range(wanted + 1)
+    assert peak_bytes({"offloaded": 0}, now | {"activations": 0}) == wanted + peak_bytes(
+        {"offloaded": 0}, before | {"activations": 0}
+    )
+    calibration, rank, call = load_calibration("a100-80g"), 0, "actor_generate"
+    seconds = [Cost(calibration, one.workload, one.cluster) for one in (apart, joined)]
+    call, layout = joined.workload.workflow.call(call), joined.placement.layouts[call]
+    assert [one.copies_s(call, layout, rank) > 0 for one in seconds] == [False, True]
+    first, second = (one.decode_s(call, layout, rank, 4096) for one in seconds)
+    assert second < first
+    infer = joined.workload.workflow.call("actor_train")
+    assert seconds[1].adapters_s(infer, layout, rank, 32) == seconds[0].adapters_s(call, layout, rank, 32) > 0
+    assert joined.fingerprint != apart.fingerprint
+
+
+def test_check_says_which_packed_copies_stay():
+    """Those of a frozen base on a CPU, while it trains; none of joined copies, or of a model that trains as a whole."""
+    texts = []
+    for words in ((), ("lora.rank=16",), ("lora.rank=16", "lora.generate=joined")):
+        workload, cluster = make_workload(load("qwen2.5-0.5b", words)), Cluster.parse("1x2", "cpu")
+        texts.append(show_packed(compile_program(workload, flattening.place(workload, cluster), cluster)))
+    assert ["of a frozen base stay while it trains" in text for text in texts] == [False, True, False]
+    assert "up to 942.2 MiB more" in texts[0] and ", of which 942.2 MiB of a frozen base" in texts[1]
+
+
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """Options of a run whose actor begins with an adapter; its base is not where the adapter says."""
@@ -173,6 +228,17 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     assert bases == {"actor": "actor", "reference": "actor", "critic": "critic"}  # each its own, without the option
     change(critic, base_model_name_or_path=str(write_model(tmp_path / "copy", seed=1)))
     assert make_workload(load_run(given, f"lora.base={base}")).bases["critic"] == "actor"
+
+
+def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
+    words = write_all(tmp_path)
+    make_adapter(tmp_path / "judge", tmp_path / "actor", task="SEQ_CLS")
+    load_run(words, f"models.critic={tmp_path / 'judge'}")
+    for role in ("actor", "reference"):
+        with pytest.raises(
+            UserError, match=f"^models.{role}: .*judge is the adapter of .*SEQ_CLS.*, and the {role} is a"
+        ):
+            load_run(words, f"models.{role}={tmp_path / 'judge'}")
 
 
 def test_a_base_without_an_adapter_is_refused():

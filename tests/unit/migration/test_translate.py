@@ -259,6 +259,12 @@ def test_a_missing_file_is_refused(capsys):
             ),
             {"rank": "8", "alpha": "32", "targets": "q_proj,gate_proj,up_proj"},
         ),
+        (
+            "verl_grpo.sh",
+            ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=true"),
+            {"rank": "8", "alpha": "32", "targets": "all-linear", "generate": "joined"},
+        ),
+        ("verl_grpo.sh", ("actor_rollout_ref.model.lora.merge=true",), {}),
         ("verl_ppo.yaml", ("actor_rollout_ref.model.lora_rank=0", "critic.model.lora_alpha=3"), {}),
         (
             "verl_ppo.yaml",

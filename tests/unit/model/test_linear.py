@@ -1,17 +1,19 @@
 """Linear layers: weights that are joined where they lie, adapters beside them, copies of a frozen base."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
+from rlhf_spmd.model.adapters.merge import bit_sum
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, save_state
-from rlhf_spmd.model.linear import MOST_JOINED, Copies
+from rlhf_spmd.model.linear import MOST_JOINED, Adapted, Copies, lay_adjacent, sum_bytes
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
-from rlhf_spmd.plan.cost.memory import packed_bytes
+from rlhf_spmd.plan.cost.memory import copied_bytes, kept_bytes, packed_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import generate_rows
@@ -110,14 +112,21 @@ def test_a_frozen_base_is_packed_once_and_keeps_its_bytes():
     assert model.kept is not kept[0]
 
 
+SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 70)  # of `small`
+
+
+def program_of(adapters: Adapters | None, *, adds_adapters: bool = False) -> SimpleNamespace:
+    """What the bytes of copies depend on."""
+    shape, call = replace(SHAPE, adapters=adapters), SimpleNamespace(name="generate", model="actor")
+    made = {"workflow": SimpleNamespace(generate_calls=[call]), "shape": lambda model: shape, "param_bytes": 4}
+    workload = SimpleNamespace(**made, adds_adapters=adds_adapters)
+    placement = SimpleNamespace(layouts={"generate": Layout((0,), dp=1)})
+    return SimpleNamespace(workload=workload, placement=placement, call=call)
+
+
 def test_copies_of_factors_are_counted():
     def counted(adapters: Adapters | None) -> int:
-        shape = ModelShape(2, 64, 96, 4, 2, 16, 70, adapters=adapters)
-        call = SimpleNamespace(name="generate", model="actor")
-        workflow = SimpleNamespace(generate_calls=[call])
-        workload = SimpleNamespace(workflow=workflow, shape=lambda model: shape, param_bytes=4)
-        placement = SimpleNamespace(layouts={"generate": Layout((0,), dp=1)})
-        return packed_bytes(SimpleNamespace(workload=workload, placement=placement), 0)
+        return packed_bytes(program_of(adapters), 0)
 
     config = ModelConfig("llama", 70, 64, 96, 2, num_heads=4, num_kv_heads=2, head_dim=16)
     model = adapted(Transformer(config, head="lm"), 4)
@@ -125,3 +134,63 @@ def test_copies_of_factors_are_counted():
     held = sum(one.nbytes for factors in made for one in factors)
     found = counted(model.adapters) - counted(None)
     assert held <= found <= 1.5 * held
+    everything = packed_bytes(program_of(model.adapters), 0)
+    assert found + kept_bytes(program_of(model.adapters), 0) == everything and not kept_bytes(program_of(None), 0)
+
+
+SOME = ("k_proj", "o_proj")  # whose copies are joined with those of q and v
+
+
+@pytest.mark.parametrize("targets", [Adapters(1, 1.0).targets, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_joined_copies_are_a_model_with_these_weights(name, dtype, packs, targets):
+    """The same tokens and logprobs; and after any number of iterations the base has the bits that it had."""
+    use({dtype: Choice(name, **PACKS)})
+    if packs and not LIBRARIES[name].packs:
+        pytest.skip("it has no order of its own")
+    base = small(DTYPES[dtype])
+    before, model = bit_sum(*base.parameters()), adapted(base, 3, targets)
+    prompts_BP, bits_BG = torch.arange(12).view(4, 3), torch.randint(2**62, (4, 16), generator=torch.manual_seed(0))
+    options = {"eos_ids": (), "max_sequences": 4 if packs else 64}  # steps that earn packing, or too few
+    drawn = []
+    for _ in range(10):
+        dense, scale = small(DTYPES[dtype]), model.adapters.scale
+        for path, layer in model.named_modules():
+            if isinstance(layer, Adapted):
+                weight = dense.get_submodule(path).weight
+                weight.data = (layer.weight.float() + scale * (layer.lora_B @ layer.lora_A)).to(weight.dtype)
+        lay_adjacent(dense.layers.values())
+        wanted, found = (
+            generate_rows(one, prompts_BP, bits_BG, adds_adapters=one is model, **options) for one in (dense, model)
+        )
+        assert torch.equal(found[0], wanted[0])
+        close = 1e-5 if name == "linear" and dtype == "float32" else 0.0  # F.linear may sum joined matrices otherwise
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=close)
+        drawn.append(found[1])
+        assert model.kept is None  # nothing stays
+        for one in model.parameters():
+            if one.dtype == torch.float32 and one.shape[0] == 3:
+                one.data *= 1.5
+    assert not torch.equal(drawn[0], drawn[-1])
+    assert bit_sum(*base.parameters()) == before
+    apart, _, _ = generate_rows(model, prompts_BP, bits_BG, **options)
+    assert apart.shape == found[0].shape
+
+
+@pytest.mark.parametrize("targets", [Adapters(1, 1.0).targets, SOME, ("down_proj",)], ids=["all", "some", "one"])
+def test_joined_copies_are_counted(targets):
+    use({})
+    model = adapted(small(torch.float32), 3, targets)
+    lay_adjacent(model.layers.values())
+    mine = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    copies = Copies(model, adds_adapters=True)
+    made = [one for of in (copies.joined.qkv, copies.joined.gate_up) for one, _ in of.values()]
+    made += [one.keywords["weight"] for one in copies.forwards.values() if one is not None]
+    held = sum(one.nbytes for one in made if one.untyped_storage().data_ptr() not in mine)
+    program = program_of(model.adapters, adds_adapters=True)
+    layout = program.placement.layouts["generate"]
+    assert held == sum_bytes(model) == copied_bytes(program.workload, program.call, layout, 0) > 0
+    whole = packed_bytes(program_of(None), 0)  # packed, they are these copies
+    assert packed_bytes(program, 0) == whole - held and kept_bytes(program, 0) == 0
+    assert copied_bytes(program_of(model.adapters).workload, program.call, layout, 0) == 0

@@ -91,7 +91,9 @@ def test_what_rounding_to_bfloat16_loses_is_told(tmp_path, capsys):
     assert 0.1 < told["lost"] / told["updated"] < 0.9
     assert f"loses the update of {told['lost']:,} of {told['updated']:,} weights; merge into a base in float32" in err
     assert main([*words[:2], str(tmp_path / "wide"), "--merge", "--base", str(write_model(tmp_path / "other"))]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["lost"] == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["lost"] == 0
+    assert f"was made for {base}, whose files have other weights than {tmp_path / 'other'}; the result is right" in err
 
 
 def test_mistakes(tmp_path, capsys):
@@ -106,14 +108,15 @@ def test_mistakes(tmp_path, capsys):
         (["adapter", "out", "--merge", "--base", "small"], "small: it adapts model.layers.0.mlp.down_proj as a layer"),
         (["reward", "out", "--merge"], "reward holds an adapter for a base that it does not name; give the folder of"),
         (["reward", "out", "--merge", "--base", "base"], "has no tensor score.weight, so it is not a reward model"),
-        (["base", "out", "--merge"], "adapter_config.json does not exist"),
+        (["base", "out", "--merge"], "base holds a whole model, and --merge is for an adapter: give the folder of"),
         (["adapter", "out", "--base", "base"], "--base is the base of an adapter; add --merge"),
         (["adapter", "out"], "MERGED --merge --base BASE"),
     ):
         words = [str(tmp_path / word) if word.isalpha() else word for word in words]
         assert main(["convert", *words]) == 2
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and told in error, error
+        notes = 1 + error.count("note: ")  # of another base
+        assert error.count("\n") == notes and told in error, error
     assert not (tmp_path / "out").exists() and small
     saves = AdapterConfig(3, targets=config.targets, modules_to_save=("embed_tokens",), base=str(tied))
     write_adapter(tmp_path / "adapter", saves, factors, {"model.embed_tokens.weight": torch.zeros(63, 32)})

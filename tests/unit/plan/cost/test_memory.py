@@ -13,7 +13,7 @@ from rlhf_spmd.plan.cost.memory import (
     caches_alive,
     call_bytes,
     logits_bytes,
-    most_cache_bytes,
+    most_alive_bytes,
     sequence_bytes,
     static_bytes,
     working_bytes,
@@ -158,4 +158,4 @@ def test_caches_that_are_alive_at_the_same_time_add_up(stream):
     assert {len(together) for together in caches_alive(program, rank).values()} == {2 if stream else 1}
     call = workload.workflow.generate_calls[0]
     one = sequence_bytes(workload, call, layouts[call.name], rank)
-    assert most_cache_bytes(program, rank, sequence_bytes) == (2 * one if stream else one)
+    assert most_alive_bytes(program, rank, sequence_bytes) == (2 * one if stream else one)

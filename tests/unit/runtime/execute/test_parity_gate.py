@@ -31,6 +31,18 @@ def test_a_token_may_be_off_by_rounding():
     gate(difference_BG)
 
 
+def test_joined_copies_that_round_too_much_are_named():
+    """A bfloat16 copy W + s B A generates with other weights than training has."""
+    joined = ("lora.rank=4", "lora.generate=joined")
+    gate(torch.full(SHAPE, -0.4), *joined)
+    for far, *more in ((-0.6,), (-2.1,), (-0.1, "parity_tolerance=0.05")):
+        with pytest.raises(UserError, match="joined rounds W . s B A to bfloat16, and lora.generate=apart has no such"):
+            gate(torch.full(SHAPE, far), *joined, *more)
+        with pytest.raises(UserError) as error:
+            gate(torch.full(SHAPE, far), "lora.rank=4", *more)
+        assert "joined" not in str(error.value)
+
+
 def test_all_tokens_may_not_be():
     with pytest.raises(UserError, match="disagree by 6.00e-01 nats per token in the mean of 512 tokens"):
         gate(torch.full(SHAPE, -0.6))
