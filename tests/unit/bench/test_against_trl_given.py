@@ -150,10 +150,10 @@ def test_our_half_of_a_step_reads_all_rows(name, tmp_path):
     of = WORKS[name]
     model = given.small(tmp_path)[0].models["reward" if of.page == "reward_model" else "actor"]
     config = our_given_steps.config_of(of, str(model), tmp_path)
-    rows = given_work.rows_of(of.page)
+    rows = given_work.rows_of(of)
     assert config.rollout_batch == config.mini_batch == len(rows) == given_work.SEQUENCES // of.sequences_per_row
     assert config.micro_batch * of.sequences_per_row == given_work.MICRO_BATCH
-    assert given_work.rows_of(of.page) == rows, "both programs draw the same"
+    assert given_work.rows_of(of) == rows, "both programs draw the same"
     responses = [row[column] for row in rows for column in row if column != "prompt"]
     assert len(set(responses)) == given_work.SEQUENCES
     assert max(len(text.split()) for text in responses) <= given_work.MOST_WORDS
