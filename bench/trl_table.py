@@ -75,4 +75,13 @@ COLUMNS: dict[str, Columns] = {
         "peak memory, GiB": lambda row: f"{row['ours_peak_bytes'] / 2**30:.2f}",
         "TRL's peak memory, GiB": lambda row: f"{row['peer_peak_bytes'] / 2**30:.2f}",
     },
+    "against_trl_adapter_steps": {
+        "work": lambda row: row["case"],
+        "step of all weights, s": lambda row: f"{row['full_step_s']:.1f}",
+        "step with adapters, s": lambda row: f"{row['ours_step_s']:.1f}",
+        "TRL's, s": lambda row: f"{row['peer_step_s']:.1f}",
+        "peak memory of all weights, GiB": lambda row: f"{row['full_peak_bytes'] / 2**30:.2f}",
+        "with adapters, GiB": lambda row: f"{row['ours_peak_bytes'] / 2**30:.2f} ({row['memory_share']:.0%})",
+        "TRL's, GiB": lambda row: f"{row['peer_peak_bytes'] / 2**30:.2f}",
+    },
 }

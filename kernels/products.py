@@ -240,7 +240,7 @@ def _multiply(library: Library, x: Tensor, weight: Tensor | cpu.Panels, bias_O: 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, bias_O, library):
-        ctx.save_for_backward(x, weight_OI)
+        ctx.save_for_backward(x if weight_OI.requires_grad else None, weight_OI)
         ctx.mm = BACKWARD[_chosen[x.dtype][1].backward]
         return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
 
@@ -248,7 +248,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (x, weight_OI), (wants_x, wants_weight, wants_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
-        grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        x_grad = ctx.mm(grad_NO, weight_OI).view_as(x) if wants_x else None
-        weight_grad_OI = ctx.mm(grad_NO.T, x_NI) if wants_weight else None
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        x_grad = ctx.mm(grad_NO, weight_OI).view(*grad.shape[:-1], -1) if wants_x else None
+        weight_grad_OI = ctx.mm(grad_NO.T, x.reshape(-1, x.shape[-1])) if wants_weight else None
         return x_grad, weight_grad_OI, grad_NO.sum(0) if wants_bias else None, None

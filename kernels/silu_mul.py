@@ -11,6 +11,7 @@ Legend: N rows, I inner size, J part of I that a program takes.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
@@ -30,6 +31,26 @@ def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
     if cpu.used_for(gate_NI):
         return cpu.silu_mul(gate_NI, up_NI)
     return F.silu(gate_NI).mul_(up_NI)
+
+
+def swiglu(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    """-> y_NI by torch's operations, differentiable once: what training computes. It keeps gate and up alone."""
+    return _SwiGLU.apply(gate_NI, up_NI)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The bits of torch's own derivative."""
+
+    @staticmethod
+    def forward(ctx, gate_NI, up_NI):
+        ctx.save_for_backward(gate_NI, up_NI)
+        return F.silu(gate_NI).mul_(up_NI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_NI):
+        gate_NI, up_NI = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad_NI * up_NI, gate_NI), grad_NI * F.silu(gate_NI)
 
 
 def silu_mul_ref(gate_NI: Tensor, up_NI: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ given: the same for SFT, reward models and DPO, on rows that both programs read 
 smollm2: equality with SmolLM2-135M in float32.
 steps: whole steps of SmolLM2-135M in turns, at full length and with spread lengths (steps.py).
 given-steps: the same for SFT, reward models and DPO, with the peak of memory of both programs (given_steps.py).
+adapter-steps: SFT and DPO with adapters (LoRA) by both programs, and all weights by ours (adapter_steps.py).
 
-Cost on two cores: equality and given three minutes each, smollm2 and given-steps ten, steps fifteen.
+Cost on two cores: equality and given three minutes each, smollm2, given-steps and adapter-steps ten, steps fifteen.
 Command: python -m bench against-trl [PART ...] [--case LOSS]; without a part, all
 """
 
@@ -25,9 +26,10 @@ from pathlib import Path
 
 import torch
 
-from bench.against_trl import equality, given, given_steps, steps
+from bench.against_trl import adapter_steps, equality, given, given_steps, steps
 from bench.against_trl.cases import LOSSES, Case
 from bench.against_trl.given_cases import GIVEN_LOSSES, GivenCase
+from bench.against_trl.given_work import ADAPTED, GivenWork
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
@@ -37,6 +39,7 @@ FILES = {  # of a part's rows
     "smollm2": "against_trl",
     "steps": "against_trl_steps",
     "given-steps": "against_trl_given_steps",
+    "adapter-steps": "against_trl_adapter_steps",
 }
 
 
@@ -61,26 +64,33 @@ def given_whole_steps(folder: Path, _: Sequence) -> list[dict]:
     return given_steps.measured(SMOLLM2, folder)
 
 
+def adapter_whole_steps(folder: Path, works: Sequence[GivenWork]) -> list[dict]:
+    return adapter_steps.measured(SMOLLM2, folder, works)
+
+
 PARTS: dict[str, Callable[[Path, Sequence], list[dict]]] = {
     "equality": small_models,
     "given": given_rows,
     "smollm2": smollm2,
     "steps": whole_steps,
     "given-steps": given_whole_steps,
+    "adapter-steps": adapter_whole_steps,
 }
-LOSSES_OF: dict[str, Mapping[str, Case | GivenCase]] = {  # of a part
+LOSSES_OF: dict[str, Mapping[str, Case | GivenCase | GivenWork]] = {  # of a part
     "equality": LOSSES,
     "given": GIVEN_LOSSES,
     "smollm2": LOSSES,
     "steps": {},
     "given-steps": {},
+    "adapter-steps": ADAPTED,
 }
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench against-trl", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--case", choices=[*LOSSES, *GIVEN_LOSSES], help="only this loss; the rows of others stay")
+    cases = {**LOSSES, **GIVEN_LOSSES, **ADAPTED}
+    parser.add_argument("--case", choices=[*cases], help="only this loss or work; the rows of others stay")
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -89,7 +99,7 @@ def main(arguments: list[str]) -> int:
     parts = parsed.parts or list(PARTS)
     if parsed.case:
         parts = [part for part in parts if parsed.case in LOSSES_OF[part]] or parser.error("no such part has this loss")
-    if {"smollm2", "steps", "given-steps"} & set(parts) and not (SMOLLM2 / "model.safetensors").is_file():
+    if set(parts) - {"equality", "given"} and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
     torch.set_num_threads(equality.THREADS)
     ok = True

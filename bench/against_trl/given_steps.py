@@ -26,25 +26,36 @@ def measured(model: Path, folder: Path) -> list[dict]:
     """A row for each kind of work."""
     rows = []
     for number, of in enumerate(WORKS.values()):
-        rows.append(row_of(of, model, rounds_of(of, model, folder / str(number))))
+        scratch = folder / str(number)
+        commands = {"ours": ours(of, model, scratch), "peer": theirs(of, model)}
+        rows.append(row_of(of, model, rounds_of(of, commands, scratch, ROUNDS)))
         print(show(rows[-1]), flush=True)
     return rows
 
 
-def rounds_of(of: GivenWork, model: Path, folder: Path) -> list[dict]:
-    """The steps of both programs in each round, in turns whose order changes, and the rate of matrix products. The
+def ours(of: GivenWork, model: Path, folder: Path, rank: int = 0) -> list[str]:
+    """The command of our worker. rank: of adapters."""
+    return [sys.executable, "-m", "bench.against_trl.our_given_steps", str(model), str(folder), of.name, str(rank)]
+
+
+def theirs(of: GivenWork, model: Path, rank: int = 0) -> list[str]:
+    """The command of TRL's worker."""
+    return [str(PEER), "-m", "bench.against_trl.trl_given_steps", str(model), of.name, str(rank)]
+
+
+def rounds_of(of: GivenWork, commands: Mapping[str, Sequence[str]], folder: Path, num_rounds: int) -> list[dict]:
+    """The steps of all programs in each round, in turns whose order changes, and the rate of matrix products. The
     first round is not counted."""
     folder.mkdir()
-    ours = [sys.executable, "-m", "bench.against_trl.our_given_steps", str(model), str(folder), of.name]
-    theirs = [str(PEER), "-m", "bench.against_trl.trl_given_steps", str(model), of.name]
-    workers = {"ours": Worker(ours, folder / "ours.log"), "peer": Worker(theirs, folder / "trl.log")}
+    workers = {name: Worker(command, folder / f"{name}.log") for name, command in commands.items()}
     found = []
     try:
-        for number in range(ROUNDS + 1):
+        for number in range(num_rounds + 1):
             steps = {name: workers[name].step() for name in list(workers)[:: 1 if number % 2 else -1]}
             if number:
                 found.append(steps | {RATE: matrix_rate()})
-            print(f"{of.name}, round {number}: " + ", ".join(f"{k} {s['step_s']:.1f} s" for k, s in steps.items()))
+            told = ", ".join(f"{name} {step['step_s']:.1f} s" for name, step in steps.items())
+            print(f"{of.name}, round {number}: {told}", flush=True)
     finally:
         for worker in workers.values():
             worker.end()
@@ -69,7 +80,7 @@ def row_of(of: GivenWork, model: Path, rounds: Sequence[dict]) -> dict:
 def lengths_of(of: GivenWork, model: Path) -> list[tuple[int, int]]:
     """Tokens of the prompt and of the response of each sequence, the end token included."""
     tokenizer, found = load_tokenizer(model), []
-    for row in given_work.rows_of(of.page):
+    for row in given_work.rows_of(of):
         num_prompt = len(tokenizer.encode(row["prompt"]))
         for column in ("completion", "chosen", "rejected"):
             if column in row:

@@ -22,12 +22,14 @@ LR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GivenWork:
-    """page: of ours; packs: whether TRL packs its rows; promised: least times faster. theirs: options of TRL's."""
+    """page: of ours; packs: whether TRL packs its rows; full: half as many rows, each with the most words; promised:
+    least times faster. theirs: options of TRL's."""
 
     name: str
     page: str
     promised: float
     packs: bool = False
+    full: bool = False
     theirs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -46,20 +48,24 @@ WORKS = {
 }
 
 
-def rows_of(page: str) -> list[Row]:
+ADAPTED = {  # with adapters
+    work.name: work for work in (WORKS["SFT"], GivenWork("SFT, full length", "sft", 1.0, full=True), WORKS["DPO"])
+}
+
+
+def rows_of(of: GivenWork) -> list[Row]:
     """The rows of a step."""
-    draw = random.Random(1)
-    if page == "sft":
-        return [_row(draw, "completion") for _ in range(SEQUENCES)]
-    return [_row(draw, "chosen", "rejected") for _ in range(SEQUENCES // 2)]
+    draw, columns = random.Random(1), ("completion",) if of.page == "sft" else ("chosen", "rejected")
+    num_rows = SEQUENCES // of.sequences_per_row // (2 if of.full else 1)
+    return [
+        {"prompt": grammar.opening(draw).text} | {column: _response(draw, full=of.full) for column in columns}
+        for _ in range(num_rows)
+    ]
 
 
-def _row(draw: random.Random, *columns: str) -> Row:
-    return {"prompt": grammar.opening(draw).text} | {column: _response(draw) for column in columns}
-
-
-def _response(draw: random.Random) -> str:
+def _response(draw: random.Random, *, full: bool) -> str:
     num_words = min(max(round(draw.lognormvariate(math.log(MEDIAN), 1.0)), 1), MOST_WORDS)
+    num_words = MOST_WORDS if full else num_words
     words: list[str] = []
     while len(words) < num_words:
         words += "".join(grammar.scene(draw)).split()

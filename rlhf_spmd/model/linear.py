@@ -52,6 +52,8 @@ class AdaptedLinear(Linear, Adapted):
 
 
 Factors = tuple[Weight, Weight | list[Weight]]  # s A of all layers, stacked; B of all, block by block, or each B
+# A cheap function and its inputs, which are kept anyway: the backward pass computes a tensor again and does not keep it
+Again = tuple[Callable[..., Tensor], Sequence[Tensor]]
 
 
 class LowRank(nn.Module):
@@ -65,13 +67,16 @@ class LowRank(nn.Module):
         self.adapted = (*(one for one in layers if isinstance(one, Adapted)),)
         self.sizes = [one.out_features for one in layers]
 
-    def forward(self, x: Tensor, *parts: Tensor, factors: Factors | None = None) -> Sequence[Tensor]:
+    def forward(
+        self, x: Tensor, *parts: Tensor, factors: Factors | None = None, again: Again | None = None
+    ) -> Sequence[Tensor]:
         """x [..., I]. parts: the products of the layers with their weights, or all of them joined; without gradients
-        they change in place. factors: a copy of the layers' own -> the sums, rounded once to the precision of parts."""
+        they change in place. factors: a copy of the layers' own. again: x, to be computed in the backward pass -> the
+        sums, rounded once to the precision of parts."""
         if factors is None:
             own = self.own
             if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
-                lows = _LowRank.apply(self, x, *own)
+                lows = _LowRank.apply(self, again or (_itself, (x,)), x, *own)
                 return [part + low for part, low in zip(parts, lows, strict=True)]
             factors = self.factors(own)
         if len(parts) == 1 and not isinstance(factors[1], list):  # a decode step: each call counts
@@ -123,19 +128,21 @@ MOST_JOINED = 96  # ranks of layers, in sum, up to which zeros between their B c
 
 
 class _LowRank(torch.autograd.Function):
-    """s B (A x) of each layer. It keeps x as it is, without a copy in the precision of the factors."""
+    """s B (A x) of each layer. It keeps x as it is, not in the precision of the factors, or computes it again."""
 
     @staticmethod
-    def forward(ctx, low_rank, x, *own):
+    def forward(ctx, low_rank, again, x, *own):
         inner, lows = low_rank.products(x, low_rank.factors(own), num=len(low_rank.layers))
-        ctx.save_for_backward(x, inner, *own)
+        ctx.again, inputs = again
+        ctx.save_for_backward(inner, *own, *(one.detach() for one in inputs))
         ctx.low_rank, ctx.scale = low_rank, low_rank.adapted[0].scale
         return (*lows,)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        x, inner, *own = ctx.saved_tensors
+        (inner, *saved), end = ctx.saved_tensors, 2 * len(ctx.low_rank.adapted)
+        own, x = saved[:end], ctx.again(*saved[end:])
         (A_RI, _), wide = ctx.low_rank.factors(own), own[0].dtype
         num, with_adapter = len(own) // 2, [isinstance(one, Adapted) for one in ctx.low_rank.layers]
         x_NI, inner_NR = (one.reshape(-1, one.shape[-1]).to(wide) for one in (x, inner))
@@ -147,8 +154,8 @@ class _LowRank(torch.autograd.Function):
             inner_grads.append(grad_NO @ B_OR.to(x.dtype).to(wide))
         grad_NR = torch.cat(inner_grads, dim=-1)
         A_grad_RI = (grad_NR.T @ x_NI) * ctx.scale
-        x_grad = (grad_NR @ A_RI.to(wide)).to(x.dtype).view_as(x) if ctx.needs_input_grad[1] else None
-        return None, x_grad, *A_grad_RI.chunk(num), *B_grads
+        x_grad = (grad_NR @ A_RI.to(wide)).to(x.dtype).view_as(x) if ctx.needs_input_grad[2] else None
+        return None, None, x_grad, *A_grad_RI.chunk(num), *B_grads
 
 
 class Joined:

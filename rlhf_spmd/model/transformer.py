@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.products import product, rows_for
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
-from rlhf_spmd.kernels.silu_mul import silu_mul
+from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Linear, LowRank, Weight, lay_adjacent
+from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -97,8 +97,9 @@ class RowLinear(nn.Linear):
         super().__init__(num_in, num_out, bias=bias)
         self.group = group
 
-    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None) -> Tensor:
-        """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens). weight: see `Linear`."""
+    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None, again: Again | None = None) -> Tensor:
+        """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens). weight: see `Linear`;
+        again: see `LowRank`."""
         weight = self.weight if weight is None else weight
         if self.group is None:
             return product(x, weight, self.bias)
@@ -115,12 +116,12 @@ class AdaptedRowLinear(RowLinear, Adapted):
 
     low_rank: LowRank | None  # of it alone; None: `weight` has the adapter in it
 
-    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None, again: Again | None = None) -> Tensor:
         """See `RowLinear`."""
         if self.low_rank is None:
             return super().forward(x, packed=packed, weight=weight)
         weight = self.weight if weight is None else weight
-        y, *_ = self.low_rank(x, product(x, weight, self.bias if self.group is None else None))
+        y, *_ = self.low_rank(x, product(x, weight, self.bias if self.group is None else None), again=again)
         return y if self.group is None else self.summed(y, packed=packed)
 
 
@@ -141,8 +142,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.low_rank: LowRank | None = None  # of q, k and v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """x [..., D] -> [..., D]; cos, sin: of all tokens, from rope.cos_sin."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, *, again: Again | None = None
+    ) -> Tensor:
+        """x [..., D] -> [..., D]; cos, sin: of all tokens, from rope.cos_sin; again: see `LowRank`."""
         fast = context.cached
         if context.packed:
             x = gather_tokens(x, group=self.group)
@@ -151,7 +154,7 @@ class Attention(nn.Module):
         else:
             parts = (product(x, *context.joined.qkv[self.layer]),)
         if self.low_rank is not None:
-            parts = self.low_rank(x, *parts)
+            parts = self.low_rank(x, *parts, again=again if self.group is None else None)
         if len(parts) == 1:
             parts = parts[0].split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
@@ -173,8 +176,8 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
         self.low_rank: LowRank | None = None  # of gate and up
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """x [..., D] -> [..., D]."""
+    def forward(self, x: Tensor, context: AttentionContext, *, again: Again | None = None) -> Tensor:
+        """x [..., D] -> [..., D]; again: see `LowRank`."""
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
@@ -182,9 +185,9 @@ class MLP(nn.Module):
         else:
             parts = (product(x, *context.joined.gate_up[self.layer]),)
         if self.low_rank is not None:
-            parts = self.low_rank(x, *parts)
-        inner = silu_mul(*parts) if context.cached else F.silu(parts[0]) * parts[1]
-        return self.down_proj(inner, packed=context.packed)
+            parts = self.low_rank(x, *parts, again=again if self.group is None else None)
+        inner = silu_mul(*parts) if context.cached else swiglu(*parts)
+        return self.down_proj(inner, packed=context.packed, again=(swiglu, parts))
 
 
 class Layer(nn.Module):
@@ -199,9 +202,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [..., D] -> [..., D]."""
-        mixed = self.self_attn(self.input_layernorm(x, fast=context.cached), cos, sin, context)
-        normed, x = self.post_attention_layernorm(mixed, residual=x, fast=context.cached)
-        return x + self.mlp(normed, context)
+        before, after = self.input_layernorm, self.post_attention_layernorm
+        mixed = self.self_attn(before(x, fast=context.cached), cos, sin, context, again=(before, (x,)))
+        normed, x = after(mixed, residual=x, fast=context.cached)
+        return x + self.mlp(normed, context, again=(after, (x,)))
 
 
 class Transformer(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.against_trl import against_trl, given, given_steps, given_work, our_given_steps, ours
+from bench.against_trl import adapter_steps, against_trl, given, given_steps, given_work, our_given_steps, ours
 from bench.against_trl.equality import SMALL, WITH_CASTS
 from bench.against_trl.given_cases import CUT, GIVEN_CASES, GIVEN_LOSSES, ROWS, SMOOTHED
 from bench.against_trl.given_work import WORKS
@@ -150,13 +150,34 @@ def test_our_half_of_a_step_reads_all_rows(name, tmp_path):
     of = WORKS[name]
     model = given.small(tmp_path)[0].models["reward" if of.page == "reward_model" else "actor"]
     config = our_given_steps.config_of(of, str(model), tmp_path)
-    rows = given_work.rows_of(of.page)
+    rows = given_work.rows_of(of)
     assert config.rollout_batch == config.mini_batch == len(rows) == given_work.SEQUENCES // of.sequences_per_row
     assert config.micro_batch * of.sequences_per_row == given_work.MICRO_BATCH
-    assert given_work.rows_of(of.page) == rows, "both programs draw the same"
+    assert given_work.rows_of(of) == rows, "both programs draw the same"
     responses = [row[column] for row in rows for column in row if column != "prompt"]
     assert len(set(responses)) == given_work.SEQUENCES
     assert max(len(text.split()) for text in responses) <= given_work.MOST_WORDS
+
+
+def test_rows_of_steps_with_adapters():
+    """All ranks of a program's steps count, the most memory of them; each of three promises is checked."""
+    of = next(iter(given_work.ADAPTED.values()))
+    step = {"wall_s": 9.0, "peak_bytes": 10}
+    rounds = [
+        {"full": step | {"step_s": 3.0}, "ours": step | {"step_s": s, "peak_bytes": 7}, "peer": step | {"step_s": 4.0}}
+        for s in (2.0, 1.0, 2.5)
+    ]
+    row = adapter_steps.row_of(of, rounds)
+    assert row["ok"] and row["memory_share"] == 0.7 and row["ours_step_s"] == row["ratio"] == 2.0
+    for who, worse in (("ours", {"peak_bytes": 8}), ("peer", {"peak_bytes": 7}), ("peer", {"step_s": 1.0})):
+        assert not adapter_steps.row_of(of, [one | {who: one[who] | worse} for one in rounds])["ok"]
+
+
+def test_full_length_rows_are_as_long_as_any():
+    of = given_work.ADAPTED["SFT, full length"]
+    rows = given_work.rows_of(of)
+    assert len(rows) % given_work.MICRO_BATCH == 0
+    assert {len(row["completion"].split()) for row in rows} == {given_work.MOST_WORDS}
 
 
 def test_operations_of_a_step(monkeypatch):

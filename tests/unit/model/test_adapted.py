@@ -1,19 +1,27 @@
 """Models with adapters against a slow twin, whose dense weights are W + s B A."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.cost.memory import activation_bytes
+from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.runtime.generation.rollout import generate_rows
+from tests.programs import make_workload
 from tests.unit.kernels.test_products import small
+from tests.unit.plan.program.test_tensors import shape_of
 
 SIZES = {"num_heads": 10, "num_kv_heads": 5, "hidden_size": 30, "intermediate_size": 13, "num_layers": 2, "head_dim": 4}
 CONFIG = ModelConfig(model_type="llama", vocab_size=37, attention_bias=True, attention_output_bias=True, **SIZES)
+WIDE = replace(CONFIG, hidden_size=96, intermediate_size=256, num_heads=6, num_kv_heads=2, head_dim=16, num_layers=3)
 ADAPTERS = {
     "all": Adapters(3, 6.0),
     "some": Adapters(2, 8.0, ("v_proj", "o_proj", "up_proj"), rslora=True),
@@ -110,3 +118,28 @@ def test_generation_has_the_logprobs_of_a_forward_pass(which, dtype):
     logits = model.logits(model(tokens_BT)).float().log_softmax(-1)
     wanted_BG = logits[:, 2:-1].gather(-1, responses_BG[..., None].long()).squeeze(-1)
     torch.testing.assert_close(found_BG, wanted_BG, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("adapters", [None, Adapters(4, 8.0)], ids=["full", "adapters"])
+def test_a_forward_pass_keeps_what_the_forecast_counts(adapters):
+    """The bytes of all tensors that autograd saves, but for weights. For their weights' gradients norms keep what
+    these multiply (on a CPU)."""
+    workload = replace(make_workload(), micro_batch=2, max_prompt=8, max_response=24, param_bytes=4)
+    call, shape = workload.workflow.train_call("critic"), replace(shape_of(WIDE, "scalar"), adapters=adapters)
+    workload = replace(workload, models={**workload.models, "critic": shape})
+    forecast = activation_bytes(workload, call, Layout.data_parallel(range(1)), 0)
+    model, kept = Transformer(WIDE, head="scalar", adapters=adapters), dict[int, int]()
+    for name, one in model.named_parameters():
+        one.requires_grad_(name in model.trained_names())
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+    def noted(one: Tensor) -> Tensor:
+        kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, noted):
+        output = model(torch.arange(64) % 37, context=Packed([32, 32]))
+    assert output.requires_grad
+    found = sum(num_bytes for at, num_bytes in kept.items() if at not in weights)
+    norms = 0 if adapters else 4 * 64 * 96 * (2 * WIDE.num_layers + 1)
+    assert found - norms == pytest.approx(forecast, rel=0.05)
