@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, READOUTS, SUMS
+from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LAG_SHARE, LOGPROBS, MASK, MOST_LIKELY, READOUTS, SUMS
 from rlhf_spmd.plan.workflow import Compute, LossCall, Train, Workflow
 
 COMPANIONS = ("_sums", "_prepare", "_finish")
@@ -114,7 +114,8 @@ def check_call(
     """Raises UserError if a call gives its function an unknown argument, or lacks one that the function needs. numbers:
     options and state of the algorithm."""
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
-    own = readout_words(workflow, call) if isinstance(call, Train) else {}
+    own: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
+    own |= {LAG_SHARE: None} if isinstance(call, Train) and call.loglinear else {}
     bound(page_function.function, numbers | given | own)
     prepare = page_function.prepare
     taken = page_function.words | (words_of(prepare) if prepare else set())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
+from rlhf_spmd.plan.program.ahead import with_gates
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -38,12 +39,14 @@ from rlhf_spmd.plan.program.transfers import (
     weight_moves,
 )
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Call, Compute, Train, trains
+from rlhf_spmd.plan.workflow import Call, Compute, Train, is_gate, trains
 from rlhf_spmd.plan.workload import Workload
 
 
 def compile_program(workload: Workload, placement: Placement, cluster: Cluster) -> Program:
-    """Compiles one iteration. Raises UserError if the placement does not fit the workload or the cluster."""
+    """Compiles one iteration, with the parity gates of a run that draws ahead. Raises UserError if the placement does
+    not fit the workload or the cluster."""
+    workload, placement = with_gates(workload, placement)
     validate(placement, workload, cluster)
     compiler = _Compiler(workload, placement, cluster)
     compiler.emit()
@@ -185,6 +188,8 @@ class _Compiler:
     def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
         layout = self.placement.layouts[site]
         consumer = site if isinstance(call, Compute) else None
+        if is_gate(call):
+            piece = 0
         for rank in ranks_of(call, layout):
             group = self._group(group_of(call, layout, self.workload, self.placement, rank))
             late = arriving.get(rank, [])
