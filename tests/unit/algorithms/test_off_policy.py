@@ -153,8 +153,8 @@ def test_contradictions_are_refused(given, said):
 @pytest.mark.parametrize("loss", [policy_loss, surrogate_loss])
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.0])
 def test_loglinear_old_logprobs(loss, share):
-    """ln prox = ln mu + a (ln pi - ln mu) without a gradient ([A3PO], importance.py): the loss, its gradient and its log
-    are those with such old logprobs; at the first step, where a = 1, every ratio is exactly 1."""
+    """ln prox = ln mu + a (ln pi - ln mu) without a gradient ([A3PO], importance.py): loss, gradient and log are those
+    with such old logprobs; at the first step, where a = 1, every ratio is exactly 1."""
     gen = torch.Generator().manual_seed(2)
     mu, new, advantages = (torch.randn(3, 5, generator=gen) for _ in range(3))
     mask, options = torch.ones(3, 5, dtype=torch.bool), {"importance_weights": "token", "importance_cap": None}
