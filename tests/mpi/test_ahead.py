@@ -162,5 +162,11 @@ def test_equals_the_twin_on_one_rank(number, case, world, overrides, alone, make
         assert mine["parity_max_abs"] <= 1e-4  # by the weights that drew
     assert [one["lag"] for one in history] == [0, 1, 1, 1]
     assert history[0]["lag_max_abs"] <= 1e-4 < history[2]["lag_max_abs"]
+    spans = [span for span in run.loop.executor.recorder.spans if span[1] == "compute"]
+    trained = {span[0] for span in spans if "iteration" not in span[5]}
+    drawn = {(span[0], span[4], span[5]["iteration"]) for span in spans if "iteration" in span[5]}
+    assert not {name for name in trained if name.endswith(("_generate", "reference_infer", "_parity"))}
+    assert {(step, iteration) for _, step, iteration in drawn} <= {(0, 0), (0, 1), (1, 2), (2, 3)}
+    assert not any(name.endswith("_train") for name, *_ in drawn)
     for name, weight in weights_of(run).items():
         assert torch.allclose(weight, weights[name], rtol=0, atol=2e-5), name

@@ -91,6 +91,8 @@ class _Compiler:
         self.transfers += [move.transfer for move in weights]
         after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
         for number, transfer in enumerate(self.transfers[:first_weights]):
+            if self._is_last(number):
+                continue
             if (notice := notice_of(transfer, self.cluster)) is not None:
                 self.notices[number] = len(self.transfers)
                 self.transfers.append(notice)
@@ -174,6 +176,13 @@ class _Compiler:
         made_by, read_by = (workflow.call(names[0]) for names in (move.producers, move.consumers))
         return self.placement.ahead > 0 and trains(read_by, workflow) and not trains(made_by, workflow)
 
+    def _is_last(self, number: int) -> bool:
+        """Whether rows move at the end of the step: by NCCL they would have to wait there for ranks that train, and in
+        front of all that their sender sends after them, so that drawing would wait for training."""
+        move = self.moves[number % len(self.moves)]
+        by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
+        return by_nccl and self._waits_for_next_step(move)
+
     def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
         """Waits, Runs and Posts of calls that exchange together."""
         names = tuple(call.name for call in unit)
@@ -217,6 +226,8 @@ class _Compiler:
     def _emit_posts(self, index: int, piece: int | None) -> None:
         """Starts a move; while streaming, only after the one of in_flight mini-batches earlier is done."""
         number = self._number(index, piece)
+        if self._is_last(number):
+            return
         notice = self.notices.get(number)
         sources = {message.source for message in self.transfers[number].messages}
         for rank in self.transfers[number].ranks:

@@ -139,6 +139,25 @@ def test_drawing_ranks_never_wait_for_training_before_they_have_drawn():
         assert all(draws(program, one) for one in some[: last + 1])
 
 
+@pytest.mark.parametrize("old", ["generator", "current"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_drawing_waits_for_no_trainer_where_rows_go_by_nccl(size, old):
+    """Rows for the next step move when both sides have ended: a send that waits for a trainer would stand in front of
+    what a rank sends to others that draw."""
+    workload = make_workload(mini_batch=8, num_mini_batches=3, epochs=2, shape=SPLIT_SHAPE, old_logprobs=old)
+    workload, cluster = replace(workload, host_bytes=0), Cluster.parse(f"1x{size}", "a100-80g")
+    program = compile_program(workload, load_strategy("separation").place(workload, cluster, ahead=1), cluster)
+    assert errors(program) == []
+    trainers = set(range(size // 2))
+    for rank, some in enumerate(program.instructions):
+        last = max(index for index, one in enumerate(some) if isinstance(one, Run))
+        early = {one.transfer for one in some[:last] if isinstance(one, Post)}
+        assert not any(trainers & set(program.transfers[number].ranks) for number in early), rank
+    parts, rng = [part_of(program, PROLOGUE), *[program] * 3, part_of(program, EPILOGUE)], random.Random(size)
+    for _ in range(3):
+        assert not standing(one_piece(parts), rng)
+
+
 def test_lists_that_read_what_is_not_there_are_found():
     """Rows that never reach the trainers, and weights that move while calls still draw with them."""
     program = of_separation(4)
