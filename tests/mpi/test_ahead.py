@@ -37,11 +37,10 @@ OTHERS = NOT_COMPARED
 OPTIONS = {
     "ppo": ("ppo.epochs=2", "ppo.kl_controller=adaptive", "optimizer.critic_lr=1e-3"),
     "recompute": ("ppo.old_logprobs=recompute", "ppo.normalize_scores=true", "ppo.whiten=batch"),
-    "grpo": ("grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
     "current": ("ppo.old_logprobs=current", "ppo.importance_weights=token", "ppo.importance_cap=none", "ppo.epochs=2"),
-    "loglinear": (
+    "grpo": (
         *("grpo.old_logprobs=loglinear", "grpo.importance_weights=token", "grpo.rejection=token", "grpo.epochs=2"),
-        *("samples_per_prompt=4", "rollout_batch=6"),
+        *("grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
     ),
 }
 
