@@ -77,7 +77,10 @@ def problem(options: Options) -> str:
     return ""
 
 
-FAR = "generator and trainer differ by more than rounding: compare with dtype=float32, and look at parity_mean_abs"
+FAR = (
+    "generator and trainer differ by more than rounding: compare with dtype=float32, and look at parity_mean_abs, or "
+    "with strategy.ahead=1 at lag_mean_abs"
+)
 METRICS = {
     "importance_weight": Metric("policy", limits=(0.5, 2.0), advice=FAR),  # mean over tokens of what corrects the loss
     # largest weight before the cap and before rejection; without importance_weights the one that rejection looks at

@@ -7,7 +7,8 @@ that reads them, so that it overlaps with everything between.
 
 By NCCL a rank that only receives rows posts them when it has a notice of their senders, and waits for that notice where
 it waits for the rows. Before that it posts, in the order of their senders, what else it knows to come. So all ranks
-still post in the order of emission. Weights are posted where they are waited for.
+still post in the order of emission. Weights are posted where they are waited for; so are, by NCCL, rows that are drawn
+for the next step, at the end of this one.
 """
 
 from collections.abc import Sequence
