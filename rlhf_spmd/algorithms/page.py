@@ -21,7 +21,8 @@ up in the page, then in advantages.py, group_advantages.py, surrogates.py, likel
 A parameter of theirs is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
 `ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
 name of the responses where a call reads two, and `lag_share` with loglinear=True), an option or a part of the state,
-without the letters of its shape (`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the log, name -> (sum, weight).
+without the letters of its shape (`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the
+log, name -> (sum, weight).
 
     NAME_sums, NAME_prepare    of a loss: float64 sums of its arguments over the global mini-batch; and new values of
                                arguments, by parameter, from these `sums` and the `divisor`
