@@ -39,7 +39,7 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
             continue
         wanted = (*train.tokens, train.kept, *added)
         inputs = tuple(key for key in train.inputs if key in wanted)
-        name, options = f"{generate.name}_parity", (train.kept, False, train.drawn)
+        name, options = f"{train.model}_infer_parity", (train.kept, False, train.drawn)
         first = next(index for index, call in enumerate(calls) if isinstance(call, Train))
         calls.insert(first, Infer(name, train.model, LOGPROBS, inputs, (), train.tokens, *options))
         if generate.name in layouts:

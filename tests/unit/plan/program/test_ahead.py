@@ -83,7 +83,7 @@ def test_a_part_is_a_part_of_the_step():
         assert sorted(map(str, parts[0] + parts[1])) == sorted([*map(str, whole), "Agree on metrics"])
         assert all(isinstance(some[-1], Agree) for some in parts)
     runs = [one.call for some in prologue.instructions for one in some if isinstance(one, Run)]
-    assert set(runs) == {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_generate_parity"}
+    assert set(runs) == {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_infer_parity"}
     assert not any(transfer.model for transfer in prologue.transfers if transfer.messages)
     assert all(transfer.model for transfer in epilogue.transfers if transfer.messages)
     assert [drawn_by(program, rank) for rank in range(4)] == [False, False, True, True]
@@ -98,19 +98,17 @@ def calls_on(program: Program, rank: int) -> list[tuple[str, int | None]]:
 def test_the_parity_gate_has_the_weights_and_the_ranks_that_drew():
     """One mini-batch, last of what is drawn; where old logprobs are recomputed all rows, in that pass."""
     program = of_separation(2)
-    assert calls_on(program, 1)[-1] == ("actor_generate_parity", 0)
-    gate = program.workload.workflow.placed_call("actor_generate_parity")
+    assert calls_on(program, 1)[-1] == ("actor_infer_parity", 0)
+    gate = program.workload.workflow.placed_call("actor_infer_parity")
     assert (gate.drawn, gate.outputs, gate.current) == ("logprobs", (), False)
     layouts = program.placement.layouts
-    assert layouts["actor_generate_parity"] == layouts["actor_generate"]
+    assert layouts["actor_infer_parity"] == layouts["actor_generate"]
     again = compile_program(program.workload, program.placement, program.cluster)
     assert again.fingerprint == program.fingerprint
     recomputed = of_separation(2, old_logprobs="recompute")
-    assert ("actor_infer", None) in calls_on(
-        recomputed, 1
-    ) and "actor_generate_parity" not in recomputed.placement.layouts
+    assert ("actor_infer", None) in calls_on(recomputed, 1) and "actor_infer_parity" not in recomputed.placement.layouts
     assert recomputed.workload.workflow.placed_call("actor_infer").drawn == "logprobs"
-    assert "actor_generate_parity" not in of_separation(2, ahead=0).placement.layouts
+    assert "actor_infer_parity" not in of_separation(2, ahead=0).placement.layouts
 
 
 def test_current_old_logprobs_belong_to_training():
