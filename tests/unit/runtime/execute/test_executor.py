@@ -134,7 +134,7 @@ def test_a_peer_that_posted_is_not_late():
     everyone = executors(program, board)
     for rank in (0, 1):
         where = everyone[rank].instructions.index(Post(number))
-        everyone[rank].instructions = everyone[rank].instructions[: where + 1]
+        everyone[rank].steps = everyone[rank].steps[: where + 1]
         everyone[rank].iteration(iteration())
     board.places[2] = RankStatus("iteration 1: Run actor_generate", 0, 0)
     error = explained(everyone[3], RuntimeError("gloo: timed out"), Wait(number), 5)
