@@ -107,10 +107,14 @@ def add_stack(
 
 
 def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane]:
-    """The lanes cut to the last iterations; spans without an iteration stay if they fall between them."""
+    """The lanes cut to the last iterations; spans without an iteration stay if they fall between them. The last step of
+    a run that draws ahead draws nothing, and is left out unless it is the only one."""
     known = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     if not known:
         return list(all_lanes)
+    ahead = {span.iteration for lane in all_lanes for span in lane.spans if "iteration" in span.args}
+    if ahead and known[-1] not in ahead and len(known) > 1:
+        known.pop()
     wanted = set(known[-num_iterations:])
 
     def cut(belongs) -> list[Lane]:

@@ -58,6 +58,11 @@ def test_a_step_that_draws_ahead_names_both_iterations(tmp_path, monkeypatch):
                 row[5] = {"iteration": row[4] + 1}
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t")
     assert "iteration 1, drawing 2" in texts and "iteration 2, drawing 3" in texts
+    for one in records:
+        one["spans"] = [row for row in one["spans"] if row[4] == 0 or row[0] != "actor_generate"]
+        one["spans"].append(["actor_train", "compute", 1.7e9 + 3.0, 1.7e9 + 5.0, 1, {}])  # the last step draws nothing
+    texts = drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t")
+    assert "iteration 1, drawing 2" in texts and "iteration 2" not in texts
 
 
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
