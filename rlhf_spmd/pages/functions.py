@@ -120,6 +120,8 @@ def check_call(
     prepare = page_function.prepare
     taken = page_function.words | (words_of(prepare) if prepare else set())
     unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
+    if isinstance(call, Train) and call.loglinear and LAG_SHARE not in taken:
+        unused.append(LAG_SHARE)
     if unused:
         raise UserError(
             f"{call.function}() does not take {', '.join(unused)}; give it such a parameter, or leave it out of the "
