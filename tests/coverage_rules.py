@@ -24,6 +24,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "e2e/test_rehearse.py": ("runtime.rehearse.rehearsal",),
     "mpi/test_ahead.py": ("runtime.ahead.steps", "runtime.run.ahead_loop"),
     "unit/algorithms/test_controllers.py": ("algorithms.ppo",),
+    "unit/algorithms/test_off_policy.py": ("algorithms.importance",),
     "unit/algorithms/test_slow_supervised.py": ("algorithms.dpo", "algorithms.reward_model", "algorithms.sft"),
     "unit/algorithms/test_slow_twin.py": (
         *("runtime.execute.handlers.generate", "runtime.execute.handlers.infer"),

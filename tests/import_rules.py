@@ -149,6 +149,7 @@ MATH = (
     "losses",
     "masks",
     "logprob_parity",
+    "importance",
     "surrogates",
     *("likelihood", "preferences"),
 )
@@ -171,7 +172,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms.training_order": (),
     "rlhf_spmd.config.metric_aliases": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
-    "rlhf_spmd.algorithms.surrogates": (*TENSOR_MATH, "algorithms.page"),  # the words that its options may have
+    # the words that their options may have
+    **{f"rlhf_spmd.algorithms.{name}": (*TENSOR_MATH, "algorithms.page") for name in ("importance", "surrogates")},
     "rlhf_spmd.machines.calibration_file": ("plan", "files", "pages.option_suggestions"),
     "rlhf_spmd.machines.cluster_calibration": ("plan", "machines.calibration_file"),
     "rlhf_spmd.machines.cluster_file": ("files", "plan"),

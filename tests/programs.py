@@ -59,7 +59,7 @@ def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
         mini_batch=choose(range(1, 8)),
         num_mini_batches=choose(range(1, 4)),
         epochs=choose(range(1, 4)),
-        old_logprobs=choose(["generator", "recompute"]),
+        old_logprobs=choose(["generator", "recompute", "current"]),
         whiten=choose(["mini_batch", "batch"]),
         replay=choose([False, True]),
     )
@@ -120,7 +120,7 @@ def random_split_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
         num_mini_batches=choose(range(1, 5)),
         epochs=choose([1, 2]),
         shape=SPLIT_SHAPE,
-        old_logprobs=choose(["generator", "recompute"]),
+        old_logprobs=choose(["generator", "recompute", "current"]),
         whiten=choose(["mini_batch", "batch"]),
     )
     size = choose(range(2, 9))

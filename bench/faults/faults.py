@@ -7,9 +7,9 @@ but for times, weights, moments, responses) is compared byte by byte with an und
 spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
 PPO runs under every strategy and a plan of `auto`; the other algorithms run with an evaluation set, whose rows and best
-checkpoint are compared, too. PPO also trains adapters (LoRA).
+checkpoint are compared, too. PPO also trains adapters (LoRA), and draws one iteration ahead.
 
-Cost: half a minute for four kills on an idle machine, so 33 with --quick are six minutes and all 840 two hours.
+Cost: half a minute for four kills on an idle machine, so 36 with --quick are seven minutes and all 940 over two hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 
@@ -32,7 +32,7 @@ from rlhf_spmd import embedded
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
-NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy with PPO; of a strategy with another algorithm or adapters
+NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy with PPO, also ahead; with another algorithm or adapters
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
@@ -50,8 +50,12 @@ WORDS = {
 WORDS["grpo"] += ["grpo.drop_equal_groups=true", "rollouts.every=1"]
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
+AHEAD = "ppo one iteration ahead"
+WORDS[AHEAD] = [*WORDS["ppo"], "strategy.ahead=1", "rollouts.every=1", "ppo.old_logprobs=current"]
+WORDS[AHEAD] += ["ppo.importance_weights=token"]
 CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
 CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
+CASES[AHEAD] = ("separation",)
 POINTS = RESULTS / "fault_points.jsonl"
 
 
@@ -69,7 +73,7 @@ def main(arguments: list[str]) -> int:
         chosen = parsed.algorithms or [*CASES]
         cases = [(algorithm, strategy) for algorithm in CASES for strategy in CASES[algorithm] if algorithm in chosen]
         for algorithm, strategy in cases:
-            num_runs = NUM_RUNS if algorithm == "ppo" else NUM_RUNS_OF_OTHERS
+            num_runs = NUM_RUNS if algorithm in ("ppo", AHEAD) else NUM_RUNS_OF_OTHERS
             num_runs, num_kills = (1, NUM_QUICK) if quick else (parsed.runs or num_runs, NUM_KILLS)
             measure(algorithm, strategy, num_runs, num_kills, points, Path(folder))
         rows = [summary(*case, read_rows(points)) for case in cases]

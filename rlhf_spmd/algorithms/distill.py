@@ -41,9 +41,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     """One iteration."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
-    old = logprobs
-    if options.old_logprobs == "recompute":
-        old = actor.infer("logprobs", prompts, responses, output="old_logprobs")
+    old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
     teacher = model("teacher").infer("logprobs", prompts, responses, output="teacher_logprobs")
     rewards: dict[str, Any] = {}
     if options.task_coef:
@@ -64,8 +62,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         advantages=advantages,
         divisor="tokens" if options.aggregation == "token-mean" else "responses",
         entropy=True,
-        old_logprobs=old,
-        **off_policy.of_loss(options, logprobs),
+        **off_policy.of_loss(options, logprobs, old),
     )
 
 

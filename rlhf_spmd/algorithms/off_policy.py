@@ -2,8 +2,9 @@
 
 Old logprobs are those of the policy before training. The generator has the same weights, but another order of
 summation, and in bfloat16 the two differ visibly. With w = exp(old logprob - generator's logprob), a loss is multiplied
-by importance weights, at most a cap, and loses what `rejection` leaves out. The tensor math is `off_policy_weights` in
-surrogates.py. No torch, no ranks.
+by importance weights, at most a cap, and loses what `rejection` leaves out. Where batches are drawn one iteration
+ahead, the generator is also older. Only old logprobs of the policy with which training begins can show that: those of a
+pass (current), or an estimate of them (loglinear). The tensor math is in importance.py. No torch, no ranks.
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,18 @@ from pydantic import PositiveFloat
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.algorithms.page import ImportanceWeights, Metric, Rejection
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
+from rlhf_spmd.plan.workflow import Data, Model
 
 
 @dataclass(frozen=True, slots=True)
 class Options(page.Options):
     """Where old logprobs come from, and corrections."""
 
-    # source of the old logprobs: the generator, or one more forward pass of the actor
-    old_logprobs: Literal["generator", "recompute"] = "generator"
-    # weight the loss by the ratio of recomputed to generator probabilities, per token or per sequence; none: do not
+    # source of the old logprobs: the generator, or one more forward pass of the actor, with the weights that generated
+    # (recompute) or those with which training begins (current; older only with strategy.ahead=1), or without a pass the
+    # line from the generator's to the current ones (loglinear; with strategy.ahead=1)
+    old_logprobs: Literal["generator", "recompute", "current", "loglinear"] = "generator"
+    # weight the loss by the ratio of old to generator probabilities, per token or per sequence; none: do not
     importance_weights: ImportanceWeights = "none"
     # largest importance weight; larger ones are set to it; none: no limit
     importance_cap: PositiveFloat | None = 2.0
@@ -38,18 +42,33 @@ def corrects(options: Options) -> bool:
     return options.importance_weights != "none" or options.rejection != "none"
 
 
-def of_loss(options: Options, logprobs: Any) -> dict[str, Any]:
-    """The argument of a loss that is to be corrected. logprobs: the generator's. The parity gate then logs differences
-    and does not end the run."""
-    return {GENERATOR_LOGPROBS: logprobs} if corrects(options) else {}
+def old_logprobs(options: Options, actor: Model, prompts: Data, responses: Data, logprobs: Data) -> Data:
+    """The old logprobs of responses, as advantages read them: of a pass of the actor, or the generator's `logprobs`."""
+    if options.old_logprobs not in ("recompute", "current"):
+        return logprobs
+    is_current = options.old_logprobs == "current"
+    return actor.infer("logprobs", prompts, responses, output="old_logprobs", current=is_current)
+
+
+def of_loss(options: Options, logprobs: Data, old: Data) -> dict[str, Any]:
+    """The arguments of a loss that say what responses are compared with. logprobs: the generator's; old: those of
+    `old_logprobs`. If the loss is corrected, the parity gate logs differences and does not end the run."""
+    generator = {GENERATOR_LOGPROBS: logprobs} if corrects(options) else {}
+    return generator | {"old_logprobs": old, "loglinear": options.old_logprobs == "loglinear"}
 
 
 def problem(options: Options) -> str:
     """Why the options contradict each other; empty if they do not."""
-    if corrects(options) and options.old_logprobs != "recompute":
+    if corrects(options) and options.old_logprobs == "generator":
         return (
             "importance_weights and rejection compare old logprobs with the generator's, and old_logprobs=generator "
-            "makes them the same; set old_logprobs=recompute"
+            "makes them the same, so that its difference would count twice, in weights and ratios; set "
+            "old_logprobs=recompute, or with strategy.ahead=1 current or loglinear"
+        )
+    if not corrects(options) and options.old_logprobs == "loglinear":
+        return (
+            "old_logprobs=loglinear is the proximal policy of a loss with weights; set importance_weights or "
+            "rejection, or old_logprobs=generator"
         )
     if options.rejection_range and options.rejection == "none":
         return "rejection_range is given, but rejection=none; choose rejection=token, sequence or geometric"
@@ -58,7 +77,10 @@ def problem(options: Options) -> str:
     return ""
 
 
-FAR = "generator and trainer differ by more than rounding: compare with dtype=float32, and look at parity_mean_abs"
+FAR = (
+    "generator and trainer differ by more than rounding: compare with dtype=float32, and look at parity_mean_abs, or "
+    "with strategy.ahead=1 at lag_mean_abs"
+)
 METRICS = {
     "importance_weight": Metric("policy", limits=(0.5, 2.0), advice=FAR),  # mean over tokens of what corrects the loss
     # largest weight before the cap and before rejection; without importance_weights the one that rejection looks at

@@ -20,8 +20,9 @@ A page is a module with
 up in the page, then in advantages.py, group_advantages.py, surrogates.py, likelihood.py and preferences.py.
 A parameter of theirs is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
 `ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
-name of the responses where a call reads two), an option or a part of the state, without the letters of its shape
-(`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the log, name -> (sum, weight).
+name of the responses where a call reads two, and `lag_share` with loglinear=True), an option or a part of the state,
+without the letters of its shape (`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the
+log, name -> (sum, weight).
 
     NAME_sums, NAME_prepare    of a loss: float64 sums of its arguments over the global mini-batch; and new values of
                                arguments, by parameter, from these `sums` and the `divisor`
@@ -36,7 +37,7 @@ from pydantic import Field, PositiveInt
 
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-# options of policy losses, and parameters of their functions in surrogates.py
+# options of policy losses, and parameters of their functions in surrogates.py and importance.py
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 RatioLevel = Literal["token", "sequence", "product"]
 Surrogate = Literal["clip", "cispo"]

@@ -43,10 +43,8 @@ def rollout(options: Options, model: Models, prompts: Data) -> tuple[Data, Data,
     """Responses; their scores; arguments of advantages that need a KL divergence; arguments of the loss."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
-    old = logprobs
-    if options.old_logprobs == "recompute":
-        old = actor.infer("logprobs", prompts, responses, output="old_logprobs")
-    loss = off_policy.of_loss(options, logprobs) | {"old_logprobs": old}
+    old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
+    loss = off_policy.of_loss(options, logprobs, old)
     kl: dict[str, Any] = {}
     if options.kl_coef > 0:
         kl = {"logprobs": old}

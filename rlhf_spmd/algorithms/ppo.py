@@ -52,16 +52,14 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     """One iteration."""
     actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
     responses, logprobs = actor.generate(prompts)
-    corrections = off_policy.of_loss(options, logprobs)
-    if options.old_logprobs == "recompute":
-        logprobs = actor.infer("logprobs", prompts, responses, output="old_logprobs")
+    old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
     ref_logprobs = reference.infer("logprobs", prompts, responses, output="ref_logprobs")
     scores = reward.infer("scores", prompts, responses)
     values = critic.infer("values", prompts, responses)
     advantages, returns = compute(
         "advantages.estimate_advantages",
         responses=responses,
-        logprobs=logprobs,
+        logprobs=old,
         ref_logprobs=ref_logprobs,
         scores=scores,
         values=values,
@@ -74,11 +72,10 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         "surrogates.policy_loss",
         prompts,
         responses,
-        old_logprobs=logprobs,
+        **off_policy.of_loss(options, logprobs, old),
         advantages=advantages,
         entropy=entropy,
         stop=stop,
-        **corrections,
     )
     critic.train("surrogates.value_loss", prompts, responses, old_values=values, returns=returns)
 

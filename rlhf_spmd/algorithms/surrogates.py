@@ -16,17 +16,21 @@ et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISP
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.advantages import Sums, moments, whitened
+from rlhf_spmd.algorithms.importance import (
+    MAX_LOG_RATIO,
+    held,
+    off_policy_weights,
+    proximal,
+    ratio_of,
+    sequence_mean,
+)
 from rlhf_spmd.algorithms.page import Aggregation, ImportanceWeights, KLEstimator, RatioLevel, Rejection, Surrogate
-
-MAX_LOG_RATIO = 20.0  # nats: beyond it exp, and its gradient, are held at what they are there
-# default ranges of weights that rejection keeps
-REJECTED = {"none": (0.0, math.inf), "token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
 
 
 def surrogate_loss(
@@ -52,6 +56,7 @@ def surrogate_loss(
     importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
+    lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
 
@@ -59,8 +64,10 @@ def surrogate_loss(
     product: the response is one action ([RLOO]). kl_unbiased: the KL term is multiplied by the ratio, with its
     gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
     estimate). generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training
-    weights.
+    weights. lag_share: old_logprobs are the generator's, too, and the old policy is `proximal` of them; None: it isn't.
     """
+    if lag_share is not None:
+        old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
     log_ratio_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
@@ -127,6 +134,7 @@ def policy_loss(
     importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
+    lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log: `surrogate_loss` of
     tokens with one range of the ratio,
@@ -137,6 +145,8 @@ def policy_loss(
     d, which is never negative and an unbiased estimate of KL(old || new) [KL]; `approx_kl_sq` sums d^2 / 2, its
     second-order form.
     """
+    if lag_share is not None:
+        old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     loss_sum, sums = surrogate_loss(
         logprobs_BG,
         old_logprobs_BG,
@@ -207,30 +217,6 @@ def value_loss(
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-class _Held(torch.autograd.Function):
-    """x, held between two bounds, with the gradient of x: a term that grows beyond a bound stops growing, and its
-    gradient keeps its sign and stays finite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
-        return x.clamp(low, high)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
-
-
-def _held(x: Tensor, low: float, high: float) -> Tensor:
-    held: Tensor = _Held.apply(x, low, high)
-    return held
-
-
-def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio that is held at +-20 nats. An infinite ratio would make NaN of the zero gradient of a token
-    that is clipped."""
-    return _held(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 def clipped(
     ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
@@ -266,7 +252,7 @@ def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:
         return difference_BG
     if estimator == "k2":
         return 0.5 * difference_BG.square()
-    held_BG = _held(-difference_BG, -math.inf, MAX_LOG_RATIO)
+    held_BG = held(-difference_BG, -math.inf, MAX_LOG_RATIO)
     return held_BG.expm1() - held_BG
 
 
@@ -280,45 +266,3 @@ def aggregated(loss_BG: Tensor, mask_BG: Tensor, aggregation: Aggregation) -> Te
     if aggregation == "seq-mean-token-mean":
         return (loss_BG.sum(1) / mask_BG.sum(1).clamp(min=1)).sum()
     return loss_BG.sum() / mask_BG.shape[1]
-
-
-def sequence_mean(x_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """The mean over a response's tokens, for each of them: [B, G]."""
-    mean_B = torch.where(mask_BG, x_BG, 0.0).sum(1) / mask_BG.sum(1).clamp(min=1)
-    return torch.where(mask_BG, mean_B[:, None], 0.0)
-
-
-# ---- corrections where the generator is not quite the policy that trains --------------------------------------------
-
-
-def off_policy_weights(
-    old_logprobs_BG: Tensor,
-    generator_logprobs_BG: Tensor,
-    mask_BG: Tensor,
-    *,
-    importance_weights: ImportanceWeights = "none",
-    importance_cap: float | None = 2.0,
-    rejection: Rejection = "none",
-    rejection_range: tuple[float, float] | None = None,
-) -> tuple[Tensor, Sums]:
-    """Factors of the loss of each token, from w = exp(old logprob - generator's logprob): factors_BG and sums.
-
-    importance_weights: min(w, cap), of the token or of the product over the response. rejection: factor 0 where w (of
-    the token; product or geometric mean over the response) is outside the range. Rejected tokens stay in the
-    denominator. Sums `importance` and `importance_sq` give the effective sample size (metrics.py) of these factors.
-    """
-    log_w_BG = torch.where(mask_BG, old_logprobs_BG - generator_logprobs_BG, 0.0).detach().double()
-    logs = {"none": torch.zeros_like(log_w_BG), "token": log_w_BG, "sequence": log_w_BG.sum(1, keepdim=True)}
-    logs["geometric"] = sequence_mean(log_w_BG, mask_BG)
-    w = {name: ratio_of(log).expand_as(mask_BG) for name, log in logs.items()}
-    own_BG = w[importance_weights]
-    weights_BG = own_BG if importance_weights == "none" else own_BG.clamp(min=0.0, max=importance_cap)
-    low, high = rejection_range or REJECTED[rejection]
-    is_rejected_BG = (w[rejection] < low) | (w[rejection] > high)
-    factors_BG = torch.where(is_rejected_BG, 0.0, weights_BG)
-    logged = {"importance_weight": weights_BG, "importance": factors_BG, "importance_sq": factors_BG.square()}
-    logged |= {"importance_truncated": weights_BG < own_BG, "rejected": is_rejected_BG}
-    num = mask_BG.sum().double()
-    sums: Sums = {name: (torch.where(mask_BG, x, 0.0).double().sum(), num) for name, x in logged.items()}
-    largest = torch.where(mask_BG, w[rejection] if importance_weights == "none" else own_BG, 0.0).max()
-    return factors_BG.to(old_logprobs_BG.dtype), sums | {"importance_max": (largest, num)}

@@ -204,6 +204,11 @@ def _of_episodes(config: Config) -> list[Rule]:
             "off_policy.Options",
         ),
         (
+            getattr(config.options, OLD, "") == "loglinear",
+            f"{given}: {name}.{OLD}=loglinear reads the sampler's logprobs, whose last bits depend on how fast answers "
+            "come; choose current",
+        ),
+        (
             getattr(config.options, "overlong", "") == "shape",
             f"{given}: {name}.overlong=shape measures the length of a response of one turn; choose keep or mask",
         ),

@@ -230,7 +230,7 @@ class Config(OptionTree):
     reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0
     reward_on_timeout: float = 0.0  # score of a response whose reward function ran out of time
     # environment that answers to responses, which then have several turns, as module:name or file.py:name; sets
-    # old_logprobs=recompute; empty: none
+    # old_logprobs=recompute instead of generator; empty: none
     environment: str = ""
     environment_workers: Annotated[int, Field(ge=1, le=1024)] = 1  # worker processes for environments on each rank
     # largest difference in nats between a token's logprobs in generation and in training; none: 1e-4 in float32, 2 in
@@ -266,7 +266,7 @@ class Config(OptionTree):
         if self.options is DEFAULTS:
             object.__setattr__(self, "options", self.algorithm.options())
         if self.environment and hasattr(self.options, OLD):  # bits of the sampler's depend on how fast answers come
-            own: dict[str, Any] = {OLD: "recompute"}
+            own: dict[str, Any] = {OLD: "recompute"} if getattr(self.options, OLD) == "generator" else {}
             object.__setattr__(self, "options", dataclasses.replace(self.options, **own))
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))

@@ -30,6 +30,7 @@ NO_PAGES = (  # modules beside the pages
     "training_order",
     "masks",
     "logprob_parity",
+    "importance",
     "controllers",
     *FUNCTIONS,
     *EARLIER,

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, READOUTS, SUMS
+from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LAG_SHARE, LOGPROBS, MASK, MOST_LIKELY, READOUTS, SUMS
 from rlhf_spmd.plan.workflow import Compute, LossCall, Train, Workflow
 
 COMPANIONS = ("_sums", "_prepare", "_finish")
@@ -114,11 +114,14 @@ def check_call(
     """Raises UserError if a call gives its function an unknown argument, or lacks one that the function needs. numbers:
     options and state of the algorithm."""
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
-    own = readout_words(workflow, call) if isinstance(call, Train) else {}
+    own: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
+    own |= {LAG_SHARE: None} if isinstance(call, Train) and call.loglinear else {}
     bound(page_function.function, numbers | given | own)
     prepare = page_function.prepare
     taken = page_function.words | (words_of(prepare) if prepare else set())
     unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
+    if isinstance(call, Train) and call.loglinear and LAG_SHARE not in taken:
+        unused.append(LAG_SHARE)
     if unused:
         raise UserError(
             f"{call.function}() does not take {', '.join(unused)}; give it such a parameter, or leave it out of the "

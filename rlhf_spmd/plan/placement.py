@@ -1,14 +1,14 @@
 """A placement maps every call to a layout; strategies return one. Also the helpers for placement ratios."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from typing import Unpack
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout, Limits
-from rlhf_spmd.plan.workflow import Call, Compute, ModelCall, Train, Workflow
+from rlhf_spmd.plan.workflow import Call, Compute, ModelCall, Train, Workflow, trains
 from rlhf_spmd.plan.workload import Workload
 
 DECODE_MINI_BATCHES = 2  # the default of Placement.decode_mini_batches
@@ -97,10 +97,11 @@ class Placement:
         stream: bool = True,
         ahead: int = 0,
     ) -> "Placement":
-        """Training in one layout, all other calls on the ranks of another, in its grid. ratios: of these ranks for each
-        model; without any, each has ranks of its own where there are enough of them, generation the most. in_flight,
-        decode_mini_batches, stream, ahead: fields of the placement. Raises UserError if the workflow only trains."""
-        before = [call for call in workload.workflow.placed_calls if not isinstance(call, Train)]
+        """Training in one layout, with inferences by the weights with which it begins; all other calls on the ranks of
+        another, in its grid. ratios: of these ranks for each model; without any, each has ranks of its own where there
+        are enough of them, generation the most. in_flight, decode_mini_batches, stream, ahead: fields of the placement.
+        Raises UserError if the workflow only trains."""
+        before = [call for call in workload.workflow.placed_calls if not trains(call, workload.workflow)]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
         models = tuple(dict.fromkeys(call.model for call in before))
@@ -114,8 +115,8 @@ class Placement:
             share = {model: sum(replicas[edges[i] : edges[i + 1]], ()) for i, model in enumerate(models)}
         layouts = {}
         for call in workload.workflow.placed_calls:
-            if isinstance(call, Train):
-                layouts[call.name] = training
+            if trains(call, workload.workflow):
+                layouts[call.name] = training if isinstance(call, Train) else replace(training, recompute=False)
             elif workload.models[call.model] is None:  # a reward function has no weights to split
                 limits: Limits = {"micro_batch": generation.micro_batch, "tokens": generation.tokens}
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
@@ -125,8 +126,8 @@ class Placement:
 
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs the whole
-        batch."""
-        return self.stream and not self.ahead and not any(map(workload.needs_batch, workload.workflow.computes))
+        batch before the weights change."""
+        return self.stream and not self.ahead and not any(map(workload.needs_batch, workload.workflow.calls))
 
     def unit(self, call: str) -> tuple[str, ...]:
         """The calls that exchange together with a call, itself included."""

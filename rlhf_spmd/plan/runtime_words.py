@@ -10,6 +10,7 @@ VALUES, SCORES, ENTROPY = "values", "scores", "entropy"
 MOST_LIKELY = "most_likely"  # in a loss: bool [B, G], whether no other token was more likely
 MASK, ENDED, SUMS = "mask", "ended", "sums"  # parameters of functions: bool [B, G], bool [B], sums over the batch
 GENERATOR_LOGPROBS = "generator_logprobs"  # argument of a loss that corrects differences from the generator itself
+LAG_SHARE = "lag_share"  # in a loss that interpolates old logprobs: see importance.proximal
 # in the log of steps with a budget of tokens: the share of their places that have a row, and their tokens
 PLACES_USED, STEP_TOKENS = "places_used", "step_tokens"
 ACTIONS, REWARDS, OPENED = ".actions", ".rewards", ".prompts"  # of episodes, behind a key of responses

@@ -8,7 +8,7 @@ from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Generate, ModelCall, Train, Workflow, is_read_by_both
+from rlhf_spmd.plan.workflow import Generate, Infer, ModelCall, Train, Workflow, is_read_by_both, trains
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -65,28 +65,40 @@ def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]
 
 
 def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
-    """Why a batch cannot be drawn while another one trains."""
+    """Why a batch cannot be drawn while another one trains, or what makes no sense unless it is."""
     if not placement.ahead:
+        for train in workflow.train_calls:
+            if train.loglinear:
+                yield (
+                    f"{train.name}: old_logprobs=loglinear estimates the lag of batches that are drawn one iteration "
+                    "ahead, and without it is the generator's: choose old_logprobs=recompute, or strategy.ahead=1"
+                )
         return
     if placement.ahead != 1:
         yield f"ahead {placement.ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
         yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
     for train in workflow.train_calls:
-        if GENERATOR_LOGPROBS in dict(train.arguments):
+        makers = [workflow.producer(key) for key in train.inputs]
+        late = [one.name for one in makers if isinstance(one, Infer) and one.model == train.model and not one.current]
+        if GENERATOR_LOGPROBS in dict(train.arguments) and late:
             yield (
-                f"ahead: {train.name} corrects differences from the generator, and old logprobs are recomputed with "
-                "the weights that generated, so it cannot see that these are an iteration old; drop importance_weights "
-                "and rejection, or ahead"
+                f"ahead: {train.name} corrects differences from the generator, and {late[0]} has the weights that "
+                "generated, so that it cannot see that these are an iteration old; choose old_logprobs=current or "
+                "loglinear, or drop importance_weights and rejection"
             )
     for call in workflow.calls:
         if is_read_by_both(call, workflow):
             yield f"ahead: {call.name} is read by training and by calls before it, which work on two batches; drop it"
+    for calls in placement.joint:
+        if len({trains(workflow.call(name), workflow) for name in calls}) > 1:
+            yield f"ahead: joint {' and '.join(calls)} work on two batches; take them apart"
+    training = [call for call in workflow.placed_calls if trains(call, workflow)]
     for call in workflow.placed_calls if placement.ahead == 1 else ():
-        for train in workflow.train_calls:
-            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
-            if shared and not isinstance(call, Train):
-                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} runs meanwhile"
+        for other in training if call not in training else ():
+            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[other.name].ranks)
+            if shared:
+                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {other.name} runs meanwhile"
                 yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
                 break
 

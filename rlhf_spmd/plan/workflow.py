@@ -97,8 +97,9 @@ class _LossCall(_ModelCall):
     logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of numbers
     that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response tokens,
     responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's remaining
-    steps of the iteration are skipped. entropy: whether the loss reads it. module: that the loss is from; empty: it is
-    looked up."""
+    steps of the iteration are skipped. entropy: whether the loss reads it. loglinear: whether its old logprobs lie
+    between the generator's and the current ones, at the share that the loss gets as `lag_share`. module: that the loss
+    is from; empty: it is looked up."""
 
     arguments: tuple[tuple[str, str], ...] = ()
     drawn: str = ""
@@ -108,6 +109,7 @@ class _LossCall(_ModelCall):
     stop: tuple[str, float] | None = None
     entropy: bool = False
     module: str = field(default="", repr=False)
+    loglinear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,15 @@ class Generate(_ModelCall):
 
 @dataclass(frozen=True, slots=True)
 class Infer(_ModelCall):
-    """A forward pass without gradients that makes one key. kept: the key of the sampling supports."""
+    """A forward pass without gradients that makes one key. kept: the key of the sampling supports. current: where the
+    next batch is drawn while one trains, it belongs to training, and has the weights with which that begins; else it
+    has the weights that drew. drawn: the key of the generator's logprobs, with which the parity gate compares the
+    result; a call without outputs does nothing else, for the first mini-batch (program/ahead.py)."""
 
     kind: Literal["infer"] = field(default="infer", init=False)
     kept: str = ""
+    current: bool = False
+    drawn: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +275,22 @@ class Workflow:
 
 
 def trains(call: Call, workflow: Workflow) -> bool:
-    """Whether a call belongs to the training of a batch: it trains, or it is a compute that only such calls read, which
-    therefore has the state of the iteration that trains."""
+    """Whether a call belongs to the training of a batch: it trains, it infers with the weights with which training
+    begins, or it is a compute that only such calls read, which therefore has the state of the iteration that trains."""
     if not isinstance(call, Compute):
-        return isinstance(call, Train)
+        return isinstance(call, Train) or is_current(call)
     readers = workflow.consumers(call.outputs)
     return bool(readers) and all(trains(reader, workflow) for reader in readers)
+
+
+def is_current(call: Call) -> bool:
+    """Whether a call infers with the weights with which the training of its batch begins."""
+    return isinstance(call, Infer) and call.current
+
+
+def is_gate(call: Call) -> bool:
+    """Whether a call only compares the generator's logprobs with its own, for the first mini-batch."""
+    return isinstance(call, Infer) and not call.outputs
 
 
 def is_read_by_both(call: Call, workflow: Workflow) -> bool:
@@ -392,9 +409,12 @@ class Model:
         kept = next((key for key, shape in made.items() if shape == "kept"), "")
         return Data(responses, kept, logprobs, self.name), Data(logprobs)
 
-    def infer(self, function: str, prompts: Data, *responses: Data, output: str | None = None) -> Data:
+    def infer(
+        self, function: str, prompts: Data, *responses: Data, output: str | None = None, current: bool = False
+    ) -> Data:
         """A forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or `scores` of a
-        scalar one); output: its key."""
+        scalar one); output: its key. current: with the weights with which training begins, also where the responses
+        are drawn with older ones."""
         head, shape = READOUTS.get(function, ("", "row"))
         own = self.recorder.roles[self.name].head
         if head != own:
@@ -407,7 +427,9 @@ class Model:
         tokens, key = self.recorder.tokens_of(f"{self.name}.infer", prompts, responses), output or function
         turns = self.recorder.turns_of(tokens, rewards=True) if function == SCORES else ()
         inputs = (*tokens, *turns, kept) if kept else (*tokens, *turns)
-        call = Infer(f"{self.name}_infer", self.name, function, inputs, (key,), tokens, kept)
+        if current and self.recorder.roles[self.name].lr is None:
+            raise UserError(f"{self.name}.infer({function!r}, current=True): {self.name} does not train; drop current")
+        call = Infer(f"{self.name}_infer", self.name, function, inputs, (key,), tokens, kept, current)
         self.recorder.record(call, {key: shape})
         return Data(key)
 
@@ -420,6 +442,7 @@ class Model:
         stop: tuple[str, float] | None = None,
         entropy: bool = False,
         only: Data | None = None,
+        loglinear: bool = False,
         **arguments: Data,
     ) -> None:
         """Optimizer steps on a loss, over all epochs and mini-batches; see Train for the options. function: its name;
@@ -452,7 +475,7 @@ class Model:
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
         named = divisor.key if isinstance(divisor, Data) else divisor
         module, _, own = function.rpartition(".")
-        options = keys, drawn, kept, chosen, named, stop, entropy, module
+        options = keys, drawn, kept, chosen, named, stop, entropy, module, loglinear
         self.recorder.record(Train(f"{self.name}_train", self.name, own, inputs, (), tokens, *options), {})
 
 

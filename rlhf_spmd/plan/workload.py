@@ -8,7 +8,7 @@ from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.plan.workflow import Call, Compute, Workflow
+from rlhf_spmd.plan.workflow import Call, Compute, Workflow, is_current
 
 HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
@@ -165,8 +165,11 @@ class Workload:
         """Bytes of one row of a data key on the wire: int32 or float32."""
         return 4 * prod(self.row_shape(key))
 
-    def needs_batch(self, call: Compute) -> bool:
-        """Whether a compute needs all rows of the iteration, because no mini-batch holds its scope."""
+    def needs_batch(self, call: Call) -> bool:
+        """Whether a call needs all rows of the iteration: no mini-batch holds the scope of a compute, or it infers with
+        the weights with which training begins."""
+        if not isinstance(call, Compute):
+            return is_current(call)
         return call.sums or call.scope == "batch" or self._splits_groups(call)
 
     def _splits_groups(self, call: Compute) -> bool:

@@ -2,15 +2,18 @@
 batch in flight is in the checkpoint."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench.faults.faults import AHEAD, OPTIONS, WORDS, Started, killed, num_iterations, outcome, slowest_s
 from tests.run_mpi import mpi_command, run_limited
 
-WORDS = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
+BASE = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
 SMALL = ("iterations=3", "checkpoint.every=1", "checkpoint.keep=9", "num_samples=0", "rollouts.every=1")
 
 
@@ -32,7 +35,7 @@ def tensors(run: Path, iteration: int) -> list[bytes]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ahead")
-    status, stdout, stderr = trained(2, *WORDS, *SMALL, "--runs", folder, "--name", "whole")
+    status, stdout, stderr = trained(2, *BASE, *SMALL, "--runs", folder, "--name", "whole")
     assert status == 0, stdout + stderr
     return folder / "whole"
 
@@ -88,3 +91,40 @@ def test_a_damaged_batch_is_told(whole):
     file.write_bytes(file.read_bytes()[:-4])
     status, _, stderr = trained(2, "--resume", run)
     assert status == 2 and "drawn-0001.safetensors" in stderr
+
+
+def test_sigterm_saves_the_batch_in_flight(tmp_path):
+    """The step ends, and the resumed run trains what it has drawn, to the bits of an undisturbed run."""
+    options = [*BASE, *SMALL, "checkpoint.every=0"]
+    started = Started(2, tmp_path / "told", *options, "iterations=60")
+    started.wait_for(1)
+    os.kill(sorted(started.ranks())[0], signal.SIGTERM)
+    status, stderr = started.end()
+    reached = num_iterations(started.folder)
+    assert status == 143 and f"ended by SIGTERM after {reached} of 60 iterations" in stderr and reached < 60
+    last = max((started.folder / "checkpoints").glob("iteration-*"))
+    assert last.name == f"iteration-{reached:06d}" and list(last.glob("drawn-*"))
+    more = f"iterations={reached + 1}"
+    for words in (["--resume", started.folder, more], [*options, more, "--runs", tmp_path, "--name", "alone"]):
+        status, stdout, stderr = trained(2, *words)
+        assert status == 0, stdout + stderr
+    assert outcome(started.folder) == outcome(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_six_kills(tmp_path):
+    """The same bits, no prompt skipped or repeated; 100 more in `python -m bench faults`."""
+    options = [*OPTIONS, *WORDS[AHEAD], "--strategy", "separation"]
+    alone = Started(4, tmp_path / "alone", *options)
+    status, stderr = alone.end()
+    assert status == 0, stderr
+    rows = killed(options, tmp_path / "killed", outcome(alone.folder), slowest_s(alone.folder), 6, "six kills")
+    assert len(rows) == 6 and all(row["equal"] and not row["hang"] and not row["orphans"] for row in rows), rows
+    assert all(row["named"] for row in rows if row["rank"] is not None)
+
+
+@pytest.mark.slow
+def test_the_parity_gate_ends_a_run_where_its_batch_is_drawn(tmp_path):
+    status, _, stderr = trained(2, *BASE, *SMALL, "parity_tolerance=0", "--runs", tmp_path, "--name", "gate")
+    assert status == 2 and "generation and training disagree" in stderr, stderr
+    assert not rows(tmp_path / "gate")

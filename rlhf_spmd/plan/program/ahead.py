@@ -5,14 +5,53 @@ after step k - 1; then the new weights go to their copies. So a batch is one ite
 nor less. A run has three lists of instructions, each of which ends with all its Waits and the Agree, so that no message
 crosses a step: the prologue draws the first batch, steps draw and train, the epilogue trains the last batch. All three
 are the list of a step, or parts of it. Rows that are drawn and rows that train are in different stores.
+
+When a batch trains, its weights are no longer those that drew it, so the parity gate cannot be in training. It is an
+inference by the weights that drew, on the ranks that drew, for the first mini-batch; where old logprobs are recomputed
+with these weights anyway, for all rows.
 """
 
 from dataclasses import replace
 
+from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
-from rlhf_spmd.plan.workflow import trains
+from rlhf_spmd.plan.runtime_words import LOGPROBS, actions_of
+from rlhf_spmd.plan.workflow import Call, Infer, Train, trains
+from rlhf_spmd.plan.workload import Workload
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
+
+
+def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
+    """The workload of a run that draws ahead with its parity gates, and where they run: as the generation whose
+    logprobs training reads."""
+    workflow, layouts = workload.workflow, dict(placement.layouts)
+    calls: list[Call] = list(workflow.calls)
+    for train in workflow.train_calls if placement.ahead else ():
+        generate = next((call for call in workflow.generate_calls if train.drawn in call.outputs), None)
+        if generate is None or any(isinstance(call, Infer) and call.drawn == train.drawn for call in calls):
+            continue
+        added = (train.drawn, actions_of(train.responses[0]))
+        again = next((call for call in calls if _repeats(call, train)), None)
+        if isinstance(again, Infer):
+            inputs = tuple(dict.fromkeys((*again.inputs, *(key for key in added if key in train.inputs))))
+            calls[calls.index(again)] = replace(again, inputs=inputs, drawn=train.drawn)
+            continue
+        wanted = (*train.tokens, train.kept, *added)
+        inputs = tuple(key for key in train.inputs if key in wanted)
+        name, options = f"{train.model}_infer_parity", (train.kept, False, train.drawn)
+        first = next(index for index, call in enumerate(calls) if isinstance(call, Train))
+        calls.insert(first, Infer(name, train.model, LOGPROBS, inputs, (), train.tokens, *options))
+        if generate.name in layouts:
+            layouts[name] = layouts[generate.name]
+    made = replace(workload, workflow=replace(workflow, calls=tuple(calls)))
+    return made, replace(placement, layouts=layouts)
+
+
+def _repeats(call: Call, train: Train) -> bool:
+    """Whether a call computes the generator's logprobs of what training reads again, with the weights that drew."""
+    is_pass = isinstance(call, Infer) and call.function == LOGPROBS and not call.current
+    return is_pass and call.model == train.model and set(train.responses) <= set(call.inputs)
 
 
 def draws(program: Program, instruction: Instruction) -> bool:
@@ -40,6 +79,11 @@ def transfer_draws(program: Program, number: int) -> bool:
     return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
 
 
+def is_in(program: Program, instruction: Instruction, part: str) -> bool:
+    """Whether a part of a run executes an instruction of a step."""
+    return part == STEP or isinstance(instruction, Agree) or draws(program, instruction) == (part == PROLOGUE)
+
+
 def part_of(program: Program, part: str) -> Program:
     """The prologue or the epilogue of the program of a step. What it leaves out of the transfers has no messages."""
     if part == STEP:
@@ -50,8 +94,5 @@ def part_of(program: Program, part: str) -> Program:
         transfer if keep else replace(transfer, messages=(), reallocation=None)
         for keep, transfer in zip(kept, program.transfers, strict=True)
     )
-    instructions = tuple(
-        tuple(one for one in some if isinstance(one, Agree) or draws(program, one) == is_prologue)
-        for some in program.instructions
-    )
+    instructions = tuple(tuple(one for one in some if is_in(program, one, part)) for some in program.instructions)
     return replace(program, transfers=transfers, instructions=instructions, part=part)

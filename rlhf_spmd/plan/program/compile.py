@@ -7,7 +7,8 @@ that reads them, so that it overlaps with everything between.
 
 By NCCL a rank that only receives rows posts them when it has a notice of their senders, and waits for that notice where
 it waits for the rows. Before that it posts, in the order of their senders, what else it knows to come. So all ranks
-still post in the order of emission. Weights are posted where they are waited for.
+still post in the order of emission. Weights are posted where they are waited for; so are, by NCCL, rows that are drawn
+for the next step, at the end of this one.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
+from rlhf_spmd.plan.program.ahead import with_gates
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -38,12 +40,14 @@ from rlhf_spmd.plan.program.transfers import (
     weight_moves,
 )
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Call, Compute, Train, trains
+from rlhf_spmd.plan.workflow import Call, Compute, Train, is_gate, trains
 from rlhf_spmd.plan.workload import Workload
 
 
 def compile_program(workload: Workload, placement: Placement, cluster: Cluster) -> Program:
-    """Compiles one iteration. Raises UserError if the placement does not fit the workload or the cluster."""
+    """Compiles one iteration, with the parity gates of a run that draws ahead. Raises UserError if the placement does
+    not fit the workload or the cluster."""
+    workload, placement = with_gates(workload, placement)
     validate(placement, workload, cluster)
     compiler = _Compiler(workload, placement, cluster)
     compiler.emit()
@@ -88,6 +92,8 @@ class _Compiler:
         self.transfers += [move.transfer for move in weights]
         after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
         for number, transfer in enumerate(self.transfers[:first_weights]):
+            if self._is_last(number):
+                continue
             if (notice := notice_of(transfer, self.cluster)) is not None:
                 self.notices[number] = len(self.transfers)
                 self.transfers.append(notice)
@@ -171,6 +177,13 @@ class _Compiler:
         made_by, read_by = (workflow.call(names[0]) for names in (move.producers, move.consumers))
         return self.placement.ahead > 0 and trains(read_by, workflow) and not trains(made_by, workflow)
 
+    def _is_last(self, number: int) -> bool:
+        """Whether rows move at the end of the step: by NCCL they would have to wait there for ranks that train, and in
+        front of all that their sender sends after them, so that drawing would wait for training."""
+        move = self.moves[number % len(self.moves)]
+        by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
+        return by_nccl and self._waits_for_next_step(move)
+
     def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
         """Waits, Runs and Posts of calls that exchange together."""
         names = tuple(call.name for call in unit)
@@ -185,6 +198,8 @@ class _Compiler:
     def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
         layout = self.placement.layouts[site]
         consumer = site if isinstance(call, Compute) else None
+        if is_gate(call):
+            piece = 0
         for rank in ranks_of(call, layout):
             group = self._group(group_of(call, layout, self.workload, self.placement, rank))
             late = arriving.get(rank, [])
@@ -212,6 +227,8 @@ class _Compiler:
     def _emit_posts(self, index: int, piece: int | None) -> None:
         """Starts a move; while streaming, only after the one of in_flight mini-batches earlier is done."""
         number = self._number(index, piece)
+        if self._is_last(number):
+            return
         notice = self.notices.get(number)
         sources = {message.source for message in self.transfers[number].messages}
         for rank in self.transfers[number].ranks:

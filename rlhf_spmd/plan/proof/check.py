@@ -12,7 +12,7 @@ from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offloa
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import Hang, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
-from rlhf_spmd.plan.workflow import Compute, Generate, Train, trains
+from rlhf_spmd.plan.workflow import Compute, Generate, Train, is_gate, trains
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 Held = dict[tuple[str, int], set[int]]  # data key and mini-batch -> columns
@@ -218,7 +218,9 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
                 turns = product(range(workload.epochs), range(workload.num_mini_batches))
                 runs = [Run(call.name, None, mini_batch, epoch) for epoch, mini_batch in turns]
             else:
-                runs = [Run(call.name, consumer=site if isinstance(call, Compute) else None)]
+                runs = [
+                    Run(call.name, None, 0 if is_gate(call) else None, 0, site if isinstance(call, Compute) else None)
+                ]
             due |= {cell: str(run) for run in runs for cell in _cells(program, run, rank)}
     return due
 

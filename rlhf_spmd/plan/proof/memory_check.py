@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.workflow import Train
+from rlhf_spmd.plan.workflow import Compute, Train
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ def vain_streaming(program: Program) -> list[str]:
     reasons, workload = [], program.workload
     asks = program.placement.stream and not program.placement.ahead
     if asks and not program.placement.streams(workload):
-        whole = [call for call in workload.workflow.computes if workload.needs_batch(call)]
+        whole = [call for call in workload.workflow.calls if workload.needs_batch(call)]
         names = ", ".join(call.name for call in whole)
         fix = "choose options by which a mini-batch is enough"
-        if any(call.scope == "group" for call in whole):
+        if any(isinstance(call, Compute) and call.scope == "group" for call in whole):
             fix = f"make mini_batch a multiple of samples_per_prompt, {workload.samples_per_prompt}"
         reasons.append(f"is off, because {names} needs all rows of the iteration before the first step; {fix}")
     if asks and workload.num_mini_batches == 1:

@@ -50,7 +50,7 @@ class CallModel:
         self.others = [index for index, call in enumerate(self.calls) if not isinstance(call, Train)]
         self.num_caches = sum(isinstance(call, Generate) for call in self.calls)
         self.can_stream = (
-            not any(map(self.workload.needs_batch, workflow.computes))
+            not any(map(self.workload.needs_batch, workflow.calls))
             and self.workload.num_mini_batches > 1
             and bool(self.trains)
         )

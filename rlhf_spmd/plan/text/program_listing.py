@@ -20,7 +20,7 @@ from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program.instructions import Program, Run, Transfer
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.workflow import Train
+from rlhf_spmd.plan.workflow import Train, is_gate
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
 NARROWEST_TEXT = 16  # the fewest places of a last column that is wrapped
@@ -108,7 +108,8 @@ def _calls(program: Program) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
     for call in workload.workflow.calls:
         for layout in (placement.layouts[site] for site in placement.sites(call, workload.workflow)):
-            counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
+            num = 1 if is_gate(call) else workload.num_mini_batches
+            counts = {len(layout.columns(r, workload.mini_batch)) * num for r in layout.ranks}
             share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
             meets = group_of(call, layout, workload, placement, layout.ranks[0])
             group = group_name(meets) if meets else "-"

@@ -39,7 +39,12 @@ def collect(job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
             for key in program.makes(run, rank) if columns else ():
                 rows = data.store.at(key, (ALL, slice(columns.start, columns.stop)))
                 tensors[f"{key}:{columns.start}"] = rows.detach().cpu().clone().contiguous()
-    about: dict[str, Any] = {"iteration": data.number, "meter": data.meter.to_message(), "sent": batch.sent}
+    about: dict[str, Any] = {
+        "iteration": data.number,
+        "meter": data.meter.to_message(),
+        "sent": batch.sent,
+        "lag": data.lag,
+    }
     about |= {"generate_s": data.generate_s, "noted": {name: rows.tolist() for name, rows in data.noted.items()}}
     return tensors, {name: json.dumps(value) for name, value in about.items()}
 
@@ -61,6 +66,7 @@ def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> Batch | None:
                     about = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
                     if about["iteration"] != number:
                         raise ValueError(f"it is of iteration {about['iteration'] + 1}, not {number + 1}")
+                    data.lag = about.get("lag", 1)
                     for key in file.keys():  # noqa: SIM118 - a handle, not a dict
                         _place(job, batch.data, key, file.get_tensor(key))
                 _count(job, batch, int(name.removeprefix(DRAWN).partition(".")[0]), about)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, STEP, draws, part_of, transfer_draws
-from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, STEP, draws, is_in, transfer_draws
+from rlhf_spmd.plan.program.instructions import Instruction, Load, Offload, Run
 from rlhf_spmd.runtime.ahead.in_flight import Batch
-from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
 from rlhf_spmd.runtime.execute.iteration import Iteration
@@ -32,12 +31,19 @@ class Batches:
 
     @property
     def title(self) -> str:
-        """What messages call it: both iterations."""
+        """What messages, flight records and timelines call it: both iterations. Short: a flight record keeps 40
+        bytes."""
         trained, drawn = self.trained, self.drawn
         if trained is None:
             assert drawn is not None
-            return f"drawing for {drawn.data.title}"
-        return trained.data.title + ("" if drawn is None else f" and drawing for {drawn.data.number + 1}")
+            return f"drawing {drawn.data.title}"
+        return trained.data.title + ("" if drawn is None else f", drawing {drawn.data.number + 1}")
+
+    def of(self, draws: bool) -> Batch:
+        """The batch that is drawn, or the one that trains."""
+        batch = self.drawn if draws else self.trained
+        assert batch is not None
+        return batch
 
 
 class AheadExecutor(InstructionLoop):
@@ -46,21 +52,24 @@ class AheadExecutor(InstructionLoop):
     def __init__(self, job: Job, recorder: Tracer, asked: Asked | None = None):
         """asked: as of Executor."""
         super().__init__(job.program, job.world, recorder)
-        self.parts: dict[str, tuple[Program, list[str]]] = {}  # with the texts of this rank's instructions
-        for part in (STEP, PROLOGUE, EPILOGUE):
-            program = part_of(job.program, part)
-            texts = [text_of(program, instruction) for instruction in program.instructions[job.world.rank]]
-            self.parts[part] = program, texts
+        # what a part executes of the list of a step, whose wait graph then holds for every part
+        self.parts = {
+            part: [one for one in self.steps if is_in(job.program, one[1], part)] for part in (STEP, PROLOGUE, EPILOGUE)
+        }
         self.inner = Executor(job, recorder, asked)  # of the instructions one by one
 
     def iteration(self, batches: Batches) -> list[dict[str, Any]]:
         """Executes the list that a step needs -> the messages of all ranks about the batch that trains."""
         part = PROLOGUE if batches.trained is None else EPILOGUE if batches.drawn is None else STEP
-        self.program, self.texts = self.parts[part]
-        self.inner.transfers.program = self.program
-        self.instructions = self.program.instructions[self.world.rank]
-        self.begin()
+        if self.steps is not self.parts[part]:
+            self.begin()  # the prologue and the first step have the same number
+        self.steps = self.parts[part]
         return super().iteration(batches)
+
+    def of_batch(self, step: Instruction, data: Batches) -> dict[str, Any]:
+        """The iteration for which something is drawn, from 0."""
+        drawn = draws(self.program, step) and data.drawn is not None
+        return {"iteration": data.of(True).data.number} if drawn else {}
 
     def reset(self) -> None:
         """Frees what the device's allocator holds back."""
@@ -68,9 +77,7 @@ class AheadExecutor(InstructionLoop):
 
     def run(self, run: Run, batches: Batches) -> Callable[[], None] | None:
         """Executes a Run of any call, on the batch that it belongs to."""
-        batch = batches.drawn if draws(self.program, run) else batches.trained
-        assert batch is not None
-        return self.inner.run(run, batch.data)
+        return self.inner.run(run, batches.of(draws(self.program, run)).data)
 
     def post(self, number: int, batches: Batches) -> None:
         """Starts this rank's part of a transfer."""
@@ -100,8 +107,7 @@ class AheadExecutor(InstructionLoop):
 
     def _of_transfer(self, number: int, batches: Batches, act: Callable[[int, Iteration], None]) -> None:
         """Counts what a transfer sends for the batch that it serves: its rows, or the weights that it has changed."""
-        batch = batches.drawn if transfer_draws(self.program, number) else batches.trained
-        assert batch is not None
+        batch = batches.of(transfer_draws(self.program, number))
         transfers = self.inner.transfers
         before = transfers.num_bytes_sent, transfers.num_messages_sent
         act(number, batch.data)

@@ -94,7 +94,8 @@ def trouble_of(record: Record, last_s: float) -> str:
 def full_text(entry: Entry, rank: int, graph: WaitGraph | None) -> str:
     """The text of an entry; the recorder truncates it, so the rest comes from the instruction lists."""
     if graph is not None and rank < len(graph.of_rank) and 0 <= entry.position < len(graph.of_rank[rank]):
-        text = f"iteration {entry.iteration + 1}: {graph.of_rank[rank][entry.position].text}"
+        title = entry.text.partition(": ")[0]  # of one iteration, or of that which trains and that which is drawn
+        text = f"{title}: {graph.of_rank[rank][entry.position].text}"
         return text if text.startswith(entry.text) else entry.text
     return entry.text
 

@@ -3,11 +3,11 @@ them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
 from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
 from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
@@ -19,6 +19,7 @@ class InstructionLoop(ABC):
     def __init__(self, program: Program, world: Any, recorder: Tracer):
         self.program, self.world, self.recorder = program, world, recorder
         self.instructions = program.instructions[world.rank]
+        self.steps: Sequence[tuple[int, Instruction]] = [*enumerate(self.instructions)]  # to execute, with their places
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
 
     def begin(self) -> None:
@@ -30,21 +31,23 @@ class InstructionLoop(ABC):
         self.recorder.iteration = data.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
-        for position, step in enumerate(self.instructions):
+        for position, step in self.steps:
+            of_batch = self.of_batch(step, data)
             self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
             try:
                 if isinstance(step, Run):
-                    with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
+                    args = {"epoch": step.epoch, "mini_batch": step.mini_batch} | of_batch
+                    with self.recorder.span(step.call, "compute", **args):
                         rest = self.run(step, data)
                     if rest is not None:
                         rest()
                 elif isinstance(step, Post):
                     what = self.program.transfers[step.transfer].what
-                    with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
+                    with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer, **of_batch):
                         self.post(step.transfer, data)
                 elif isinstance(step, Wait):
                     what = self.program.transfers[step.transfer].what
-                    with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
+                    with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer, **of_batch):
                         self.wait(step.transfer, data)
                 elif isinstance(step, Load):
                     with self.recorder.span(f"load {step.model}", "transfer"):
@@ -62,6 +65,10 @@ class InstructionLoop(ABC):
                 raise peer_error(error, self.program, self.world, data, step, position) from error
         self.world.progress(f"{data.title}: over", data.number)
         return answers
+
+    def of_batch(self, step: Instruction, data: Any) -> dict[str, Any]:
+        """What a span says of the iteration for which an instruction works, if that is another one."""
+        return {}
 
     @abstractmethod
     def reset(self) -> None:

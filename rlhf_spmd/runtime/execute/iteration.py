@@ -81,6 +81,7 @@ class Iteration:
     noted: dict[str, np.ndarray] = field(default_factory=dict)  # numbers of rows for the log, [M, C]; NaN: elsewhere
     what: str = "iteration"  # the word before the number in messages
     first: int = 1  # what messages call number 0
+    lag: int = 0  # iterations that have trained between drawing it and training on it
     stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
 
     @property

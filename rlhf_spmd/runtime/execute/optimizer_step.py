@@ -26,7 +26,7 @@ from rlhf_spmd.model import sequences
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import LOGPROBS, PLACES_USED, STEP_TOKENS, SUMS
+from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, SUMS
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
@@ -40,7 +40,7 @@ from rlhf_spmd.runtime.execute.page_functions import (
     sequences_of,
     stored_arguments,
 )
-from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate
+from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 
@@ -66,7 +66,8 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
         decay=optimizer.schedule,
         least=optimizer.min_lr_ratio,
     )
-    step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, data.meter, data.stopped)
+    of_data = data.meter, data.stopped, data.lag
+    step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, *of_data)
     if not step.divisor:
         step.log(0.0)
         return None
@@ -89,12 +90,13 @@ class OptimizerStep(Passes):
         rate: float,
         meter: Meter,
         stopped: set[str],
+        lag: int = 0,
     ):
         """Counts the rows of all ranks, and cuts those of this one. rows: this rank's part of the mini-batch. rate: the
-        learning rate. stopped: models whose further steps are left out, to which this step may add its own. Collective
-        over the Run's group."""
+        learning rate. stopped: models whose further steps are left out, to which this step may add its own. lag: as of
+        Iteration. Collective over the Run's group."""
         super().__init__(job, call, run, engine.model, [])
-        self.engine, self.rate, self.stopped = engine, rate, stopped
+        self.engine, self.rate, self.stopped, self.lag = engine, rate, stopped, lag
         self.reports = job.layout(call).reports(job.world.rank)
         self.meter = meter if self.reports else Meter()  # another rank reports the rows
         is_used_B = rows[call.prompts][:, 0] >= 0  # a place of a step with a budget of tokens may have no row
@@ -138,17 +140,29 @@ class OptimizerStep(Passes):
             if not is_last:
                 return output_nD
             rows, prepared = self.micro_batches[index], self.prepared[index]
-            total, sums, outputs = read_loss(self.job, self.call, model, batch, output_nD, rows, prepared)
+            given = prepared | self.of_lag()
+            total, sums, outputs = read_loss(self.job, self.call, model, batch, output_nD, rows, given)
             self.stats.append(sums)
             if self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0:  # the weights that generated
                 old_BG, new_BG = rows[self.call.drawn], outputs[LOGPROBS].detach()
                 tokens_BG, mask_BG = rows[self.call.responses[0]], mask_of(rows, self.call.responses[0])
-                how = {"corrected": corrects(self.call), "late": self.job.program.placement.ahead > 0}
-                parity_gate(self.job.config, old_BG, new_BG, tokens_BG, mask_BG, self.meter, **how)
+                if self.job.program.placement.ahead:  # the gate was where they were drawn
+                    log_lag(old_BG, new_BG, mask_BG, self.meter, self.lag)
+                else:
+                    corrected = corrects(self.call)
+                    parity_gate(self.job.config, old_BG, new_BG, tokens_BG, mask_BG, self.meter, corrected=corrected)
             return total / self.divisor
 
         self.outputs[index] = output = self.engine.forward(through)
         return None if is_last else output.detach()
+
+    def of_lag(self) -> dict[str, float]:
+        """What a loss that interpolates old logprobs gets (importance.proximal)."""
+        if not self.call.loglinear:
+            return {}
+        done = self.run.epoch * self.job.workload.num_mini_batches + (self.run.mini_batch or 0)
+        lag = self.lag * self.job.workload.epochs * self.job.workload.num_mini_batches  # in optimizer steps
+        return {LAG_SHARE: lag / (lag + done) if lag else 0.0}
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
         """See `Passes.backward`."""

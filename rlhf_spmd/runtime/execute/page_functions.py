@@ -26,7 +26,7 @@ Rows = dict[str, Tensor]  # data key -> [B, ...]
 OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
-    r"iteration|gen_tokens.*|response_length|ended_fraction|turns|end_.*|parity_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
+    r"iteration|gen_tokens.*|response_length|ended_fraction|turns|end_.*|parity_.*|lag|lag_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
 )
 
 
@@ -75,7 +75,13 @@ def called(job: Job, call: LossCall | Compute, given: Mapping[str, Any], compani
 
 
 def read_loss(
-    job: Job, call: LossCall, model: Transformer, batch: Sequences, output_nD: Tensor, rows: Rows, prepared: Rows
+    job: Job,
+    call: LossCall,
+    model: Transformer,
+    batch: Sequences,
+    output_nD: Tensor,
+    rows: Rows,
+    prepared: Mapping[str, Any],
 ) -> tuple[Tensor, Mapping[str, tuple], Rows]:
     """The loss of some rows, its sums for the log, which it need not have, and what was read of the output of the last
     stage. prepared: arguments in the place of stored ones. Raises UserError."""
@@ -83,7 +89,7 @@ def read_loss(
     words = {word: what for word, what in readout_words(job.workload.workflow, call).items() if word in asked_for}
     kept_BGK = rows[call.kept] if call.kept else None
     outputs = read_output(job, model, batch, output_nD, dict.fromkeys(what for _, what in words.values()), kept_BGK)
-    given = stored_arguments(job, call, rows) | prepared
+    given = stored_arguments(job, call, rows) | dict(prepared)
     for word, (key, what) in words.items():
         given[word] = outputs[what].chunk(len(call.responses))[call.responses.index(key)]
     made = called(job, call, given)

@@ -31,18 +31,12 @@ def parity_gate(
     meter: Meter,
     *,
     corrected: bool = False,
-    late: bool = False,
 ) -> None:
     """Raises UserError unless both passes agree on the drawn tokens (mask_BG); called while the weights are still those
     that generated. corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a
-    logprob that is not a number. late: the weights have been trained since, so the difference is logged as that lag
-    alone."""
+    logprob that is not a number."""
     limit = PARITY_TOLERANCE[config.dtype] if config.parity_tolerance is None else config.parity_tolerance
     found = parity(old_BG, new_BG, mask_BG)
-    if late and math.isfinite(found.max_abs):
-        meter.add("lag_mean_abs", found.sum_abs, found.num_tokens)
-        meter.maximum("lag_max_abs", found.max_abs)
-        return
     meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
     meter.maximum("parity_max_abs", found.max_abs)
     is_free = corrected and config.parity_tolerance is None
@@ -73,6 +67,15 @@ def _apart(config: Config) -> str:
     if config.lora.generate == "apart":
         return ""
     return f"; lora.generate=joined rounds W + s B A to {config.dtype}, and lora.generate=apart has no such difference"
+
+
+def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: int) -> None:
+    """Logs how far the generator is from the policy with which training begins. lag: iterations between them."""
+    found = parity(old_BG, new_BG, mask_BG)
+    meter.maximum("lag", lag)
+    if math.isfinite(found.max_abs):  # else the loss is not finite either, and says so
+        meter.add("lag_mean_abs", found.sum_abs, found.num_tokens)
+        meter.maximum("lag_max_abs", found.max_abs)
 
 
 def corrects(call: LossCall) -> bool:

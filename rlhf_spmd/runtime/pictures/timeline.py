@@ -68,9 +68,12 @@ def write_png(
     shown = last_iterations(lanes(records), num_iterations)
     start_s, end_s = ends_of(shown)
     starts: dict[int, float] = {}  # iteration, from 1 -> seconds when its first rank began it
+    drawn: dict[int, object] = {}  # iteration -> that which is drawn meanwhile, from 0, if it is another one
     for span in sorted((span for lane in shown for span in lane.spans), key=lambda span: span.start_s):
         if span.iteration is not None:
             starts.setdefault(span.iteration + 1, span.start_s - start_s)
+            if "iteration" in span.args:
+                drawn[span.iteration + 1] = span.args["iteration"]
     words, axis = "", "seconds"
     if starts:
         first, last = min(starts), max(starts)
@@ -79,7 +82,9 @@ def write_png(
     picture = Picture()
     picture.title(title, f"{words}{end_s - start_s:.2f} s{_busy_text(shown)}")
     stack = _Stack(workflow, [shown], most_lanes, LANE_INCH[1])
-    stack.add(picture, 0, top=0.24, starts=starts)
+    also = {number: f", drawing {int(str(other)) + 1}" for number, other in drawn.items()}
+    named = {f"iteration {number}{also.get(number, '')}": s for number, s in starts.items()}
+    stack.add(picture, 0, top=0.24, starts=named)
     stack.add_axis(picture, axis)
     picture.legend(stack.legend())
     picture.save(path)
@@ -102,10 +107,14 @@ def add_stack(
 
 
 def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane]:
-    """The lanes cut to the last iterations; spans without an iteration stay if they fall between them."""
+    """The lanes cut to the last iterations; spans without an iteration stay if they fall between them. The last step of
+    a run that draws ahead draws nothing, and is left out unless it is the only one."""
     known = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     if not known:
         return list(all_lanes)
+    ahead = {span.iteration for lane in all_lanes for span in lane.spans if "iteration" in span.args}
+    if ahead and known[-1] not in ahead and len(known) > 1:
+        known.pop()
     wanted = set(known[-num_iterations:])
 
     def cut(belongs) -> list[Lane]:
@@ -188,7 +197,7 @@ class _Stack:
         *,
         top: float,
         heading: Sequence[tuple[float, str]] = (),
-        starts: Mapping[int, float] = {},
+        starts: Mapping[str, float] = {},
     ) -> None:
         """Adds a timeline. heading: its title and facts, with their x; starts: of iterations, marked by lines."""
 
@@ -197,9 +206,9 @@ class _Stack:
             for (x, words), (weight, colour) in zip(heading, looks, strict=False):
                 area.text(x, 0.17, words, fontweight=weight, colour=colour)
             axes = self._lanes(area, number, top)
-            for iteration, x in sorted(starts.items()):
+            for words, x in starts.items():
                 axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7, clip_on=False)
-                axes.annotate(f"iteration {iteration}", (x, -0.5), (2, 2), annotation_clip=False, **ABOVE)
+                axes.annotate(words, (x, -0.5), (2, 2), annotation_clip=False, **ABOVE)
 
         picture.add(top + self.lane_inch * max(1, len(self.rows[number])), part)
 

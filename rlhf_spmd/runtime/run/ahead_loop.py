@@ -4,6 +4,7 @@ from rlhf_spmd.runtime.ahead.in_flight import Batch, collect, restore
 from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.saving import Tensors
+from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.run.loop import Loop
 from rlhf_spmd.runtime.run.prepare import make_iteration
 
@@ -28,9 +29,16 @@ class AheadLoop(Loop):
         """A batch that has been drawn, by the prologue if need be, and the next one, if there is one."""
         if self.in_flight is None:
             self.in_flight = Batch(make_iteration(self.job, number))
-            self.now = self.in_flight.data
-            self.executor.iteration(Batches(None, self.in_flight))
+            self.now, self.doing = self.in_flight.data, Batches(None, self.in_flight)
+            self.executor.iteration(self.doing)
             self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
         trained, is_last = self.in_flight, number + 1 == self.job.config.iterations
         self.now, self.in_flight = trained.data, None if is_last else Batch(make_iteration(self.job, number + 1))
-        return Batches(trained, self.in_flight)
+        if self.in_flight is not None:
+            self.in_flight.data.lag = 1
+        self.doing = Batches(trained, self.in_flight)
+        return self.doing
+
+    @property
+    def draws(self) -> Iteration | None:
+        return None if self.in_flight is None else self.in_flight.data

@@ -39,6 +39,7 @@ class Loop:
         self.job, self.executor, self.history = job, executor, history
         self.last: Done | None = None  # the last iteration of this start
         self.now: Iteration | None = None  # the current one
+        self.doing: Any = None  # what the executor works on: the current one, with a title
         self.began_s = time.perf_counter()  # when it did
         self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
@@ -63,7 +64,12 @@ class Loop:
 
     def given(self, number: int) -> Any:
         """What the executor works on in an iteration, whose data become `now`."""
-        self.now = make_iteration(self.job, number)
+        self.now = self.doing = make_iteration(self.job, number)
+        return self.now
+
+    @property
+    def draws(self) -> Iteration | None:
+        """That whose responses are being drawn."""
         return self.now
 
     def take_up(self, checkpoint: Checkpoint) -> str:

@@ -32,7 +32,8 @@ GENERATION = {
     # largest and mean |logprob when generated - logprob when first trained on|, nats
     "parity_max_abs": Metric("generation"),
     "parity_mean_abs": Metric("generation"),
-    # the same where batches are drawn ahead, by weights that have been trained since
+    # where batches are drawn ahead: iterations that have trained since, and what parity_ is for weights that have not
+    "lag": Metric("generation"),
     "lag_max_abs": Metric("generation"),
     "lag_mean_abs": Metric("generation"),
     "gen_tokens": Metric("generation"),

@@ -169,16 +169,20 @@ class Running:
     def doing(self) -> str:
         """What this rank does, for people who wait: in an iteration how far it is, and when the run may be over. Called
         by another thread."""
-        world, data, total = self.job.world, self.loop.now, self.job.config.iterations
+        world, data, total = self.job.world, self.loop.doing, self.job.config.iterations
         record = record_in(world.flight.memory)
         if data is None or not record.text.startswith(f"{data.title}: ") or record.position == NOWHERE:
             return world.doing
+        draws = self.loop.draws
         seconds = time.perf_counter() - self.loop.began_s
         left = ""
         if self.history:
             left_s = self.console.left_s(data.number, total, self.history[-1]) - seconds
             left = f", about {progress.duration(max(left_s, 0.0))} left"
-        parts = [f"{one.num - one.num_left} of {one.num} responses" for one in [*data.generations.values()]]
+        parts = [
+            f"{one.num - one.num_left} of {one.num} responses"
+            for one in [*(draws.generations if draws else {}).values()]
+        ]
         parts.append(f"instruction {record.position} of {record.num_instructions}")
         doing = record.text.partition(": ")[2]
         return f"{data.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {doing}"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_spmd.algorithms.importance import off_policy_weights
 from rlhf_spmd.algorithms.policy_gradient import loss_problem
-from rlhf_spmd.algorithms.surrogates import off_policy_weights
+from rlhf_spmd.algorithms.surrogates import policy_loss, surrogate_loss
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.runtime.observe.metric_sums import Meter, combine
@@ -130,6 +131,9 @@ def test_what_is_logged_of_weights_on_any_ranks(name):
     [
         ({"importance_weights": "token"}, "set old_logprobs=recompute"),
         ({"rejection": "geometric"}, "set old_logprobs=recompute"),
+        ({"old_logprobs": "loglinear"}, "set importance_weights or rejection, or old_logprobs=generator"),
+        ({"old_logprobs": "loglinear", "rejection": "token"}, "^$"),
+        ({"old_logprobs": "current"}, "^$"),
         ({"old_logprobs": "recompute", "rejection_range": (0.5, 2.0)}, "but rejection=none"),
         *(
             (
@@ -144,3 +148,26 @@ def test_what_is_logged_of_weights_on_any_ranks(name):
 )
 def test_contradictions_are_refused(given, said):
     assert re.search(said, loss_problem(load_algorithm("grpo").options(**given)))
+
+
+@pytest.mark.parametrize("loss", [policy_loss, surrogate_loss])
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.0])
+def test_loglinear_old_logprobs(loss, share):
+    """ln prox = ln mu + a (ln pi - ln mu) without a gradient ([A3PO], importance.py): loss, gradient and log are those
+    with such old logprobs; at the first step, where a = 1, every ratio is exactly 1."""
+    gen = torch.Generator().manual_seed(2)
+    mu, new, advantages = (torch.randn(3, 5, generator=gen) for _ in range(3))
+    mask, options = torch.ones(3, 5, dtype=torch.bool), {"importance_weights": "token", "importance_cap": None}
+    old = mu + share * (new - mu)
+    made = []
+    for given in ({"old": mu, "lag_share": share}, {"old": new if share == 1.0 else old}):
+        leaf = new.clone().requires_grad_()
+        rest = {key: value for key, value in given.items() if key != "old"} | options
+        total, sums = loss(leaf, given["old"], advantages, mask, generator_logprobs_BG=mu, **rest)
+        total.backward()
+        made.append((total.detach(), leaf.grad, sums))
+    torch.testing.assert_close(made[0][:2], made[1][:2], rtol=1e-5, atol=1e-6)
+    for name, (value, _) in made[1][2].items():
+        assert float(made[0][2][name][0]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+    if share == 1.0:
+        assert float(made[0][2]["ratio"][0]) == 15.0 and float(made[0][2]["approx_kl"][0]) == 0.0

@@ -69,10 +69,16 @@ def test_environments_that_contradict_other_options():
     )
     config = load("tiny", ["environment=m:f", "episode.max_row_tokens=99"])
     assert (config.row_tokens, config.options.old_logprobs, config.only_function) == (99, "recompute", True)
+    assert load("tiny", ["environment=m:f", "ppo.old_logprobs=current"]).options.old_logprobs == "current"
     for algorithm, more, words in (
         ("sft", [], "algorithm sft generates no responses"),
         ("grpo", ["grpo.overlong=shape", "grpo.overlong_buffer=4"], "choose keep or mask"),
         ("grpo", ["grpo.turn_rewards=true"], "needs scale=none"),
+        (
+            "grpo",
+            ["grpo.old_logprobs=loglinear", "grpo.rejection=token"],
+            "grpo.old_logprobs=loglinear reads the sampl",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             load(None, ["environment=m:f", "samples_per_prompt=8", *more], algorithm=algorithm)

@@ -57,6 +57,14 @@ WRONG = {
         (LOSS, "def surrogate(logprobs_BG, mask_BG):\n"),
         ["surrogate() does not take weights", "give it such a parameter, or leave it out"],
     ),
+    "a loss that does not take the share of the lag": (
+        ("responses, weights=weights)", "responses, weights=weights, loglinear=True)"),
+        ["surrogate() does not take lag_share", "give it such a parameter"],
+    ),
+    "current weights of a model that does not train": (
+        ('judge.infer("scores", prompts, responses', 'judge.infer("scores", prompts, responses, current=True'),
+        ["judge.infer('scores', current=True): judge does not train; drop current"],
+    ),
     "a role that is no name": (('"judge": Role', '"../judge": Role'), ["ROLES has the key '../judge'", "letters"]),
     "a negative learning rate": (("lr=1e-3", "lr=-1.0"), ["the role policy has lr=-1.0", "positive number"]),
     "a metric that is none": (

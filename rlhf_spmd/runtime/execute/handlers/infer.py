@@ -15,9 +15,10 @@ from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
-from rlhf_spmd.runtime.execute.iteration import Iteration, Place
+from rlhf_spmd.runtime.execute.iteration import Iteration, Place, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import Rows, read_loss, read_output, row_lengths, sequences_of
+from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.rewards.response_scores import Judged
@@ -98,9 +99,21 @@ class Inference(Passes):
         if judges(self.job, self.call):
             keep_scores(self.job, self.call, self.data, self.place, whole)
             return
-        values_MC = self.data.store.at(self.call.outputs[0], self.place)
-        if whole is not None:
-            values_MC[self.used_MC] = whole.to(values_MC.dtype)
+        if self.call.outputs:
+            values_MC = self.data.store.at(self.call.outputs[0], self.place)
+            if whole is not None:
+                values_MC[self.used_MC] = whole.to(values_MC.dtype)
+        if self.call.drawn and whole is not None:
+            self.compare(whole)
+
+    def compare(self, new_BG: Tensor) -> None:
+        """The parity gate, where batches are drawn ahead."""
+        call, data, key = self.call, self.data, self.call.responses[0]
+        rows = {one: data.store.at(one, self.place)[self.used_MC] for one in call.inputs}
+        trained = self.job.workload.workflow.train_calls
+        is_corrected = any(corrects(train) for train in trained if train.drawn == call.drawn)
+        given = rows[call.drawn], new_BG, rows[key], mask_of(rows, key)
+        parity_gate(self.job.config, *given, self.job.meter(call, data), corrected=is_corrected)
 
 
 class Measurement(Passes):

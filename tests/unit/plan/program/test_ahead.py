@@ -20,12 +20,11 @@ from tests.ordered import standing
 from tests.programs import SPLIT_SHAPE, make_workload
 
 
-def of_separation(size: int, *, epochs: int = 2, **options) -> Program:
-    workload, cluster = (
-        make_workload(mini_batch=8, num_mini_batches=3, epochs=epochs, shape=SPLIT_SHAPE),
-        Cluster.parse(f"1x{size}"),
-    )
-    return compile_program(workload, load_strategy("separation").place(workload, cluster, ahead=1, **options), cluster)
+def of_separation(size: int, *, old_logprobs: str = "generator", replay: bool = False, **options) -> Program:
+    sizes = {"mini_batch": 8, "num_mini_batches": 3, "epochs": 2, "shape": SPLIT_SHAPE}
+    workload = make_workload(**sizes, old_logprobs=old_logprobs, replay=replay)
+    cluster, options = Cluster.parse(f"1x{size}"), {"ahead": 1} | options
+    return compile_program(workload, load_strategy("separation").place(workload, cluster, **options), cluster)
 
 
 def errors(program: Program) -> list[str]:
@@ -56,6 +55,9 @@ OPTIONS = (
     {"training_tp": 2, "generation_pp": 2},
     {"zero": 1},
     {"ratios": ("actor=1/2", "critic=1/2")},
+    {"old_logprobs": "recompute", "replay": True},
+    {"old_logprobs": "current", "training_pp": 2},
+    {"old_logprobs": "current", "zero": 3, "recompute": True, "replay": True},
 )
 
 
@@ -81,10 +83,50 @@ def test_a_part_is_a_part_of_the_step():
         assert sorted(map(str, parts[0] + parts[1])) == sorted([*map(str, whole), "Agree on metrics"])
         assert all(isinstance(some[-1], Agree) for some in parts)
     runs = [one.call for some in prologue.instructions for one in some if isinstance(one, Run)]
-    assert set(runs) == {"actor_generate", "reference_infer", "reward_infer", "critic_infer"}
+    assert set(runs) == {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_infer_parity"}
     assert not any(transfer.model for transfer in prologue.transfers if transfer.messages)
     assert all(transfer.model for transfer in epilogue.transfers if transfer.messages)
     assert [drawn_by(program, rank) for rank in range(4)] == [False, False, True, True]
+
+
+def calls_on(program: Program, rank: int) -> list[tuple[str, int | None]]:
+    """The Runs of a rank but training and what only brings it data: call and mini-batch."""
+    runs = [one for one in program.instructions[rank] if isinstance(one, Run)]
+    return [(run.call, run.mini_batch) for run in runs if not run.call.endswith("_train")]
+
+
+def test_the_parity_gate_has_the_weights_and_the_ranks_that_drew():
+    """One mini-batch, last of what is drawn; where old logprobs are recomputed all rows, in that pass."""
+    program = of_separation(2)
+    assert calls_on(program, 1)[-1] == ("actor_infer_parity", 0)
+    gate = program.workload.workflow.placed_call("actor_infer_parity")
+    assert (gate.drawn, gate.outputs, gate.current) == ("logprobs", (), False)
+    layouts = program.placement.layouts
+    assert layouts["actor_infer_parity"] == layouts["actor_generate"]
+    again = compile_program(program.workload, program.placement, program.cluster)
+    assert again.fingerprint == program.fingerprint
+    recomputed = of_separation(2, old_logprobs="recompute")
+    assert ("actor_infer", None) in calls_on(recomputed, 1) and "actor_infer_parity" not in recomputed.placement.layouts
+    assert recomputed.workload.workflow.placed_call("actor_infer").drawn == "logprobs"
+    assert "actor_infer_parity" not in of_separation(2, ahead=0).placement.layouts
+
+
+def test_current_old_logprobs_belong_to_training():
+    """They are inferred where the actor trains, on the batch of the step before, before the weights change."""
+    program = of_separation(4, old_logprobs="current", recompute=True)
+    assert calls_on(program, 0)[:2] == [("actor_infer", None), ("estimate_advantages", None)]
+    assert not any(call == "actor_infer" for rank in (2, 3) for call, _ in calls_on(program, rank))
+    runs = [one for one in part_of(program, EPILOGUE).instructions[0] if isinstance(one, Run)]
+    assert runs[0].call == "actor_infer" and not draws(program, runs[0])
+    assert not program.placement.layouts["actor_infer"].recompute
+    weights = [transfer.reallocation.targets for transfer in program.transfers if transfer.model == "actor"]
+    assert {rank for targets in weights for rank, _ in targets} <= {2, 3}  # no copy for it
+    now = of_separation(4, old_logprobs="current", ahead=0)
+    assert errors(now) == [] and calls_on(now, 0)[0] == ("actor_infer", None)
+    assert (
+        not now.placement.streams(now.workload) and of_separation(4, ahead=0).placement.streams(now.workload) is False
+    )
+    assert any("streaming is off, because actor_infer needs all rows" in one.message for one in check(now))
 
 
 def test_drawing_ranks_never_wait_for_training_before_they_have_drawn():
@@ -93,6 +135,25 @@ def test_drawing_ranks_never_wait_for_training_before_they_have_drawn():
         some = program.instructions[rank]
         last = max(index for index, one in enumerate(some) if isinstance(one, Run))
         assert all(draws(program, one) for one in some[: last + 1])
+
+
+@pytest.mark.parametrize("old", ["generator", "current"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_drawing_waits_for_no_trainer_where_rows_go_by_nccl(size, old):
+    """Rows for the next step move when both sides have ended: a send that waits for a trainer would stand in front of
+    what a rank sends to others that draw."""
+    workload = make_workload(mini_batch=8, num_mini_batches=3, epochs=2, shape=SPLIT_SHAPE, old_logprobs=old)
+    workload, cluster = replace(workload, host_bytes=0), Cluster.parse(f"1x{size}", "a100-80g")
+    program = compile_program(workload, load_strategy("separation").place(workload, cluster, ahead=1), cluster)
+    assert errors(program) == []
+    trainers = set(range(size // 2))
+    for rank, some in enumerate(program.instructions):
+        last = max(index for index, one in enumerate(some) if isinstance(one, Run))
+        early = {one.transfer for one in some[:last] if isinstance(one, Post)}
+        assert not any(trainers & set(program.transfers[number].ranks) for number in early), rank
+    parts, rng = [part_of(program, PROLOGUE), *[program] * 3, part_of(program, EPILOGUE)], random.Random(size)
+    for _ in range(3):
+        assert not standing(one_piece(parts), rng)
 
 
 def test_lists_that_read_what_is_not_there_are_found():
@@ -131,10 +192,32 @@ def test_what_is_refused():
         compile_program(workload, Placement(flat, ahead=2), cluster)
 
 
-def test_corrections_that_cannot_see_the_lag_are_refused():
-    config = presets.load("tiny", ["ppo.old_logprobs=recompute", "ppo.importance_weights=token"], algorithm="ppo")
+REFUSED = {  # by old_logprobs and ahead, with a correction
+    (
+        "recompute",
+        1,
+    ): "ahead: actor_train corrects differences from the generator, and actor_infer has the weights that "
+    "generated, so that it cannot see that these are an iteration old; choose old_logprobs=current or loglinear",
+    ("loglinear", 0): "actor_train: old_logprobs=loglinear estimates the lag of batches that are drawn one iteration",
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("old", ["recompute", "current", "loglinear"])
+@pytest.mark.parametrize("correction", ["importance_weights=token", "rejection=geometric"])
+def test_corrections_that_cannot_see_the_lag_are_refused(old, ahead, correction):
+    config = presets.load("tiny", [f"ppo.old_logprobs={old}", f"ppo.{correction}"], algorithm="ppo")
     workload, cluster = options.make_workload(config), Cluster.parse("1x2")
-    place = load_strategy("separation").place
-    compile_program(workload, place(workload, cluster), cluster)
-    with pytest.raises(UserError, match="ahead: actor_train corrects differences from the generator"):
-        compile_program(workload, place(workload, cluster, ahead=1), cluster)
+    placement = load_strategy("separation").place(workload, cluster, ahead=ahead)
+    if message := REFUSED.get((old, ahead)):
+        with pytest.raises(UserError, match=f"^{message}"):
+            compile_program(workload, placement, cluster)
+    else:
+        assert errors(compile_program(workload, placement, cluster)) == []
+
+
+def test_joint_calls_work_on_one_batch():
+    workload, cluster = make_workload(old_logprobs="current"), Cluster.parse("1x2")
+    placement = load_strategy("separation").place(workload, cluster, ahead=1)
+    with pytest.raises(UserError, match="ahead: joint actor_infer and reference_infer work on two batches"):
+        compile_program(workload, replace(placement, joint=(("actor_infer", "reference_infer"),)), cluster)

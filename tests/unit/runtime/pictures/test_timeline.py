@@ -50,6 +50,21 @@ def test_picture(tmp_path, monkeypatch):
     assert "iteration 2" not in texts
 
 
+def test_a_step_that_draws_ahead_names_both_iterations(tmp_path, monkeypatch):
+    records = two_ranks()
+    for one in records:
+        for row in one["spans"]:
+            if row[0] == "actor_generate":
+                row[5] = {"iteration": row[4] + 1}
+    texts = drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t")
+    assert "iteration 1, drawing 2" in texts and "iteration 2, drawing 3" in texts
+    for one in records:
+        one["spans"] = [row for row in one["spans"] if row[4] == 0 or row[0] != "actor_generate"]
+        one["spans"].append(["actor_train", "compute", 1.7e9 + 3.0, 1.7e9 + 5.0, 1, {}])  # the last step draws nothing
+    texts = drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t")
+    assert "iteration 1, drawing 2" in texts and "iteration 2" not in texts
+
+
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
     assert "iteration 2: 1.00 s, ranks busy 100%" in texts and "actor train" not in texts
