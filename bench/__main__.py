@@ -39,6 +39,7 @@ ROOMS = {
         "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
         "walk": "docs/one_iteration.md: the functions that lead from main to the model, as a run of the demo has them",
         "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
+        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
     },
     "faults": {
         "faults": "kills at random moments under six strategies and `auto`: resumed to the same bits? hangs, orphans",
@@ -57,7 +58,6 @@ ROOMS = {
     "embedded": {
         "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
         "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
-        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
         "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
         "make-tools": "the files of rlhf_spmd/embedded/tools/ (actor, questions with tables), made anew: 10 minutes",
         "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, data), made anew: 25 minutes",
