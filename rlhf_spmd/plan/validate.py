@@ -68,8 +68,20 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
     """Why a batch cannot be drawn while another one trains."""
     if not placement.ahead:
         return
-    if placement.ahead != 1:
-        yield f"ahead {placement.ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
+    yield from ahead_problems(placement.ahead, workflow)
+    for call in workflow.placed_calls if placement.ahead == 1 else ():
+        for train in workflow.train_calls:
+            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
+            if shared and not isinstance(call, Train):
+                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} runs meanwhile"
+                yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
+                break
+
+
+def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
+    """Why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
+    if ahead != 1:
+        yield f"ahead {ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
         yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
     for train in workflow.train_calls:
@@ -82,13 +94,6 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
     for call in workflow.calls:
         if is_read_by_both(call, workflow):
             yield f"ahead: {call.name} is read by training and by calls before it, which work on two batches; drop it"
-    for call in workflow.placed_calls if placement.ahead == 1 else ():
-        for train in workflow.train_calls:
-            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
-            if shared and not isinstance(call, Train):
-                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} runs meanwhile"
-                yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
-                break
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
