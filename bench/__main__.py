@@ -6,7 +6,7 @@ import sys
 ROOMS = {
     "speed": {
         "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
-        "ahead": "separation one iteration ahead, real computation on two pinned ranks: against ahead=0, simulated",
+        "ahead-real": "separation one iteration ahead with real computation on two pinned ranks: gain, simulated gain",
         "strategies": "where an iteration goes under each strategy, the control plane's share, timelines on one axis",
         "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
         "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; "

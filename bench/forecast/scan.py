@@ -232,10 +232,10 @@ def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[
 def with_speed_up(rows: Iterable[dict]) -> list[dict]:
     """The rows with `speed_up`: over flattening in the same place; None where either does not fit."""
     rows = list(rows)
-    place = ("algorithm", "preset", "layout", "nodes", "calibration")
-    flat = {tuple(row[key] for key in place): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
+    place = ("algorithm", "preset", "layout", "nodes", "calibration", "overrides")
+    flat = {tuple(map(row.get, place)): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
     for row in rows:
-        base_s = flat.get(tuple(row[key] for key in place))
+        base_s = flat.get(tuple(map(row.get, place)))
         row["speed_up"] = base_s / row["iteration_s"] if base_s and row["iteration_s"] else None
     return rows
 
@@ -286,6 +286,7 @@ def main(arguments: list[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="7B on one and two nodes; writes nothing")
     what.add_argument("--suite", choices=[name for name in SUITES if name not in ("all", "quick")])
+    what.add_argument("--ahead", action="store_const", const="ahead", dest="suite", help="the suite of that name")
     what.add_argument("--measure", action="store_true", help="run the strategies on the devices of this MPI world")
     add_arguments(parser)
     parsed = parser.parse_args(arguments)
