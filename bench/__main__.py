@@ -6,6 +6,7 @@ import sys
 ROOMS = {
     "speed": {
         "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
+        "ahead-real": "separation one iteration ahead with real computation on two pinned ranks: gain, simulated gain",
         "strategies": "where an iteration goes under each strategy, the control plane's share, timelines on one axis",
         "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
         "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; "
@@ -38,8 +39,8 @@ ROOMS = {
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
         "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
-        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
         "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
+        "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
     },
     "faults": {
         "faults": "kills at random moments under six strategies and `auto`: resumed to the same bits? hangs, orphans",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bench import baseline_tables, planner_tables, recipe_tables, stage_tables, trl_table
+from bench import ahead_tables, baseline_tables, planner_tables, recipe_tables, stage_tables, trl_table
 from bench.cells import number, percent
 from bench.rows import STRATEGIES
 
@@ -206,10 +206,10 @@ SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["sca
 SCANS["baselines"] = SCANS["graphs"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
 SCANS["spread"] = {"mean, sigma": lambda row: row["forecast_lengths"], **SCANS["scan"]}
-SCANS["long_context"] = SCANS["four_70b"] = SCANS["scan"]
+SCANS["long_context"] = SCANS["four_70b"] = SCANS["ahead"] = SCANS["scan"]
 SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
-SCANS |= recipe_tables.COLUMNS
-JOINED |= trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED | recipe_tables.JOINED
+SCANS |= recipe_tables.COLUMNS | ahead_tables.COLUMNS
+JOINED |= ahead_tables.JOINED | trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED | recipe_tables.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 GENERATED = {
     "model": lambda row: row["model"],

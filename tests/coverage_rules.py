@@ -21,7 +21,7 @@ VERBS, PROGRAM = "rlhf_spmd.verbs", "rlhf_spmd"  # a test that runs the program 
 # test file -> modules without a test file of their own, which it imports or runs, be it by way of other modules
 COVERS: dict[str, tuple[str, ...]] = {
     "e2e/test_ahead.py": ("runtime.ahead.in_flight",),
-    "e2e/test_rehearse.py": ("runtime.rehearse.rehearsal",),
+    "e2e/test_rehearse.py": ("runtime.rehearse.ahead", "runtime.rehearse.rehearsal"),
     "mpi/test_ahead.py": ("runtime.ahead.steps", "runtime.run.ahead_loop"),
     "unit/algorithms/test_controllers.py": ("algorithms.ppo",),
     "unit/algorithms/test_off_policy.py": ("algorithms.importance",),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from bench.ahead_tables import joined_ahead
 from bench.baseline_tables import AGAINST, times_faster
 from bench.rows import STRATEGIES
 from bench.stage_tables import by_stage
@@ -188,6 +189,16 @@ def ahead_of_zero3(rows: Sequence[Mapping]) -> Claims:
         "planner_first": [case for claims in found for case in claims["planner_first"] or []],
         "planner_ahead_of_zero3": exceptions({case: (one, 1 / NEAR) for case, one in places.items() if one}),
     }
+
+
+def ahead_gains(rows: Sequence[Mapping]) -> Claims:
+    """One iteration ahead, separation is faster than the fastest plan without, and than flattening."""
+    cases = joined_ahead(rows)
+    found = {}
+    for base in ("planner", "flattening"):
+        pairs = {f"{one['preset']} {one['layout']} {one['words']}": one[f"gain_{base}"] for one in cases}
+        found[f"ahead_faster_than_{base}"] = exceptions({case: (gain, 1.0) for case, gain in pairs.items() if gain})
+    return found
 
 
 def _of(rows: Sequence[Mapping], calibration: str) -> list[Mapping]:

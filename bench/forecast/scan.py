@@ -290,6 +290,7 @@ def main(arguments: list[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="7B on one and two nodes; writes nothing")
     what.add_argument("--suite", choices=[name for name in SUITES if name not in ("all", "quick")])
+    what.add_argument("--ahead", action="store_const", const="ahead", dest="suite", help="the suite of that name")
     what.add_argument("--measure", action="store_true", help="run the strategies on the devices of this MPI world")
     add_arguments(parser)
     parsed = parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from bench.forecast.claims import (
     LARGE,
     SMALL,
     Claims,
+    ahead_gains,
     ahead_of_zero3,
     eleven_times,
     frozen_halved,
@@ -163,7 +164,34 @@ SPREAD_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options
     "reallocation": COMPARED_OPTIONS["reallocation"] | {"recompute": (False, True), "generation_tp": (1, 2, 4, 8)},
     "planner": {"method": "two_phase", "keep": 5},
 }
+# Where drawing one iteration ahead is forecast: a place for each size, with devices by published and by counted
+# constants; how long responses are, and how often a batch trains.
+AHEAD_PLACES = (
+    *(("llama-7b", "1x8", ""), ("llama-7b", "4x8", ""), ("llama-13b", "4x8", ""), ("llama-33b", "8x8", "")),
+    *(("llama-70b", "16x8", ""), ("llama-7b", "1x8", f"{OTHER_DEVICE}-derived")),
+    ("llama-13b", "4x8", f"{OTHER_DEVICE}-derived"),
+)
+AHEAD_LENGTHS = ("forecast_lengths=512", "forecast_lengths=512,1.0")  # all alike; a lognormal, sigma of the logarithm
+AHEAD_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the strategy in rows -> that of the case, its options
+    "flattening": ("flattening", {"zero": (1, 3), "tp": (1, 2, 8), "micro_batch": (2, 8)}),
+    "planner": ("planner", {"method": "two_phase", "keep": 5}),
+    "one iteration ahead": ("planner", {"method": "two_phase", "keep": 5, "ahead": 1}),
+}
 SUITES = {
+    "ahead": Suite(
+        "separation one iteration ahead beside flattening and the fastest plan without, by lengths and epochs",
+        tuple(
+            Case(
+                *place, name, options, calibration=calibration, overrides=(lengths, f"ppo.epochs={epochs}"), called=row
+            )
+            for *place, calibration in AHEAD_PLACES
+            for lengths, epochs in product(AHEAD_LENGTHS, (1, 2))
+            for row, (name, options) in AHEAD_OPTIONS.items()
+        ),
+        ahead_gains,
+        (),  # what comes out is in bench/RESULTS.md
+        ("generation.max_new_tokens=2048",),
+    ),
     "all": Suite(
         "every strategy on every model and layout",
         tuned(PRESETS, LAYOUTS, STRATEGIES),

@@ -179,6 +179,12 @@ VERBS = {
         (
             *CALIBRATED_DEVICES,
             _argument("--method", "search method (default: exact)", choices=("exact", "two_phase"), default="exact"),
+            _argument(
+                "--ahead",
+                "generate one iteration ahead of training: 0, 1, or auto, which compares both (default: 0)",
+                choices=("0", "1", "auto"),
+                default="0",
+            ),
             _argument("--top", "number of plans to show (default: 5)", "N", type=_positive, default=5),
             _argument("--out", "file to write the best plan to (default: runs/plan-PRESET-LAYOUT.py)", "FILE.py"),
             _argument("--timeline", "draw the forecast timeline of the best plan to this file", "FILE.png"),
@@ -210,7 +216,13 @@ VERBS = {
                 "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
             ),
             *CALIBRATED_DEVICES,
-            _argument("--iterations", "number of iterations (default: 2)", "N", type=_positive, default=2),
+            _argument(
+                "--iterations",
+                "number of iterations, or one ahead of steps between a first batch and a last one (default: 2)",
+                "N",
+                type=_positive,
+                default=2,
+            ),
             _argument(
                 "--seconds",
                 "seconds that an iteration takes here; the more, the less they depend on this machine (default: 15)",

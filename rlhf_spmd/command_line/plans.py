@@ -1,7 +1,7 @@
 """The best plans and the shipped strategies side by side, each with its forecast, and the fastest as a strategy."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from types import ModuleType
 from typing import TypedDict, Unpack
@@ -23,20 +23,22 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
+from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s, halves_s
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.candidates import Allowed
-from rlhf_spmd.plan.search.planner import SearchResult, name_of, search
+from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD, SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
+from rlhf_spmd.plan.validate import ahead_problems
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.guard import progress
 
 TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
+AHEAD = {"0": (0,), "1": (1,), "auto": (0, 1)}  # plan --ahead
 NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
 
 
@@ -62,6 +64,7 @@ class Misfit:
 
 
 Row = Alternative | Misfit  # of the table
+SUMMED = ("num_scored", "search_s", "processor_s", "simulate_s")  # of two results of search()
 
 
 class SearchOptions(TypedDict, total=False):
@@ -81,36 +84,94 @@ def alternatives(
     *,
     evaluate: Evaluate = no_evaluation,
     top: int | None = None,
+    aheads: Sequence[int] = (0,),
     **options: Unpack[SearchOptions],
 ) -> tuple[list[Row], SearchResult]:
-    """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
-    result of the search. evaluate: makes the program of the run's evaluations, which must fit, too. Raises UserError if
-    nothing fits."""
+    """The best plans of search() with these options, then the shipped strategies; and the result of the search.
+    evaluate: makes the program of the run's evaluations, which must fit, too. top: how many plans, besides the best of
+    each of `aheads`; None: all. aheads: what plans may have of Placement.ahead. Raises UserError if nothing fits."""
     with progress.during("simulating the shipped strategies"):
         shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
+        if 1 in aheads:
+            shipped.append(fitted("separation", workload, cluster, calibration, evaluate, ahead=1))
         try:
-            found = search(workload, cluster, calibration, say=progress.say, **options)
+            found = searched(workload, cluster, calibration, aheads, **options)
         except UserError as error:
             raise UserError(f"{error}. {_nearest(shipped)}") from None
+    firsts = {plan.placement.ahead: number for number, plan in reversed(list(enumerate(found.plans)))}
     plans = [
-        Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
-        for number, plan in enumerate(found.plans[:top], start=1)
+        Alternative(f"plan {number + 1} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
+        for number, plan in enumerate(found.plans)
+        if top is None or number < top or number in firsts.values()
     ]
     return [*plans, *shipped], found
 
 
+def searched(
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    aheads: Sequence[int],
+    **options: Unpack[SearchOptions],
+) -> SearchResult:
+    """The results of search() for some values of Placement.ahead as one. Where others than the first have no plan,
+    there are plans without them. Raises UserError if there are none."""
+    found = search(workload, cluster, calibration, say=progress.say, ahead=aheads[0], **options)
+    for ahead in aheads[1:]:
+        try:
+            more = search(workload, cluster, calibration, say=progress.say, ahead=ahead, **options)
+        except UserError:
+            continue
+        plans = sorted((*found.plans, *more.plans), key=lambda plan: plan.forecast.makespan_s)
+        gaps = [gap for gap in (found.gap, more.gap) if gap is not None]
+        sums = {name: getattr(found, name) + getattr(more, name) for name in SUMMED}
+        found = replace(found, plans=tuple(plans), gap=max(gaps, default=None), **sums)
+    return found
+
+
+def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
+    """Whether drawing one iteration ahead pays, in a sentence. rows: of alternatives() with and without it."""
+    order = list(ranked(rows))
+    late = next((row for row in order if not row.program.placement.ahead), None)
+    early = next((row for row in order if row.program.placement.ahead), None)
+    if early is None:
+        why = "; ".join(ahead_problems(1, workload.workflow)) or "no placement of it fits these devices"
+        return f"One iteration ahead is out of the question: {why}"
+    seconds, drawing_s, training_s = early.forecast.makespan_s, *halves_s(early.forecast)
+    flat = next((row for row in order if kind_of(row) == "flattening"), None)
+    against = {"flattening": flat} | ({} if late is flat or late is None else {f"{late.name} without it": late})
+    times = [f"{row.forecast.makespan_s / seconds:.2f} times as fast as {name}" for name, row in against.items() if row]
+    verdict = "pays" if order[0] is early else "would not pay"
+    return (
+        f"One iteration ahead {verdict}: {early.name} takes {seconds:.4g} s, {' and '.join(times)}. Drawing takes "
+        f"{drawing_s:.4g} s and training beside it {training_s:.4g} s, each on a part of the ranks"
+    )
+
+
+def kind_of(row: Alternative) -> str:
+    """The strategy that a row resembles."""
+    return name_of(row.program.placement, row.program.workload, row.program.cluster)
+
+
 def fitted(
-    name: str, workload: Workload, cluster: Cluster, calibration: Calibration, evaluate: Evaluate = no_evaluation
+    name: str,
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    evaluate: Evaluate = no_evaluation,
+    ahead: int = 0,
 ) -> Row:
-    """A shipped strategy with the first options with which it fits; else why it does not."""
+    """A shipped strategy with the first options with which it fits; else why it does not. ahead: of separation."""
     strategy, refused, short = load_strategy(name), "", dict[str, int]()
-    for options in options_to_try(name, workload, cluster):
+    name = SEPARATION_AHEAD if ahead else name
+    for tried in options_to_try(strategy.name, workload, cluster):
+        options = {**tried, **({"ahead": ahead} if ahead else {})}
         words = " ".join(f"{option}={value}" for option, value in options.items())
         try:
             program = strategy.compile(workload, cluster, options)
             evaluation = evaluate(program)
         except UserError as error:
-            refused = refused or str(error).removeprefix(f"strategy {name}: ")
+            refused = refused or str(error).removeprefix(f"strategy {strategy.name}: ")
             continue
         if not too_large(program, evaluation):
             return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
@@ -138,10 +199,9 @@ def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
     first: dict[str, str] = {}  # what a row is the best of -> its name
     for row in order:
         if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s:
-            program = row.program
             if row.name in COMPARED:
                 first.setdefault("shipped", row.name)
-            first.setdefault(name_of(program.placement, program.workload, program.cluster), row.name)
+            first.setdefault(kind_of(row), row.name)
     names = dict.fromkeys([order[0].name, *([first["shipped"]] if "shipped" in first else []), *first.values()])
     chosen = list(names | dict.fromkeys(row.name for row in order))[:number]
     return [row for row in order if row.name in chosen]

@@ -8,17 +8,22 @@ import gc
 import shlex
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rlhf_spmd.command_line.checks import evaluate_of
 from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.command_line.plans import (
+    AHEAD,
     KEEP,
     Alternative,
+    Misfit,
+    Row,
     SearchOptions,
+    ahead_text,
     alternatives,
     evaluated_tokens,
     fastest,
@@ -47,9 +52,15 @@ def run(parsed: argparse.Namespace) -> int:
     config, workload, cluster, calibration = read(parsed)
     out = _out(parsed, config, cluster)
     began = time.perf_counter()
-    options = _search_options(parsed, config)
-    rows, found = alternatives(workload, cluster, calibration, evaluate=evaluate_of(config), top=parsed.top, **options)
-    winner = fastest(rows, cluster)
+    options, aheads = _search_options(parsed, config), AHEAD[parsed.ahead]
+    rows, found = alternatives(
+        *(workload, cluster, calibration),
+        evaluate=evaluate_of(config),
+        top=parsed.top,
+        aheads=aheads,
+        **options,
+    )
+    winner = fastest([row for row in rows if may_win(row, aheads)], cluster)
     plan_s = found.search_s
     simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
     where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
@@ -60,6 +71,8 @@ def run(parsed: argparse.Namespace) -> int:
     if calibration.sources:
         print(f"sources of its constants: {calibration.sources_text}")
     print(plans_table(rows, calibration, table_width()))
+    if len(aheads) > 1:
+        print(f"\n{fill(ahead_text(rows, workload), table_width() or 120)}")
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source, encoding="utf-8"))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
@@ -81,10 +94,16 @@ def run(parsed: argparse.Namespace) -> int:
         "gap": found.gap,
         "num_scored": found.num_scored,
         "plans": seconds,
+        "ahead": winner.program.placement.ahead,
         "ok": True,
     }
     print_json(result, parsed.json)
     return 0
+
+
+def may_win(row: Row, aheads: Sequence[int]) -> bool:
+    """Whether a row draws as far ahead as was asked for."""
+    return isinstance(row, Misfit) or row.program.placement.ahead in aheads
 
 
 def _words(parsed: argparse.Namespace) -> list[str]:
@@ -129,8 +148,9 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         if world.rank == 0:
             out = _out(parsed, config, cluster)
             options = _search_options(parsed, config)
-            rows, found = alternatives(workload, cluster, calibration, evaluate=evaluate_of(config), **options)
-            best = most_promising(rows, parsed.measure_top)
+            aheads, evaluate = AHEAD[parsed.ahead], evaluate_of(config)
+            rows, found = alternatives(workload, cluster, calibration, evaluate=evaluate, aheads=aheads, **options)
+            best = most_promising([row for row in rows if may_win(row, aheads)], parsed.measure_top)
             shown = {row.name for row in rows[: parsed.top] + rows[len(found.plans) :] + best}
             rows = [row for row in rows if row.name in shown]
             told = [[row.name, module_source(row, config, calibration, _words(parsed))] for row in best]
@@ -178,21 +198,30 @@ def iteration_s(config: Config, program: Program, world: Any) -> float:
 
 
 def iteration_runner(config: Config, program: Program, world: Any) -> Callable[[int], float]:
-    """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0,
-    and returns the seconds of the slowest rank. The world must have the program's groups."""
+    """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0, and
+    returns the seconds of the slowest rank; one ahead, number 0 only draws. The world must have the program's
+    groups."""
+    from rlhf_spmd.runtime.ahead.in_flight import Batch
+    from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.observe.device_clock import clock_of
     from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 
     job = prepare(config, program, world)
-    executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
+    ahead = program.placement.ahead
+    executor: Any = (AheadExecutor if ahead else Executor)(job, Tracer(world.rank, clock=clock_of(world.device)))
+    in_flight = None  # of a run that draws ahead: the batch that trains in the next iteration
 
     def iteration(number: int) -> float:
+        nonlocal in_flight
         data = make_iteration(job, number)
+        if ahead:
+            batches = Batches(in_flight, Batch(data))
+            in_flight = batches.drawn
         world.barrier("the start of an iteration")
         began = time.perf_counter()
-        executor.iteration(data)
+        executor.iteration(batches if ahead else data)
         return max(world.allgather(time.perf_counter() - began, "the seconds of an iteration"))
 
     return iteration

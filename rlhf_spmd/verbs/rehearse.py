@@ -39,8 +39,6 @@ def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     """Replaces this process by mpirun with as many ranks as the layout has. Raises UserError."""
     config, cluster, _ = read_calibrated(parsed)
     ((_, program),) = compile_all([parsed.strategy], make_workload(config), cluster, config.strategy).items()
-    if program.placement.ahead:
-        raise UserError("a rehearsal runs one kind of iteration, and ahead=1 has three: rehearse with ahead=0")
     faults_of(parsed, program)
     check_folder(parsed.out)
     num = cluster.num_devices
@@ -134,6 +132,7 @@ def faults_of(parsed: argparse.Namespace, program: Program) -> "Faults":
 def run(world: "World", parsed: argparse.Namespace) -> int:
     """Rehearses on all ranks; rank 0 prints -> the exit status."""
     from rlhf_spmd.runtime.observe.trace import Tracer
+    from rlhf_spmd.runtime.rehearse.ahead import AheadRehearsal, Batches
     from rlhf_spmd.runtime.rehearse.rehearsal import Rehearsal, Rehearsed, expanded
 
     with world.together("reading the program"):
@@ -153,18 +152,27 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     title = f"rehearsal of {name}, preset {config.title} on {cluster}"
     say(f"{title}: {world.size} processes; a second here stands for {factor:.3g} s by calibration {calibration.name}")
     recorder = Tracer(world.rank, world.hosts[world.rank])
-    rehearsal = Rehearsal(expanded(program), world, recorder, times, factor, faults)
+    given = world, recorder, times, factor, faults
+    ahead, num = program.placement.ahead, parsed.iterations
+    rehearsal: Any = AheadRehearsal(program, *given) if ahead else Rehearsal(expanded(program), *given)
     if parsed.out:
         world.keep_records(parsed.out)
     seconds, busy_s, answers = [], [], []
-    for number in range(parsed.iterations):
+    batches = [Rehearsed(number) for number in range(num + ahead)]
+    if ahead:
+        rehearsal.iteration(Batches(None, batches[0]))
+    for number in range(num):
         world.barrier("the start of an iteration")
         began_s, before_s = time.monotonic(), time.process_time()
-        answers = rehearsal.iteration(Rehearsed(number))
+        answers = rehearsal.iteration(Batches(*batches[number : number + 2]) if ahead else batches[number])
         seconds.append((time.monotonic() - began_s) * factor)
         busy_s.append(time.process_time() - before_s)
         against = f"forecast {forecast_s:.4g} s ({seconds[-1] / forecast_s - 1:+.1%})"
-        say(f"iteration {number + 1} of {parsed.iterations}: {seconds[-1]:.4g} s, {against}")
+        say(f"iteration {number + 1} of {num}: {seconds[-1]:.4g} s, {against}")
+        batches[number].rows.clear()
+    if ahead:
+        rehearsal.iteration(Batches(batches[-1], None))
+        say(f"A first batch was drawn before, and a last one, {num + 1}, trained after these.")
     busy = [sum(some) for some in zip(*world.allgather(busy_s, "processor seconds"), strict=True)]
     if parsed.out:
         records = world.allgather(recorder.to_records(), "the timeline")

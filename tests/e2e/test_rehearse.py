@@ -77,6 +77,18 @@ def test_a_job_of_many_ranks(layout, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"timeline.json", "timeline.png"}
 
 
+def test_one_iteration_ahead(tmp_path):
+    """A first batch, steps, and a last batch; stages are rehearsed in their batch, and training beside drawing."""
+    more = ["--seconds", "1", "--out", str(tmp_path / "out"), "strategy.ahead=1", "strategy.training_pp=2"]
+    status, out, err = command(["separation", "--layout", "2x4", *SMALL[:-1], "2", *more])
+    assert status == 0, err
+    *text, last = out.splitlines()
+    result = json.loads(last)
+    assert len(result["rehearsed_s"]) == 2 and min(result["rehearsed_s"]) > 0.99 * result["forecast_s"]
+    assert "A first batch was drawn before, and a last one, 3, trained after these." in text
+    assert "No rank hung, and every row was there when it was read." in text
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -23,11 +23,11 @@ from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
 from rlhf_spmd.plan.shard import Shard, split
-from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
+from rlhf_spmd.plan.workflow import Generate, ModelCall, Train, trains
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
-WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache", "copies with adapters")
+WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache", "copies with adapters", "rows")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
 CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # as in kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
@@ -177,7 +177,7 @@ def loaded_bytes(program: Program, call: ModelCall, rank: int) -> int:
 
 def working_bytes(program: Program, rank: int) -> dict[str, int]:
     """The most bytes of each kind that a rank needs at one time for calls (weights from host memory count as gathered),
-    and for buckets of weights in transit."""
+    for buckets of weights in transit, and for the rows of an iteration."""
     total = dict.fromkeys(WORKING, 0)
     for transfer in program.transfers:
         if transfer.reallocation is not None and rank in transfer.ranks:
@@ -188,7 +188,31 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
         total["gathered"] = max(total["gathered"], loaded_bytes(program, call, rank))
     total["KV cache"] = most_alive_bytes(program, rank, cache_bytes)
     total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)
+    total["rows"] = rows_bytes(program, rank)
     return total
+
+
+def rows_bytes(program: Program, rank: int) -> int:
+    """Bytes of the data keys of a rank's columns (runtime/execute/iteration.py: Store). One iteration ahead, a rank has
+    two batches of what is drawn: one that trains, and the next one. 0 for a program without instructions."""
+    held, workload = program.held(rank) if program.instructions else {}, program.workload
+    total = 0
+    for key, ranges in held.items():
+        rows = workload.num_mini_batches * sum(map(len, ranges))
+        total += rows * workload.row_bytes(key) * batches_of(program.placement.ahead, workload, key)
+    return total
+
+
+def most_rows_bytes(workload: Workload, ahead: int) -> int:
+    """Bytes of the rows of a rank that holds all columns of all keys. ahead: of the placement."""
+    keys = workload.workflow.shapes
+    return sum(workload.num_sequences * workload.row_bytes(key) * batches_of(ahead, workload, key) for key in keys)
+
+
+def batches_of(ahead: int, workload: Workload, key: str) -> int:
+    """How many batches of a data key a rank holds at one time. ahead: of the placement."""
+    maker = workload.workflow.producer(key)
+    return 2 if ahead and not (maker is not None and trains(maker, workload.workflow)) else 1
 
 
 def most_alive_bytes(program: Program, rank: int, of_call: Callable[[Workload, ModelCall, Layout, int], int]) -> int:
@@ -230,10 +254,10 @@ def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *,
 
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
-    """The most that a rank's device holds at one time: calls run one after another, transfers beside them."""
+    """The most that a rank's device holds at one time: calls run one after another, transfers and rows beside them."""
     generating = working["KV cache"] + working["copies with adapters"]
-    besides = working["buckets"] + max(working["activations"] + working["reduced"], generating)
-    return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
+    calls = working["gathered"] + max(working["activations"] + working["reduced"], generating)
+    return sum(static.values()) - static["offloaded"] + calls + working["buckets"] + working["rows"]
 
 
 def most_bytes(program: Program) -> int:

@@ -62,7 +62,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _parts(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size) or "nothing"
+    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if _gib(size) != _gib(0)) or "nothing"
 
 
 def vain_streaming(program: Program) -> list[str]:

@@ -4,7 +4,8 @@ Calls are chosen one after another, those that train first. A partial choice is 
 no completion can be faster than the best choice so far. The bound is a sum over phases (iteration_model.py), since a
 phase depends on all earlier phases. Two calls of one phase either share a rank, and take as long as both together, or
 share none, and the second one has only the ranks that the first one leaves. While streaming, phases overlap: then the
-bound is one whole phase and one mini-batch of each other phase.
+bound is one whole phase and one mini-batch of each other phase. One iteration ahead, the phases that draw and those
+that train are two lines, whose bound is the larger of both sums.
 
 Two things make it quick. The calls that only infer are chosen last and together (inference_phase.py), unless that has
 failed before with at least as much memory and time. And the search first looks only for choices nearly as fast as the
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
+from operator import le
 
 from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate, Destination
@@ -87,7 +89,7 @@ def exact(space: Space, best: Best, budget: Budget) -> float:
     bounds_s = [alone_s(space, phase, budget) for phase in space.model.phases]
     excess = FIRST_EXCESS
     while True:  # a low limit leaves little to search
-        best.most_s = (1 + excess) * sum(bounds_s) if excess < LAST_EXCESS else inf
+        best.most_s = (1 + excess) * longest_s(space.model, bounds_s) if excess < LAST_EXCESS else inf
         open_s = _Branches(space, best, budget, bounds_s).search()
         if space.model.can_stream:
             open_s = min(open_s, _Branches(space, best, budget, [0.0, 0.0], streaming=True).search())
@@ -96,6 +98,11 @@ def exact(space: Space, best: Best, budget: Budget) -> float:
         excess *= 2
     open_s, best.most_s = min(open_s, best.goal_s), inf
     return open_s
+
+
+def longest_s(model: CallModel, phases_s: Sequence[float]) -> float:
+    """Seconds of the longest line of phases."""
+    return max(sum(phases_s[phase] for phase in line) for line in model.lines)
 
 
 def alone_s(space: Space, phase: list[int], budget: Budget) -> float:
@@ -130,15 +137,19 @@ class _Branches:
         order = [index for train, users in models for index in ([] if train is None else [train]) + users]
         self.order = [index for index in order if index in self.phase_of and index not in last]
         self.order.sort(key=lambda index: index not in model.trains)
+        self.num_training = sum(index in model.trains for index in self.order)  # which come first
         self.last = LastPhase(model, space.candidates, last) if last else None
         self.begun: list[tuple[list[float], list[Candidate | None]]] = []  # bounds, choices of all other calls
         self.failed: list[Left] = []
+        self.trained: dict[tuple[object, ...], list[tuple[float, ...]]] = {}  # costs of choices for these calls
         self.late = {self.phase_of[index] for index in model.trains if index in self.phase_of}
         self.calls = sorted(self.phase_of)
         self.users = {user for train, users in model.models if train is not None for user in users}
         epochs, num = model.workload.epochs, model.workload.num_mini_batches
         self.times = [num * (epochs if i in model.trains else 1) for i in range(len(model.calls))]  # pieces of each
+        self.is_apart = streaming or model.ahead > 0  # training has ranks of its own
         self.room = len(model.limits)  # number of ranks for the calls before training
+        self.early = [number for number, phase in enumerate(self.phases) if not set(phase) & set(model.trains)]
         self.groups = [self._by_mesh(index, of) for index, of in enumerate(space.candidates)]
         self.quickest = [self._by_size(index) for index in range(len(model.calls))]
         self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
@@ -194,13 +205,15 @@ class _Branches:
         if self.budget.is_spent:
             self.open_s = min(self.open_s, self._bound_s())
             return
-        phase_s = self.bounds[self.phase_of[last.calls[0]]]
-        others_s = self._bound_s() - phase_s
+        phase = self.phase_of[last.calls[0]]
+        (line,) = (line for line in self.model.lines if phase in line)
+        phase_s = self.bounds[phase]
+        others_s = sum(self.bounds[number] for number in line) - phase_s
         left = Left.by(self.model, self.chosen, last.calls)
         if any(one.covers(left, self.best.goal_s - others_s) for one in self.failed):
             return
         left.least_s, seen_s = inf, 0.0
-        while seen_s < min(self.best.goal_s - others_s, last.slowest_s):
+        while seen_s < min(self.best.goal_s - others_s, last.slowest_s) and self._bound_s() < self.best.goal_s:
             phase_s *= MORE_LAST  # few are that quick, so they are looked at first
             self._choose_last(last, left, seen_s, phase_s, others_s)
             seen_s = phase_s
@@ -213,7 +226,7 @@ class _Branches:
         """All choices for the last phase that take from least_s to most_s."""
         most_s = min(most_s, self.best.goal_s - others_s)
         for phase_s, picked in last.combinations(self.chosen, left, most_s, self.budget):
-            if others_s + phase_s >= self.best.goal_s:
+            if max(others_s + phase_s, self._bound_s()) >= self.best.goal_s:
                 break
             if phase_s >= least_s:
                 for index, one in zip(last.calls, picked, strict=True):
@@ -231,6 +244,8 @@ class _Branches:
                 self.begun.append((list(self.bounds), list(self.chosen)))
             return
         index = self.order[depth]
+        if self.model.ahead and depth == self.num_training and self._is_beaten():
+            return
         phase, saved, room = self.phase_of[index], list(self.bounds), self.room
         # bound with the quickest candidate, for meshes that meet the same others
         least_s: dict[tuple[object, ...], float] = {}
@@ -239,15 +254,20 @@ class _Branches:
             self.bounds[phase] = max(saved[phase], group[0][0])
             if self._bound_s() >= self.best.goal_s:
                 break  # so are all slower meshes
-            alike = stop - first, group[0][0], *(o and o.first < stop and first < o.stop for o in self.chosen)
+            if self.is_apart and index in self.model.trains:
+                self.chosen[index] = group[0][1]
+                self.room = self._room()
+            meets = (o and o.first < stop and first < o.stop for o in self.chosen)
+            alike = stop - first, group[0][0], self.room, *meets
             if least_s.get(alike, 0.0) >= self.best.goal_s:
                 continue
             for length_s, one in group:
                 self.chosen[index] = one
                 self.bounds[phase] = max(saved[phase], length_s, self._phase_s(phase))
-                if self.streaming and index in self.model.trains:
+                if self.is_apart and index in self.model.trains:
                     self.room = self._room()
-                    self.bounds[0] = max(saved[0], self._phase_s(0))
+                    for early in self.early:
+                        self.bounds[early] = max(saved[early], self._phase_s(early))
                 bound_s = self._bound_s()
                 if self.streaming and bound_s < self.best.goal_s:
                     bound_s = max(bound_s, self._streamed_s())
@@ -264,6 +284,19 @@ class _Branches:
                 self.bounds = list(saved)
             self.bounds = list(saved)
         self.chosen[index], self.bounds, self.room = None, saved, room
+
+    def _is_beaten(self) -> bool:
+        """One ahead: whether other choices for the calls that train, on the same ranks in the same grids, were as fast
+        and needed no more memory. They matter to the calls that draw through nothing else, as they share no ranks."""
+        model, chosen = self.model, [one if i in self.model.trains else None for i, one in enumerate(self.chosen)]
+        ways = [(one.where, one.layout.zero == 3) for one in chosen if one]
+        places = sorted({place for one in chosen if one for place in (one.first, one.stop % len(model.limits))})
+        costs = model.schedule_s(chosen, model.trains), *(model.bytes_at(chosen, place) for place in places)
+        front = self.trained.setdefault(tuple(ways), [])
+        if any(all(map(le, before, costs)) for before in front):
+            return True
+        front.append(costs)
+        return False
 
     def _go_on(self, depth: int, index: int) -> None:
         """Visits the next call, unless the last choice is already too slow or too large."""
@@ -289,7 +322,7 @@ class _Branches:
     def _bound_s(self) -> float:
         """A lower bound of all completions of the choice."""
         if not self.streaming:
-            return sum(self.bounds)
+            return longest_s(self.model, self.bounds)
         num, model = self.model.workload.num_mini_batches, self.model
         piece_s = [
             length_s / times for length_s, times in zip(map(self._length_s, self.calls), self.times, strict=True)
@@ -312,7 +345,7 @@ class _Branches:
     def _length_s(self, index: int) -> float:
         one = self.chosen[index]
         if one is None:
-            room = self.room if self.streaming and index in self.model.others else len(self.model.limits)
+            room = self.room if self.is_apart and index in self.model.others else len(self.model.limits)
             return self._within_s(index, room)
         return one.piece_s * self.times[index] if self.streaming else one.seconds
 
@@ -322,7 +355,7 @@ class _Branches:
         phase, size = self.phases[number], len(self.model.limits)
         if not phase:
             return 0.0
-        if self.streaming and number == 0:
+        if self.is_apart and number in self.early:
             size = self.room
         chosen = [self.chosen[index] for index in phase]
         lengths = [self._length_s(index) for index in phase]

@@ -53,6 +53,8 @@ class Left:
         left = cls(tuple(shared), [], [], [])
         for first, stop in pairwise(sorted(edges)):
             free = model.limits[first] - model.bytes_at(chosen, first)
+            if model.ahead and any(one.first <= first < one.stop for i in model.trains if (one := chosen[i])):
+                free = -inf  # the ranks that train have no other calls
             gathered = model.parts_at(chosen, first)[1]
             left.free_bytes += [free] * (stop - first)
             left.gathered_bytes += [gathered] * (stop - first)

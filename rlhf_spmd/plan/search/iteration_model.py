@@ -3,14 +3,15 @@
 In the order of the workflow, a call occupies all ranks of its mesh once its inputs are there and the ranks are free,
 for the seconds of its candidate; then new weights go to the copies that lack them. A trained model's other calls need
 no copy if they split the model as its training does, over the same ranks. Memory is a hard limit: bytes are those of
-memory.py, of the rank of each layout that needs the most of each kind.
+memory.py, of the rank of each layout that needs the most of each kind. One iteration ahead (Placement.ahead), training
+waits for no call before it, and shares no rank with any.
 """
 
 from collections.abc import Sequence
 from math import inf, lcm
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import num_trained
+from rlhf_spmd.plan.cost.memory import most_rows_bytes, num_trained
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -27,18 +28,24 @@ Base = tuple[str, tuple[int, int, int]]  # weights that models have in common, a
 class CallModel:
     """The searched calls of a workload on a cluster (all that have weights), and the costs of a choice for each.
 
-    phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases.
-    evaluated_tokens: as in planner.search.
+    phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases of its line.
+    lines: indices of phases, one list for all, or one ahead: the phases that draw, and those that train meanwhile.
+    evaluated_tokens, ahead: as in planner.search.
     """
 
-    def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0):
-        self.cost, self.workload, self.cluster = cost, cost.workload, cost.cluster
+    def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0, ahead: int = 0):
+        self.cost, self.workload, self.cluster, self.ahead = cost, cost.workload, cost.cluster, ahead
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
         self.costs = CallCosts(cost, allowed, evaluated_tokens)
         self.allowed, self.evaluated_tokens = allowed, evaluated_tokens
         self.needs = self._needs()
+        self.trains = [index for index, call in enumerate(self.calls) if isinstance(call, Train)]
+        self.others = [index for index, call in enumerate(self.calls) if not isinstance(call, Train)]
         self.phases = self._phases()
+        self.lines = [list(range(len(self.phases)))]
+        if ahead:
+            self._take_apart()
         names = [call.name for call in self.calls]
         self.models: list[tuple[int | None, list[int]]] = []  # of each model: its train call, its other calls
         self.bases = [self.workload.bases.get(call.model, "") for call in self.calls]
@@ -46,15 +53,15 @@ class CallModel:
             train = workflow.train_call(model)
             users = [i for i, call in enumerate(self.calls) if call.model == model and call is not train]
             self.models.append((names.index(train.name) if train else None, users))
-        self.trains = [index for index, call in enumerate(self.calls) if isinstance(call, Train)]
-        self.others = [index for index, call in enumerate(self.calls) if not isinstance(call, Train)]
         self.num_caches = sum(isinstance(call, Generate) for call in self.calls)
         self.can_stream = (
-            not any(map(self.workload.needs_batch, workflow.calls))
+            not ahead
+            and not any(map(self.workload.needs_batch, workflow.calls))
             and self.workload.num_mini_batches > 1
             and bool(self.trains)
         )
         self.limits = self._limits()
+        self.rows_bytes = most_rows_bytes(self.workload, ahead)  # so a rank of a plan may hold less, never more
         sizes = {call.model: num_trained(self.workload.shape(call.model), Shard()) for call in self.calls}
         self.moved_bytes = [sizes[one.model] * self.workload.trained_number_bytes(one.model) for one in self.calls]
         self._pairs: dict[tuple[Destination, Destination, bool, int], tuple[bool, float]] = {}
@@ -62,7 +69,7 @@ class CallModel:
 
     def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
         """The model of another workload or cluster, with the same constants and the same layouts allowed."""
-        return CallModel(Cost(self.cost.calibration, workload, cluster), self.allowed, evaluated_tokens)
+        return CallModel(Cost(self.cost.calibration, workload, cluster), self.allowed, evaluated_tokens, self.ahead)
 
     def _needs(self) -> list[frozenset[int]]:
         """For each searched call, the calls whose data it reads, directly or through a `compute`."""
@@ -83,6 +90,17 @@ class CallModel:
             needs.append(direct.union(*(needs[i] for i in direct)))
         edges = [at for at in range(num) if all(set(range(at)) <= needs[i] for i in range(at, num))]
         return [list(range(first, stop)) for first, stop in zip(edges, [*edges[1:], num], strict=True)]
+
+    def _take_apart(self) -> None:
+        """Makes two lines of the calls that draw a batch and of those that train the one before."""
+        trains = set(self.trains)
+        self.needs = [need & trains if i in trains else need for i, need in enumerate(self.needs)]
+        drawing, training = (
+            [part for phase in self.phases if (part := [i for i in phase if (i in trains) == late])]
+            for late in (False, True)
+        )
+        self.phases = drawing + training
+        self.lines = [list(range(len(drawing))), list(range(len(drawing), len(self.phases)))]
 
     def trained_by(self, index: int) -> int | None:
         """The call that trains the model of a call; None if it is frozen."""
@@ -200,10 +218,11 @@ class CallModel:
                     busy += [(c.first, c.stop, begin_s + took_s) for c in (training, one)]
 
     def streams(self, chosen: Assignment) -> bool:
-        """Whether an iteration can stream, if memory allows it: no train call shares a rank with another call (as far
-        as chosen)."""
-        if not self.can_stream:
-            return False
+        """Whether an iteration can stream, if memory allows it."""
+        return self.can_stream and self.apart(chosen)
+
+    def apart(self, chosen: Assignment) -> bool:
+        """Whether no train call shares a rank with another call, as far as chosen."""
         trains = [one for i in self.trains if (one := chosen[i])]
         others = [one for i in self.others if (one := chosen[i])]
         return all(a.stop <= b.first or b.stop <= a.first for a in trains for b in others)
@@ -268,10 +287,10 @@ class CallModel:
     def parts_at(
         self, chosen: Assignment, place: int, stream: bool = False
     ) -> tuple[float, float, float, float, float]:
-        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes. A
-        shard of weights that models have in common counts once, with the largest of their heads. stream: generate calls
-        alternate, so all their caches live at the same time; else one after another."""
-        static = gathered = reduced = activations = cache = 0
+        """Bytes at a place: static (with buckets and all rows), and the most of gathered, reduced, activation and cache
+        bytes. A shard of weights that models have in common counts once, with the largest of their heads. stream:
+        generate calls alternate, so all their caches live at the same time; else one after another."""
+        static, gathered, reduced, activations, cache = self.rows_bytes, 0, 0, 0, 0
         bases: dict[Base, int] = {}
 
         def held(one: Candidate, index: int) -> int:
@@ -311,7 +330,10 @@ class CallModel:
         return static + sum(bases.values()), gathered, reduced, activations, cache
 
     def _consistent(self, chosen: Assignment) -> bool:
-        """Whether all calls of each frozen model keep its weights alike (validate.py)."""
+        """Whether all calls of each frozen model keep its weights alike, and one ahead training has ranks of its own
+        (validate.py)."""
+        if self.ahead and not self.apart(chosen):
+            return False
         for train, users in self.models:
             ways = [one for user in users if train is None and (one := chosen[user])]
             for one in ways[1:]:

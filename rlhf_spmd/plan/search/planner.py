@@ -25,12 +25,14 @@ from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
 from rlhf_spmd.plan.search.priors import Meshes, around, grid_on, least_full, least_memory, priors
+from rlhf_spmd.plan.validate import ahead_problems
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
 STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
 METHODS = ("exact", "two_phase")
+SEPARATION_AHEAD = "separation, one iteration ahead"
 BUDGET = 1_250_000  # steps of the exact search; then it reports the optimality gap
 REPORT_SHARE = 0.4  # of the budget for saying what would help, if it is not easy to find something that fits
 NUM_PRIORS = 5  # around which two_phase searches
@@ -71,12 +73,14 @@ def search(
     budget: int = BUDGET,
     allowed: Allowed = anything,
     evaluated_tokens: int = 0,
+    ahead: int = 0,
     say: Callable[[str], object] = str,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. keep: how many are compiled and simulated.
     budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
     looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
-    response in evaluations, for which memory is kept; 0: no evaluation. say: called with what is done from now on.
+    response in evaluations, for which memory is kept; 0: no evaluation. ahead: as of Placement; 1: all plans draw one
+    iteration ahead. say: called with what is done from now on.
 
     Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
     device type.
@@ -85,9 +89,11 @@ def search(
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
     for device in cluster.device_types:
         calibration.require(device)
+    if ahead and (why := "; ".join(ahead_problems(ahead, workload.workflow))):
+        raise UserError(why)
     begin_s, begin_processor_s = time.perf_counter(), time.process_time()
     say("searching placements")
-    space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens))
+    space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens, ahead))
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
             raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")
@@ -142,7 +148,7 @@ def simulated(
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
     """The quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
     interleaving strategies."""
-    placed = model.placement(chosen)
+    placed = replace(model.placement(chosen), ahead=model.ahead)
     name = name_of(placed, model.workload, model.cluster)
     frozen = tuple(call.name for i, call in enumerate(model.calls) if model.trained_by(i) is None)
     variants = [placed]
@@ -175,16 +181,16 @@ def _tuned(plan: Plan, calibration: Calibration) -> Plan:
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     """The strategy that a placement resembles.
 
-    separation: train calls share no rank with the other calls, if there are any. flattening: all calls are on all ranks
-    in one grid; reallocation: in several grids. interleaving: trained models are on all ranks, and the frozen models
-    divide the ranks. mixed: anything else.
+    separation: train calls share no rank with the other calls, if there are any; perhaps one iteration ahead.
+    flattening: all calls are on all ranks in one grid; reallocation: in several grids. interleaving: trained models are
+    on all ranks, and the frozen models divide the ranks. mixed: anything else.
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
     trains = [set(layouts[call.name].ranks) for call in calls if isinstance(call, Train)]
     others = [set(layouts[call.name].ranks) for call in calls if not isinstance(call, Train)]
     if trains and others and all(a.isdisjoint(b) for a in trains for b in others):
-        return "separation"
+        return SEPARATION_AHEAD if placement.ahead else "separation"
     everyone = set(cluster.ranks)
     if all(set(layout.ranks) == everyone for layout in layouts.values()):
         grids = {(layout.pp, layout.tp) for layout in layouts.values()}

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,10 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One iteration."""
+    """One iteration. rows: a number for each row of a key [M, C], NaN where this rank has none."""
 
     number: int  # from 0; people count from 1
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -79,17 +80,20 @@ class Rehearsal(InstructionLoop):
         self.given = {key for call in workload.workflow.calls for key in call.inputs} - {
             key for call in workload.workflow.calls for key in call.outputs
         }
-        self.rows: dict[str, np.ndarray] = {}  # key -> a number for each row [M, C], NaN where this rank has none
         self.pending: dict[int, Operation] = {}
         self.chains: dict[int, Iterator[Operation]] = {}  # transfer of weights -> its steps that are left
         self.sent_bytes: Counter[bool] = Counter()  # whether between nodes -> bytes
-        named = (number for number, moved in enumerate(program.transfers) if (faults.drop or "\n") in moved.what)
-        self.dropped = next(named, None)
         self.begin()
 
+    def begin(self) -> None:
+        """Tells the world which program is rehearsed from now on."""
+        name = self.faults.drop or "\n"
+        named = (number for number, moved in enumerate(self.program.transfers) if name in moved.what)
+        self.dropped = next(named, None)
+        super().begin()
+
     def reset(self) -> None:
-        """Forgets the rows of the last iteration."""
-        self.rows.clear()
+        """Forgets what was sent in the last iteration."""
         self.sent_bytes.clear()
 
     # ---- Runs -------------------------------------------------------------------------------------------------------
@@ -111,7 +115,7 @@ class Rehearsal(InstructionLoop):
         if run.phase != "begin":
             rows, columns = self.program.mini_batches_of(run), self.program.columns_of(run, rank)
             for key in self.program.makes(run, rank):
-                self._values(key)[rows.start : rows.stop, columns.start : columns.stop] = self._expected(
+                self._values(key, data)[rows.start : rows.stop, columns.start : columns.stop] = self._expected(
                     key, rows, columns, data
                 )
 
@@ -130,15 +134,15 @@ class Rehearsal(InstructionLoop):
         for key in self.program.reads(run, self.world.rank):
             if key in self.given:
                 continue
-            found = self._values(key)[rows.start : rows.stop, columns.start : columns.stop]
+            found = self._values(key, data)[rows.start : rows.stop, columns.start : columns.stop]
             if not np.array_equal(found, self._expected(key, rows, columns, data)):
                 where = f"columns {columns.start}-{columns.stop - 1} of mini-batches {rows.start}-{rows.stop - 1}"
                 raise UserError(f"rank {self.world.rank} reads {key} in {run}, but has not received all {where}")
 
-    def _values(self, key: str) -> np.ndarray:
-        if key not in self.rows:
-            self.rows[key] = np.full(self.shape, math.nan)
-        return self.rows[key]
+    def _values(self, key: str, data: Rehearsed) -> np.ndarray:
+        if key not in data.rows:
+            data.rows[key] = np.full(self.shape, math.nan)
+        return data.rows[key]
 
     def _expected(self, key: str, rows: range, columns: range, data: Rehearsed) -> np.ndarray:
         """The numbers of some rows in an iteration."""
@@ -179,7 +183,7 @@ class Rehearsal(InstructionLoop):
             for index, key in enumerate([] if part.sends or transfer.call is not None else message.keys):
                 numbers = part.numbers[index * shape[0] * shape[1] :][: shape[0] * shape[1]].reshape(shape)
                 columns = message.columns
-                self._values(key)[rows.start : rows.stop, columns.start : columns.stop] = numbers
+                self._values(key, data)[rows.start : rows.stop, columns.start : columns.stop] = numbers
 
     def _mine(self, transfer: Transfer) -> list[Message]:
         return [m for m in transfer.messages if self.world.rank in (m.source, m.destination)]
@@ -191,8 +195,8 @@ class Rehearsal(InstructionLoop):
         keys = message.keys if transfer.call is None else ()
         numbers = np.full(len(keys) * len(rows) * len(columns), math.nan)
         if sends and keys:
-            held = [self._values(key)[rows.start : rows.stop, columns.start : columns.stop].ravel() for key in keys]
-            numbers = np.concatenate(held)
+            held = [self._values(key, data)[rows.start : rows.stop, columns.start : columns.stop] for key in keys]
+            numbers = np.concatenate([some.ravel() for some in held])
         return Part(
             name=self._name(f"{number} {place}", data),
             peer=message.destination if sends else message.source,

@@ -1,11 +1,13 @@
 """`bench lag`: which runs there are, whose weights generate, and the intervals of paired differences."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from bench.__main__ import MODULES
 from bench.numbers import lag
 from rlhf_spmd.runtime.execute.handlers import generate
 
@@ -46,3 +48,8 @@ def test_intervals_of_five_pairs():
     (found,) = lag.paired(rows)
     assert (found["page"], found["lag"], found["correction"]) == ("ppo", 2, "TIS")
     assert found["difference"] == pytest.approx(0.3) and found["half"] == pytest.approx(0.19629, rel=1e-3)
+
+
+def test_every_bench_is_a_module():
+    """`bench lag` stood in the wrong room."""
+    assert [name for name, module in MODULES.items() if importlib.util.find_spec(module) is None] == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_spmd.command_line.plans import Alternative, Misfit, auto, fitted
+from rlhf_spmd.command_line.plans import Alternative, Misfit, ahead_text, alternatives, auto, fitted, kind_of
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -10,6 +10,7 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.machines.cluster_calibration import calibration_for
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD
 from tests.programs import make_workload as small_workload
 from tests.unit.plan.cost.test_seconds import machine
 
@@ -49,3 +50,17 @@ def test_auto_needs_a_calibration_and_takes_no_options():
     config, cluster = load("tiny", ["strategy.zero=1"]), Cluster.parse("1x2")
     with pytest.raises(UserError, match="strategy.zero is an option of a strategy"):
         auto(config, make_workload(config), cluster, machine())
+
+
+def test_separation_one_iteration_ahead_stands_beside_the_others_and_its_worth_is_said():
+    """On one node it loses to the plan for all ranks at one epoch of short responses, and wins at two of long ones."""
+    cluster, calibration = Cluster.parse("1x8", "a100-80g"), load_calibration("a100-80g")
+    said = {}
+    for words in (["ppo.epochs=1"], ["ppo.epochs=2", "shape=actor=qwen2.5-1.5b,critic=qwen2.5-1.5b"]):
+        workload = make_workload(load("llama-7b", words))
+        rows, found = alternatives(workload, cluster, calibration, top=1, aheads=(0, 1), method="two_phase", keep=3)
+        ahead = [row for row in rows if isinstance(row, Alternative) and row.program.placement.ahead]
+        assert {kind_of(row) for row in ahead} == {SEPARATION_AHEAD}
+        assert [plan.forecast.makespan_s for plan in found.plans] == sorted(p.forecast.makespan_s for p in found.plans)
+        said[words[0]] = ahead_text(rows, workload)
+    print(said)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -25,10 +26,11 @@ def brute_force_s(space: Space) -> float:
 
 
 def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
-    """A few candidates of each call, quick ones first, as the search wants them."""
+    """A few candidates of each call, quick ones first, as the search wants them. One ahead, those that leave ranks to
+    others."""
     lists = []
     for call in model.calls:
-        every = model.costs.candidates(call)
+        every = [one for one in model.costs.candidates(call) if not model.ahead or 2 * len(one.ranks) <= 8]
         some = draw.sample(every, min(most, len(every)))
         lists.append(tuple(sorted(some, key=lambda one: one.seconds)))
     return Space(model, tuple(lists))
@@ -46,6 +48,19 @@ def test_exact_is_brute_force(layout, num_bytes, epochs):
         least_s = exact(space, best, Budget())
         assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
         assert least_s == best.seconds
+
+
+@pytest.mark.parametrize("num_bytes", [None, 14_000_000, 11_000_000])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_exact_is_brute_force_one_iteration_ahead(num_bytes, epochs):
+    """Now the calls that draw take longest, now those that train."""
+    model, seconds = model_of("2x4", num_bytes, epochs=epochs, ahead=1), set()
+    for seed in range(4):
+        space, best = small_space(model, random.Random(seed), 4), Best(20)
+        least_s = exact(space, best, Budget())
+        assert least_s == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
+        seconds.add(best.seconds)
+    assert len(seconds - {inf}) == 3 + (num_bytes is None)
 
 
 def test_exact_is_brute_force_on_a_base_that_models_have_in_common():

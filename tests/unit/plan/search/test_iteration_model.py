@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -65,6 +66,23 @@ def test_streaming_agrees_with_programs():
     program = compile_program(workload, replace(model.placement(halves), stream=True), cluster)
     assert model.streamed_s(halves) == pytest.approx(forecast(program, A100).makespan_s, rel=0.1)
     assert not model.streams([*halves[:-1], quickest_on(lists[-1], (0, 16))])
+
+
+@pytest.mark.parametrize(("epochs", "train_first"), [(1, True), (4, False)])
+def test_one_iteration_ahead_agrees_with_programs(epochs, train_first):
+    """Where drawing takes longest, and where training does; and no call may share a rank with training."""
+    workload, cluster = llama("llama-7b", "2x8", f"ppo.epochs={epochs}")
+    model = CallModel(Cost(A100, workload, cluster), ahead=1)
+    lists = [model.costs.candidates(call) for call in model.calls]
+    spans = {True: (0, 8), False: (8, 16)}
+    halves = [
+        quickest_on(of, spans[(call.kind == "train") == train_first])
+        for of, call in zip(lists, model.calls, strict=True)
+    ]
+    program = compile_program(workload, replace(model.placement(halves), ahead=1), cluster)
+    assert model.score_s(halves) == pytest.approx(forecast(program, A100).makespan_s, rel=0.1)
+    assert model.excess_bytes(halves) < inf == model.excess_bytes([*halves[:-1], quickest_on(lists[-1], (0, 16))])
+    assert model.phases == [[0], [1, 2, 3], [4, 5]] and model.lines == [[0, 1], [2]]
 
 
 def quickest_on(candidates, mesh):

@@ -42,10 +42,10 @@ CLUSTERS = {
 }
 
 
-def model_of(layout: str, num_bytes: int | None = None, **options) -> CallModel:
+def model_of(layout: str, num_bytes: int | None = None, ahead: int = 0, **options) -> CallModel:
     nodes = tuple(replace(node, device_bytes=num_bytes) for node in CLUSTERS[layout])
     workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE, **options)
-    return CallModel(Cost(SMALL, workload, Cluster(nodes)))
+    return CallModel(Cost(SMALL, workload, Cluster(nodes)), ahead=ahead)
 
 
 def on_one_base(workload: Workload) -> Workload:
@@ -87,6 +87,27 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
     assert not [finding for finding in check(plan.program) if finding.severity == "error"]
     with pytest.raises(UserError, match="no placement"):
         search(apart, cluster, A100, method="two_phase", keep=1)
+
+
+@pytest.mark.parametrize("method", searches.METHODS)
+def test_plans_one_iteration_ahead(method):
+    """They compile and fit, and take about as long as the model of the search says."""
+    workload, cluster = llama("llama-7b", "1x8", "ppo.epochs=2")
+    found = search(workload, cluster, A100, method=method, keep=3, ahead=1)
+    assert found.gap in (0.0, None)
+    for plan in found.plans:
+        assert plan.name == searches.SEPARATION_AHEAD and plan.placement.ahead == 1
+        assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+        assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.1)
+
+
+def test_what_cannot_be_drawn_ahead_is_said_before_any_search():
+    workload, cluster = llama("llama-7b", "1x8", "ppo.importance_weights=token", "ppo.old_logprobs=recompute")
+    with pytest.raises(UserError, match="ahead: actor_train corrects differences from the generator"):
+        search(workload, cluster, A100, ahead=1)
+    workload, cluster = llama("llama-7b", "1x1")
+    with pytest.raises(UserError, match="cannot be divided among the calls"):
+        search(workload, cluster, A100, ahead=1)
 
 
 def test_search_is_the_same_every_time():

@@ -1,0 +1,65 @@
+"""The tables of drawing one iteration ahead: forecasts, real computation on two ranks, and what a lag costs."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.cells import number
+
+Columns = dict[str, Callable[[dict], str]]
+AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite
+
+
+def joined_ahead(rows: Sequence[Mapping]) -> list[dict]:
+    """One row for each case of the suite: seconds of each strategy, of both halves one ahead, and its gains."""
+    cases: dict[tuple, dict[str, Mapping]] = {}
+    for row in rows:
+        place = row["preset"], row["layout"], row["calibration"], row["overrides"]
+        cases.setdefault(place, {})[row["strategy"]] = row
+    made = []
+    for (preset, layout, calibration, overrides), found in cases.items():
+        seconds = {name: row["iteration_s"] for name, row in found.items()}
+        ahead = found[AHEAD]
+        one = {"preset": preset, "layout": layout, "calibration": calibration, "words": words_of(overrides), **seconds}
+        for base in (PLANNER, FLATTENING):
+            one[f"gain_{base}"] = seconds[base] / seconds[AHEAD] if seconds[base] and seconds[AHEAD] else None
+        one |= {"plan": found[PLANNER]["options"].get("plan"), "training_s": ahead.get("training_s")}
+        one["drawing_s"] = ahead["generation_s"] + ahead["inference_s"] if ahead["iteration_s"] else None
+        made.append(one)
+    return made
+
+
+def words_of(overrides: str) -> str:
+    """The lengths and epochs of a case, in words."""
+    options = dict(word.split("=", 1) for word in overrides.split())
+    mean, _, sigma = options["forecast_lengths"].partition(",")
+    lengths = f"lognormal, mean {mean}, sigma {sigma}" if sigma else f"all {mean}"
+    return f"{lengths}; epochs {options['ppo.epochs']}"
+
+
+FORECAST: Columns = {
+    "model": lambda row: row["preset"],
+    "layout": lambda row: row["layout"],
+    "calibration": lambda row: row["calibration"],
+    "tokens of responses; epochs": lambda row: row["words"],
+    "`flattening`, s": lambda row: number(row[FLATTENING]),
+    "fastest plan without, s": lambda row: number(row[PLANNER]) + (f" ({row['plan']})" if row["plan"] else ""),
+    "one ahead, s": lambda row: number(row[AHEAD]),
+    "drawing, s": lambda row: number(row["drawing_s"]),
+    "training, s": lambda row: number(row["training_s"]),
+    "times flattening": lambda row: number(row["gain_flattening"], 2),
+    "times the fastest without": lambda row: number(row["gain_planner"], 2),
+}
+COLUMNS: dict[str, Columns] = {
+    "ahead_real": {
+        "`ahead`": lambda row: str(row["ahead"]),
+        "mini-batches decoded at once": lambda row: str(row["decode_mini_batches"] or "all"),
+        "generation and inference, s": lambda row: number(row["drawing_s"], 2),
+        "training, s": lambda row: number(row["training_s"], 2),
+        "simulated, s": lambda row: number(row["simulated_s"], 2),
+        "measured, s": lambda row: number(row["measured_s"], 2),
+        "gain of `ahead`": lambda row: number(row.get("gain"), 2),
+        "simulated gain": lambda row: number(row.get("gain_simulated"), 2),
+    },
+}
+JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
+    "ahead": ("ahead", joined_ahead, FORECAST),
+}
