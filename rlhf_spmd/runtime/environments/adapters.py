@@ -14,7 +14,7 @@ that is not supported is refused by its name.
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Environment:
     saves: bool = False
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # the tools, to be described
     described: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # or their descriptions
+    key: str = ""  # its name in the column CHOICE, if there are several
 
     def schemas(self, describe: Callable[[Callable[..., Any]], dict[str, Any]]) -> list[dict[str, Any]]:
         """What chat templates are told of the tools. describe: makes it from a function's signature and docstring, as
@@ -93,7 +94,8 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
             raise UserError(f"{name} is empty: give it an environment by its name")
         if columns is not None and CHOICE not in columns:
             raise UserError(f"{name} has several environments, and the data set has no column {CHOICE!r}: add one")
-        return {str(key): _recognised(f"{spec}[{key!r}]", one, columns) for key, one in found.items()}
+        every = {str(key): _recognised(f"{spec}[{key!r}]", one, columns) for key, one in found.items()}
+        return {key: replace(one, key=key) for key, one in every.items()}
 
 
 def chosen(environments: Mapping[str, Environment], columns: Mapping[str, Any]) -> Environment:
