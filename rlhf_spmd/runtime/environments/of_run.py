@@ -100,5 +100,6 @@ def _nowhere() -> str:
 
 
 def row_of(prompt: int, sample: int, group: int, record: Mapping[str, Any], text: str, key: str) -> Row:
-    """A row to be drawn. prompt: its number in the data set. sample, group: see Row. record: its columns. text: the prompt. key: the column of prompts."""
+    """A row to be drawn. prompt: its number in the data set. sample, group: see Row. record: its columns. text: the
+    prompt. key: the column of prompts."""
     return Row(prompt, sample, group, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")
