@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd import embedded
 from tests import environments
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
-WORDS = ("--preset", "tools", "num_samples=0")
+WORDS = ("--preset", "tools", "num_samples=1")
 SMALL = ("iterations=3", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=3")
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
@@ -78,6 +79,9 @@ def test_episodes_call_tools_and_are_counted(whole):
     (sample, *_) = (whole / "rollouts").rglob("*.jsonl")
     first = json.loads(sample.read_text(encoding="utf-8").split("\n")[0])
     assert 0 < sum(first["drawn"]) < len(first["drawn"])  # what tools have answered is there, and was not drawn
+    shown = json.loads((whole / "samples.jsonl").read_text(encoding="utf-8"))
+    for when in ("before", "after"):
+        assert "<tool_call>" in shown[when] and "<|tool|>" in shown[when] and shown[f"reward_{when}"] in (0.0, 1.0)
 
 
 @pytest.mark.slow
@@ -183,6 +187,40 @@ def test_groups_whose_environment_breaks_are_left_out_of_a_run(tmp_path):
         kept = [sample["scores"] for sample, is_broken in zip(samples, broken, strict=True) if not is_broken]
         assert row["reward"] == pytest.approx(sum(kept) / len(kept))
     assert any(row["dropped_episodes"] for row in of_run)
+
+
+@pytest.mark.slow
+def test_environments_of_other_programs_get_the_same_tokens(tmp_path):
+    """The one of the preset, in the form of TRL (by a factory that a column names), verl, SkyRL-Gym and OpenRLHF. At a
+    low temperature, where no call is malformed, the model hears the same words from each."""
+    prompts, found = tmp_path / "prompts.jsonl", {}
+    with embedded.path_of("tools/prompts.jsonl").open(encoding="utf-8") as file, prompts.open("w") as out:
+        for line in [next(file) for _ in range(64)]:
+            row = json.loads(line)
+            created = {name: {"create_kwargs": {"table": row["table"]}} for name in ("lookup", "calculate")}
+            row |= {"environment": "table", "tools_kwargs": created}
+            out.write(json.dumps(row) + "\n")
+    elsewhere = OWN.with_name("tables_elsewhere.py")
+    specs = ("rlhf_spmd.embedded.table_tools:Table", f"{elsewhere}:FACTORIES", str(elsewhere.with_suffix(".yaml")))
+    specs += (f"{elsewhere}:OfSkyRL", f"{elsewhere}:OfOpenRLHF")
+    more = (
+        f"data.prompts={prompts}",
+        "generation.temperature=0.05",
+        "iterations=2",
+        "eval.every=2",
+        "eval.num_prompts=4",
+    )
+    for number, spec in enumerate(specs):
+        words = ("--runs", tmp_path, "--name", f"run-{number}", f"environment={spec}", f"eval.prompts={prompts}")
+        trained(1, *WORDS, *SMALL, *words, *more)
+        found[spec] = rows(tmp_path / f"run-{number}")
+    first, *others = found.values()
+    for row in first:
+        assert row["reward"] > 0.8 and row["tool_failures"] == 0
+    for other in others:
+        for row, of_first in zip(other, first, strict=True):
+            same = ("tokens_sha256", "reward", "policy_loss", "actor_grad_norm", "turns", "response_length")
+            assert [row[name] for name in same] == [of_first[name] for name in same]
 
 
 @pytest.mark.slow

@@ -260,4 +260,5 @@ def evaluate_once(config: Config, program: Program, world: World, num_done: int)
     for note in job.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)
     metrics, _ = Evaluation(replace(job, stream=random_streams.EVALUATION)).run(num_done)
+    job.close()
     return {"prompts": program.workload.rollout_batch, **metrics}
