@@ -128,9 +128,7 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
         return _of_functions(spec, found)
     if inspect.isroutine(found):
         return _of_functions(spec, [found])
-    raise UserError(
-        f"it is {kind(found)}: name a class, a function, a list of functions, or a dict of classes"
-    )
+    raise UserError(f"it is {kind(found)}: name a class, a function, a list of functions, or a dict of classes")
 
 
 def _made_by(found: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import evaluated
+from rlhf_spmd.config.options import RolloutFiles, evaluated
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.runtime.execute.iteration import ALL
@@ -173,7 +173,7 @@ def attach_breaking(run: RunOf, worth: float, *, breaks: bool = True) -> None:
         ("reinforce_plus_plus", ("reinforce_plus_plus.kl_coef=0.1", "iterations=1")),
     ],
 )
-def test_rows_that_are_dropped_count_nowhere(overrides, algorithm, options):
+def test_rows_that_are_dropped_count_nowhere(overrides, algorithm, options, tmp_path):
     """Whatever their scores would have been: in no weight and no metric, also where a step has no other rows."""
     ours = [one for one in overrides if not one.startswith("ppo.") and "critic" not in one]
     ours = overrides if algorithm == "ppo" else ours
@@ -196,6 +196,13 @@ def test_rows_that_are_dropped_count_nowhere(overrides, algorithm, options):
     score = next(metrics[-1][name] for name in ("score", "reward") if name in metrics[-1])
     assert score == pytest.approx(float(scores_MC[kept_MC].mean()), abs=1e-6) or algorithm == "ppo"
     assert metrics[-1]["response_length"] == pytest.approx(float((actions_MCG > 0).sum() / kept_MC.sum()))
+    run.job.config = dataclasses.replace(run.config, rollouts=RolloutFiles(every=1))
+    Rollouts(run.job, tmp_path).write(run.data)
+    (path,) = tmp_path.rglob("*.jsonl")
+    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    for name in ("scores", "advantages") if algorithm == "grpo" else ("scores",):
+        missing = [one[name] is None for one in samples]
+        assert missing == [not any(one["drawn"]) for one in samples] == (~kept_MC).flatten().tolist()
 
 
 def test_a_group_that_is_dropped_is_like_one_that_is_left_out(overrides):
