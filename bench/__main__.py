@@ -35,6 +35,7 @@ ROOMS = {
     },
     "numbers": {
         "demo-grpo-seeds": "make demo-grpo on five seeds: accuracy on held-out problems before and after, seconds",
+        "demo-tools-seeds": "make demo-tools on five seeds: held-out questions right before, after, without a tool",
         "adapters": "LoRA at rank 8 and 1 against full training on five seeds: GRPO, SFT and DPO on held-out data",
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",

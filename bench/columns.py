@@ -429,6 +429,16 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "seconds of the command": lambda row: f"{row['command_s']:.0f}",
         "of a processor": lambda row: f"{row['processor_s']:.0f}",
     },
+    "demo_tools_seeds": {
+        "seed": lambda row: str(row["seed"]),
+        "right before": lambda row: f"{row['accuracy_first']:.1%}",
+        "without a tool": lambda row: f"{row['without_tools']:.1%}",
+        "right after": lambda row: f"{row['accuracy_last']:.1%}",
+        "of new numbers, too": lambda row: f"{row['unseen']:.1%} of {row['num_unseen']}",
+        "iterations": lambda row: str(row["iterations"]),
+        "seconds of the command": lambda row: f"{row['command_s']:.0f}",
+        "of a processor": lambda row: f"{row['processor_s']:.0f}",
+    },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),
         "reward, first iteration": lambda row: f"{row['reward_first']:+.3f}",

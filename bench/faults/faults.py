@@ -7,9 +7,10 @@ but for times, weights, moments, responses) is compared byte by byte with an und
 spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
 PPO runs under every strategy and a plan of `auto`; the other algorithms run with an evaluation set, whose rows and best
-checkpoint are compared, too. PPO also trains adapters (LoRA), and draws one iteration ahead.
+checkpoint are compared, too. PPO also trains adapters (LoRA), and draws one iteration ahead. GRPO also has several
+turns with tools that take a random time, so that most kills fall into calls.
 
-Cost: half a minute for four kills on an idle machine, so 36 with --quick are seven minutes and all 940 over two hours.
+Cost: half a minute for four kills on an idle machine, so 42 with --quick are eight minutes and all 1,080 two and a half hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 
@@ -48,6 +49,26 @@ WORDS = {
     "remax": ["rollout_batch=32", "remax.epochs=2", *EVALUATED],
 }
 WORDS["grpo"] += ["grpo.drop_equal_groups=true", "rollouts.every=1"]
+TOOLS = "grpo with tools"
+WORDS[TOOLS] = ["--preset", "tools", "rollout_batch=8", "samples_per_prompt=4", "grpo.epochs=2", "eval.num_prompts=8"]
+WORDS[TOOLS] += ["eval.every=3", "generation.max_new_tokens=64", "environment_workers=2"]
+SLOW = """
+import functools, random, time
+from rlhf_spmd.embedded.table_tools import Table
+
+def slow(method):
+    @functools.wraps(method)
+    def called(*args, **kwargs):
+        time.sleep(0.05 * random.random())
+        return method(*args, **kwargs)
+    return called
+
+class Slow(Table):
+    lookup, calculate = slow(Table.lookup), slow(Table.calculate)
+"""
+# What depends on when answers come: the rows that are drawn together, and with them the last bits of the sampler's
+# logprobs, which only the parity gate reads; and the calls that were under way.
+TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated")
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
@@ -56,6 +77,7 @@ WORDS[AHEAD] += ["ppo.importance_weights=token"]
 CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
 CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
 CASES[AHEAD] = ("separation",)
+CASES[TOOLS] = ("flattening", "separation")
 POINTS = RESULTS / "fault_points.jsonl"
 
 
@@ -98,6 +120,7 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
         *OPTIONS,
         *WORDS[algorithm],
         *strategy_words(strategy, folder),
+        *environment_words(algorithm, folder),
     ]
     name = f"{algorithm.replace(' ', '_')}-{strategy}"
     expected, iteration_s = None, 0.0
@@ -124,6 +147,14 @@ def strategy_words(strategy: str, folder: Path) -> list[str]:
         return ["--strategy", strategy]
     (folder / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
     return ["--strategy", strategy, "--cluster", str(folder / "cluster.toml")]
+
+
+def environment_words(algorithm: str, folder: Path) -> list[str]:
+    """The option for tools that take their time (a file in the folder), if there are any."""
+    if algorithm != TOOLS:
+        return []
+    (folder / "slow.py").write_text(SLOW, encoding="utf-8")
+    return [f"environment={folder / 'slow.py'}:Slow"]
 
 
 def killed(
@@ -195,7 +226,7 @@ class Started:
         run has ended."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
-            begun = (self.folder / "samples.txt").exists() or iterations > 0
+            begun = any((self.folder / name).exists() for name in ("samples.txt", "journal")) or iterations > 0
             if begun and num_iterations(self.folder) >= iterations and self.ranks():
                 return
             time.sleep(0.005)
@@ -275,4 +306,5 @@ def outcome(folder: Path) -> dict:
 
 
 def _timeless(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
+    timed = (*TIMED, *(TIMED_WITH_TOOLS if any("tool_calls" in row for row in rows) else ()))
+    return [{name: value for name, value in row.items() if name not in timed} for row in rows]

@@ -187,7 +187,12 @@ def _of_episodes(config: Config) -> list[Rule]:
     if not config.environment:
         what = "is for responses that an environment answers; give environment=FILE.py:NAME, or drop the option"
         has_turns = getattr(config.options, "turn_rewards", False)
-        return [(width, f"episode.max_row_tokens={width} {what}"), (has_turns, f"{name}.turn_rewards=true {what}")]
+        drops = config.episode.on_failure != "stop"
+        return [
+            (width, f"episode.max_row_tokens={width} {what}"),
+            (drops, f"episode.on_failure={config.episode.on_failure} {what}"),
+            (has_turns, f"{name}.turn_rewards=true {what}"),
+        ]
     return [
         (
             0 < width < most,

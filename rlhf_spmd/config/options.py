@@ -98,7 +98,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Limits of an episode, a response of several turns that an environment answers."""
+    """Limits of an episode, a response of several turns that an environment answers, and what ends it otherwise."""
 
     # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be drawn and all others are
     # answers; 0: generation.max_new_tokens
@@ -108,6 +108,9 @@ class Episode:
     # time limit in seconds for a tool call, which is then answered with an error; 0: no limit
     tool_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 60.0
     timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # time limit in seconds for an episode; 0: no limit
+    # what to do when an environment has broken, and three new ones after it: stop the run, or drop_group: leave the
+    # samples of the prompt out of training and evaluation
+    on_failure: Literal["stop", "drop_group"] = "stop"
 
 
 @dataclass(frozen=True, slots=True)

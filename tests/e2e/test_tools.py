@@ -11,25 +11,49 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd import embedded
+from tests import environments
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
-WORDS = ("--preset", "tools", "num_samples=0")
+WORDS = ("--preset", "tools", "num_samples=1")
 SMALL = ("iterations=3", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=3")
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "parity_max_abs", "parity_mean_abs")
 
 
+OWN = Path(environments.__file__).with_name("of_tables.py")
+# Three rows, whose float32 products have other bits than those of more.
+THREE = ("rollout_batch=1", "samples_per_prompt=3", "mini_batch=3", "micro_batch=3", "iterations=3", "eval.every=3")
+THREE += ("eval.num_prompts=4", "eval.at_start=false", "checkpoint.every=1", f"reward_function={OWN}:judge")
+
+
 def command(ranks: int, *words) -> list[str]:
     return [*mpi_command(ranks), sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)]
 
 
-def trained(ranks: int, *words, limit_s: float = 120.0) -> str:
+def trained(ranks: int, *words, limit_s: float = 120.0, **more: str) -> str:
+    """more: of the surroundings."""
     status, stdout, stderr = run_limited(
-        command(ranks, *words), limit_s=limit_s, environment=mpi_environment(OMP_NUM_THREADS="1")
+        command(ranks, *words), limit_s=limit_s, environment=mpi_environment(OMP_NUM_THREADS="1", **more)
     )
     assert status == 0, stdout + stderr
     return stdout
+
+
+def killed(ranks: int, place: str, run: Path, *words) -> None:
+    """Begins a run, and kills a rank of its second iteration at a place (tests/environments/of_tables.py)."""
+    words = (*WORDS, *THREE, "--runs", run.parent, "--name", run.name, *words)
+    surroundings = mpi_environment(OMP_NUM_THREADS="1", DEADLY=str(run.parent))
+    with subprocess.Popen(command(ranks, *words), env=surroundings, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 300
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.005)
+        (run.parent / place).touch()
+        assert process.communicate(timeout=300)[0] is None and process.returncode
+    assert not (run.parent / place).exists(), "the place was not come to"
+    assert len(rows(run)) < 3
 
 
 def rows(run: Path, *without: str) -> list[dict]:
@@ -55,6 +79,9 @@ def test_episodes_call_tools_and_are_counted(whole):
     (sample, *_) = (whole / "rollouts").rglob("*.jsonl")
     first = json.loads(sample.read_text(encoding="utf-8").split("\n")[0])
     assert 0 < sum(first["drawn"]) < len(first["drawn"])  # what tools have answered is there, and was not drawn
+    shown = json.loads((whole / "samples.jsonl").read_text(encoding="utf-8"))
+    for when in ("before", "after"):
+        assert "<tool_call>" in shown[when] and "<|tool|>" in shown[when] and shown[f"reward_{when}"] in (0.0, 1.0)
 
 
 @pytest.mark.slow
@@ -86,6 +113,116 @@ def test_a_kill_in_the_middle_of_calls(whole, lines):
     time.sleep(6)  # until nothing is left of it
     trained(2, "--resume", run)
     assert rows(run, "calls_repeated") == rows(whole, "calls_repeated")
+
+
+# ---- weights, bit by bit ---------------------------------------------------------------------------------------------
+
+
+def weights_of(run: Path) -> bytes:
+    return (run / "actor" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory) -> dict[int, Path]:
+    """Runs of three rows on so many ranks, whose tools answer at random times."""
+    folder = tmp_path_factory.mktemp("three")
+    for ranks in (1, 2, 4):
+        words = ("--runs", folder, "--name", f"on-{ranks}", f"environment={OWN}:Sleepy")
+        trained(ranks, *WORDS, *THREE, *words, DEADLY=str(folder))
+    return {ranks: folder / f"on-{ranks}" for ranks in (1, 2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_weights_do_not_depend_on_when_answers_come(of_three, ranks):
+    """To the bit on as many ranks; on others up to the order of sums, and tokens are the same."""
+    run = of_three[ranks].with_name(f"again-{ranks}")
+    words = ("--runs", run.parent, "--name", run.name, f"environment={OWN}:Saved", "environment_workers=2")
+    trained(ranks, *WORDS, *THREE, *words, DEADLY=str(run.parent))
+    assert rows(run) == rows(of_three[ranks]) and weights_of(run) == weights_of(of_three[ranks])
+    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(of_three[1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "environment"),
+    [("before a call", "Sleepy"), ("in a call", "Saved"), ("after an answer", "Sleepy"), ("in training", "Saved")],
+)
+def test_a_kill_at_any_place_leaves_the_same_bits(of_three, place, environment):
+    run = of_three[2].with_name(f"killed {place}")
+    killed(2, place, run, f"environment={OWN}:{environment}")
+    trained(2, "--resume", run, DEADLY=str(run.parent))
+    assert rows(run, "calls_repeated") == rows(of_three[2], "calls_repeated")
+    assert weights_of(run) == weights_of(of_three[2])
+    assert (run.parent / "was loaded").exists() or place != "in a call"
+    assert any(row["calls_repeated"] for row in rows(run)) or place != "in a call"
+
+
+@pytest.mark.slow
+def test_a_call_that_must_not_be_made_again_stops_the_resumed_run(tmp_path):
+    run = tmp_path / "once"
+    killed(2, "in a call", run, f"environment={OWN}:Once")
+    words = command(2, "--resume", run)
+    status, _, stderr = run_limited(words, limit_s=300, environment=mpi_environment(DEADLY=str(tmp_path)))
+    assert status and "the call of lookup was made before the run ended, and its answer is not known" in stderr
+    assert stderr.count("rlhf_spmd: error: ") == 1 and "(once)" in stderr
+
+
+@pytest.mark.slow
+def test_groups_whose_environment_breaks_are_left_out_of_a_run(tmp_path):
+    words = ("--runs", tmp_path, f"environment={OWN}:Breaking", "reward_function=rlhf_spmd.rewards:exact_answer")
+    status, _, stderr = run_limited(command(2, *WORDS, *SMALL, *words), limit_s=300, environment=mpi_environment())
+    assert status and "Breaking broke 4 times: fix it" in stderr and "OSError: the table cannot be read" in stderr
+    trained(2, *WORDS, *SMALL, *words, "--name", "dropped", "episode.on_failure=drop_group", "rollouts.every=1")
+    of_run = rows(tmp_path / "dropped")
+    for number, row in enumerate(of_run):
+        parts = (tmp_path / "dropped" / "rollouts" / f"iteration-{number:06d}").glob("*")
+        lines = [line for part in parts for line in part.read_text(encoding="utf-8").split("\n")[:-1]]
+        samples = [json.loads(line) for line in lines]
+        broken = [sum(sample["table"].values()) % 4 == 0 for sample in samples]
+        assert [not any(sample["drawn"]) for sample in samples] == broken
+        assert row["dropped_episodes"] == pytest.approx(sum(broken) / len(samples))
+        kept = [sample["scores"] for sample in samples if sample["scores"] is not None]
+        assert len(kept) == len(samples) - sum(broken)
+        assert row["reward"] == pytest.approx(sum(kept) / len(kept))
+    assert any(row["dropped_episodes"] for row in of_run)
+
+
+@pytest.mark.slow
+def test_environments_of_other_programs_get_the_same_tokens(tmp_path):
+    """The one of the preset, in the form of TRL (by a factory that a column names), verl, SkyRL-Gym and OpenRLHF. At a
+    low temperature, where no call is malformed, the model hears the same words from each."""
+    prompts, found = tmp_path / "prompts.jsonl", {}
+    with (
+        embedded.path_of("tools/prompts.jsonl").open(encoding="utf-8") as file,
+        prompts.open("w", encoding="utf-8") as out,
+    ):
+        for line in [next(file) for _ in range(64)]:
+            row = json.loads(line)
+            created = {name: {"create_kwargs": {"table": row["table"]}} for name in ("lookup", "calculate")}
+            row |= {"environment": "table", "tools_kwargs": created}
+            out.write(json.dumps(row) + "\n")
+    elsewhere = OWN.with_name("tables_elsewhere.py")
+    specs = ("rlhf_spmd.embedded.table_tools:Table", f"{elsewhere}:FACTORIES", str(elsewhere.with_suffix(".yaml")))
+    specs += (f"{elsewhere}:OfSkyRL", f"{elsewhere}:OfOpenRLHF")
+    more = (
+        f"data.prompts={prompts}",
+        "generation.temperature=0.05",
+        "iterations=2",
+        "eval.every=2",
+        "eval.num_prompts=4",
+    )
+    for number, spec in enumerate(specs):
+        words = ("--runs", tmp_path, "--name", f"run-{number}", f"environment={spec}", f"eval.prompts={prompts}")
+        trained(1, *WORDS, *SMALL, *words, *more)
+        found[spec] = rows(tmp_path / f"run-{number}")
+    first, *others = found.values()
+    for row in first:
+        assert row["reward"] > 0.8 and row["tool_failures"] == 0
+    for other in others:
+        for row, of_first in zip(other, first, strict=True):
+            same = ("tokens_sha256", "reward", "policy_loss", "actor_grad_norm", "turns", "response_length")
+            assert [row[name] for name in same] == [of_first[name] for name in same]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, Destination, anything
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Generate, Train
+from rlhf_spmd.plan.workflow import Generate, Train, trains
 from rlhf_spmd.plan.workload import Workload
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
@@ -93,10 +93,11 @@ class CallModel:
 
     def _take_apart(self) -> None:
         """Makes two lines of the calls that draw a batch and of those that train the one before."""
-        trains = set(self.trains)
-        self.needs = [need & trains if i in trains else need for i, need in enumerate(self.needs)]
+        workflow = self.workload.workflow
+        late_calls = {i for i, call in enumerate(self.calls) if trains(call, workflow)}
+        self.needs = [need & late_calls if i in late_calls else need for i, need in enumerate(self.needs)]
         drawing, training = (
-            [part for phase in self.phases if (part := [i for i in phase if (i in trains) == late])]
+            [part for phase in self.phases if (part := [i for i in phase if (i in late_calls) == late])]
             for late in (False, True)
         )
         self.phases = drawing + training

@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "wandb",
     "reward_workers",
     "environment_workers",
+    "episode.on_failure",  # a group that is dropped makes a run inexact anyway
     "reward_timeout_s",  # a response that runs out makes a run inexact anyway
     "micro_batch",
     "generation.max_sequences",

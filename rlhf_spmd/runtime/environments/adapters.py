@@ -1,7 +1,7 @@
 """Recognises tools and environments by the names of their methods, whichever program they were written for.
 
     functions                          tools without a state, typed and with a docstring; one, or a list of them
-    reset(**columns), public methods   TRL's environments: the methods are tools
+    reset(**columns), public methods   TRL's environments: the methods are tools; or a factory of them
     reset(**columns), step(text)       -> (observation, reward, done)
     init(prompt), step(action)         BaseTextEnv of SkyRL-Gym
     reset(states), step(states)        AgentInstance of OpenRLHF
@@ -11,10 +11,13 @@ A dict of classes by name has one for each value of the column `environment`. Wh
 that is not supported is refused by its name.
 """
 
+import functools
 import inspect
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,7 @@ class Environment:
     saves: bool = False
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # the tools, to be described
     described: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # or their descriptions
+    key: str = ""  # its name in the column CHOICE, if there are several
 
     def schemas(self, describe: Callable[[Callable[..., Any]], dict[str, Any]]) -> list[dict[str, Any]]:
         """What chat templates are told of the tools. describe: makes it from a function's signature and docstring, as
@@ -93,7 +97,8 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
             raise UserError(f"{name} is empty: give it an environment by its name")
         if columns is not None and CHOICE not in columns:
             raise UserError(f"{name} has several environments, and the data set has no column {CHOICE!r}: add one")
-        return {str(key): _recognised(f"{spec}[{key!r}]", one, columns) for key, one in found.items()}
+        every = {str(key): _recognised(f"{spec}[{key!r}]", one, columns) for key, one in found.items()}
+        return {key: replace(one, key=key) for key, one in every.items()}
 
 
 def chosen(environments: Mapping[str, Environment], columns: Mapping[str, Any]) -> Environment:
@@ -114,7 +119,9 @@ def chosen(environments: Mapping[str, Environment], columns: Mapping[str, Any]) 
 
 def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environment:
     if inspect.isclass(found):
-        return _of_class(spec, found, columns)
+        return _of_class(spec, found, columns, found)
+    if (made := _made_by(found)) is not None:
+        return _of_class(spec, made, columns, found)
     if isinstance(found, list | tuple):
         if found and all(inspect.isclass(one) and _has(one, "create", "execute") for one in found):
             return _of_verl(spec, [VerlTool(one) for one in found])
@@ -122,6 +129,20 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
     if inspect.isroutine(found):
         return _of_functions(spec, [found])
     raise UserError(f"it is {kind(found)}: name a class, a function, a list of functions, or a dict of classes")
+
+
+def _made_by(found: Any) -> Any:
+    """The class of the environments that a factory makes, as TRL's environment_factory does: a partial call of the
+    class, or a function that is annotated to return it. None: it is no factory."""
+    if isinstance(found, functools.partial) and inspect.isclass(found.func):
+        return found.func
+    if not inspect.isfunction(found):
+        return None
+    with suppress(Exception):  # of annotations that name what is not there
+        made = typing.get_type_hints(found).get("return")
+        if inspect.isclass(made) and (_has(made, "reset") or _has(made, "init", "step")):
+            return made
+    return None
 
 
 def _has(cls: Any, *names: str) -> bool:
@@ -147,11 +168,12 @@ def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
     return Environment(spec, "tools", lambda: Functions(tools), tuple(tools), once, is_stateless=True, functions=tools)
 
 
-def _of_class(spec: str, cls: Any, columns: Sequence[str] | None) -> Environment:
+def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, new: Callable[..., Any]) -> Environment:
+    """new: makes an object of the class."""
     if _has(cls, "create", "execute"):
         return _of_verl(spec, [VerlTool(cls)])
     if _has(cls, "init", "step") and not _has(cls, "reset"):
-        return Environment(spec, "chat", lambda: OfSkyRL(cls))
+        return Environment(spec, "chat", lambda: OfSkyRL(new))
     own = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
     for name, why in UNSUPPORTED.items():
         if name in own and "reset" not in own:
@@ -161,7 +183,7 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None) -> Environment
         parameters = [*inspect.signature(cls.step).parameters.values()][1:]
         names = [one.name for one in parameters if one.kind in BY_NAME]
         if "reset" in own and names[:1] == ["states"]:
-            return Environment(spec, "text", lambda: OfOpenRLHF(cls))
+            return Environment(spec, "text", lambda: OfOpenRLHF(new))
         if "message_log_batch" in names or "metadata" in names:
             raise UserError("its step() takes batches (as NeMo RL's environments do): take the text of one turn")
         needed = [one.name for one in parameters if one.default is one.empty and one.kind in BY_NAME]
@@ -170,7 +192,7 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None) -> Environment
         if "reset" not in own:
             raise UserError("it has step() and no reset(): add reset(self, **columns), which begins an episode")
         _check_reset(cls, columns)
-        return Environment(spec, "chat", lambda: OfReset(cls, ()), saves=saves)
+        return Environment(spec, "chat", lambda: OfReset(new, ()), saves=saves)
     reserved = RESERVED if saves else tuple(name for name in RESERVED if name not in ("save", "load"))
     tools = tuple(name for name in own if name not in reserved and not inspect.isclass(getattr(cls, name)))
     if "reset" not in own:
@@ -181,7 +203,7 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None) -> Environment
     _check_reset(cls, columns)
     once = frozenset(name for name in tools if getattr(getattr(cls, name), "once", False))
     functions = {name: types.MethodType(inspect.unwrap(getattr(cls, name)), object()) for name in tools}
-    return Environment(spec, "tools", lambda: OfReset(cls, tools), tools, once, saves=saves, functions=functions)
+    return Environment(spec, "tools", lambda: OfReset(new, tools), tools, once, saves=saves, functions=functions)
 
 
 def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:

@@ -20,9 +20,11 @@ from rlhf_spmd.runtime.environments.rows import Asking, Life, Limits, Result, Ro
 from rlhf_spmd.runtime.environments.speech import Speech
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
 from rlhf_spmd.runtime.generation.episodes import Answer
+from rlhf_spmd.runtime.guard import user_code
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
+DROPPED = "dropped_episodes"  # in the log
 
 
 class Episodes:
@@ -46,7 +48,7 @@ class Episodes:
         self.seed, self.iteration = seed, iteration
         self.lives = [Life(*one, workers.new_episode()) for one in zip(rows, speeches, strict=True)]
         self.num_repeated = 0  # calls of which it is not known whether they were made before
-        self.dropped: set[int] = set()  # prompts
+        self.dropped: set[int] = set()  # groups
         self._tickets: dict[int, int] = {}  # of questions -> row
         self._ready: list[Answer] = []
 
@@ -68,7 +70,7 @@ class Episodes:
             life.began_s = time.monotonic()
             life.until_s = life.began_s + self.limits.episode_s if self.limits.episode_s else 0.0
         life.turn += 1
-        if life.reason:  # it was dropped before it began
+        if life.reason:  # it broke before it began
             self._tell(row, life, life.reason)
             return
         self._go_on(row, self._turn(row, life, token_ids))
@@ -115,20 +117,34 @@ class Episodes:
                 life.reason,
                 tuple(life.seconds),
                 life.logs,
-                life.row.prompt in self.dropped,
+                self.is_dropped(number),
             )
             for number, life in enumerate(self.lives)
         ]
 
-    def counts(self) -> dict[str, int]:
-        """Tool calls and what became of them, of all episodes together."""
+    def is_dropped(self, row: int) -> bool:
+        """Whether an environment of the row's group broke too often; final once the group's rewards have been read."""
+        return self.lives[row].row.group in self.dropped
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
+        episodes. Dropped ones are counted for each of several environments, too."""
         lives = self.lives
-        return {
+        found = {
             "tool_calls": sum(life.num_calls for life in lives),
             "tool_failures": sum(life.num_failures for life in lives),
             "tool_timeouts": sum(life.num_timeouts for life in lives),
             "calls_repeated": self.num_repeated,
         }
+        counted = {name: (num, len(lives)) for name, num in found.items()}
+        if self.on_failure == "drop_group" or self.dropped:
+            by_name: dict[str, list[bool]] = {}
+            for number, life in enumerate(lives):
+                key = life.speech.environment.key
+                for name in (DROPPED, *([f"{DROPPED}/{key}"] if key else [])):
+                    by_name.setdefault(name, []).append(self.is_dropped(number))
+            counted |= {name: (sum(dropped), len(dropped)) for name, dropped in by_name.items()}
+        return counted
 
     def close(self) -> None:
         """Closes the journal."""
@@ -186,9 +202,22 @@ class Episodes:
 
     # ---- what a row asks --------------------------------------------------------------------------------------------
 
+    def _is_over_in_journal(self, number: int, life: Life) -> bool:
+        """Ends an episode that a clock or a broken environment has ended in this turn before, by the journal."""
+        known = self.journal.answers.get(self._key(life, END), {})
+        is_broken = known.get("is_broken", False)
+        if known.get("turn") != life.turn or not (is_broken or known["reason"] == TIMEOUT):
+            return False
+        if is_broken:
+            self.dropped.add(life.row.group)
+        self._say_over(number, life, known["reason"])
+        return True
+
     def _open(self, number: int, life: Life) -> Asking:
         key = self._key(life, OPENING)
         known = self.journal.answers.get(key)
+        if self._is_over_in_journal(number, life):
+            return
         if known is not None:
             life.opening = Opening(**known["opening"])
         elif not life.speech.environment.is_stateless:
@@ -200,9 +229,7 @@ class Episodes:
 
     def _turn(self, number: int, life: Life, drawn: list[int]) -> Asking:
         """Answers a turn."""
-        known = self.journal.answers.get(self._key(life, END), {})
-        if known.get("reason") == TIMEOUT and known["turn"] == life.turn:
-            self._say_over(number, life, TIMEOUT)
+        if self._is_over_in_journal(number, life):
             return
         speech, limits = life.speech, self.limits
         calls = speech.calls(drawn) if speech.form else []
@@ -295,6 +322,8 @@ class Episodes:
             return
         self._tell(number, life, reason)
         known = self.journal.answers.get(self._key(life, END))
+        if self._is_over_in_journal(number, life):
+            return
         if known is None:
             answer: dict[str, Any] = {}
             yield from self._asked(number, life, {"do": "reward"}, answer)
@@ -350,13 +379,17 @@ class Episodes:
             )
 
     def _give_up(self, number: int, life: Life, broken: str) -> None:
+        said = f"the environment {life.speech.environment.name} broke {life.tries} times"
         if self.on_failure == "drop_group":
-            self.dropped.add(life.row.prompt)
+            user_code.notes.heard(f"{said}, so the group of an episode is dropped\n{broken}")
+            self.dropped.add(life.row.group)
+            line = {"reason": TOOL_STOPPED, "turn": life.turn, "reward": 0.0, "is_broken": True}
+            self.journal.add(self._key(life, END), line)
             self._say_over(number, life, TOOL_STOPPED)
             return
         raise UserError(
-            f"{life.where}: the environment {life.speech.environment.name} broke {life.tries} times: fix it, or let a "
-            f"tool return a text about what is wrong\n{broken}"
+            f"{life.where}: {said}: fix it, let a tool return a text about what is wrong, or leave such groups out "
+            f"(episode.on_failure=drop_group)\n{broken}"
         )
 
     def _begin(self, life: Life) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class OfReset(Episode):
     """An object with `reset(**columns)`, tools as public methods (TRL) or `step(text)`, and perhaps `get_reward()`,
     `save()` with `load(state)`, and `close()`."""
 
-    def __init__(self, cls: type, tools: Sequence[str]):
+    def __init__(self, cls: Callable[..., Any], tools: Sequence[str]):
         self.cls, self.names = cls, tools
 
     async def begin(self, start: Start) -> Opening:
@@ -113,6 +113,8 @@ class OfReset(Episode):
         found = await called(self.own.reset, **taken_by(self.own.reset, given))
         if found is None or isinstance(found, str):
             return Opening(add=found or "")
+        if isinstance(found, list) and found and all(isinstance(one, Mapping) and "type" in one for one in found):
+            return Opening(add="".join(map(text_part, found)))
         if isinstance(found, list):
             return Opening(messages=[checked_message(one, "reset()") for one in found])
         raise UserError(f"reset() returned {kind(found)}: return a text, a list of messages, or None")
@@ -149,7 +151,7 @@ class OfSkyRL(Episode):
     """A BaseTextEnv of SkyRL-Gym: `init(prompt)`, `step(action)`, `close()`; made with its config, which is empty here,
     and the columns as extras."""
 
-    def __init__(self, cls: type):
+    def __init__(self, cls: Callable[..., Any]):
         self.cls = cls
 
     async def begin(self, start: Start) -> Opening:
@@ -183,7 +185,7 @@ class OfOpenRLHF(Episode):
     """An AgentInstance of OpenRLHF: async `reset(states)` and `step(states)`, which speak in dicts. Its feedback is
     appended as it is, without a chat template."""
 
-    def __init__(self, cls: type):
+    def __init__(self, cls: Callable[..., Any]):
         self.cls = cls
 
     async def begin(self, start: Start) -> Opening:
@@ -201,7 +203,7 @@ class OfOpenRLHF(Episode):
         found = await called(self.own.step, states)
         if not isinstance(found, Mapping) or not {"rewards", "environment_feedback", "done"} <= {*found}:
             raise UserError(f"step() returned {kind(found)}: return a dict with rewards, environment_feedback and done")
-        for name in ("sampling_params", "images"):
+        for name in ("sampling_params", "images", "environment_images"):
             if found.get(name) is not None:
                 raise UserError(f"step() returned {name}, which is not supported: leave it out")
         feedback = text_of(found["environment_feedback"])
@@ -310,10 +312,10 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return await found if inspect.isawaitable(found) else found
 
 
-async def made(cls: type, **kwargs: Any) -> Any:
-    """An object of a class of the user. OpenRLHF's may have an async __init__."""
+async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
+    """An object of a class of the user, or of a factory. OpenRLHF's may have an async __init__."""
     begin = vars(cls).get("__init__")
-    if not inspect.iscoroutinefunction(begin):
+    if not isinstance(cls, type) or not inspect.iscoroutinefunction(begin):
         return await called(cls, **kwargs)
     own: Any = object.__new__(cls)
     await begin(own, **kwargs)
@@ -391,6 +393,13 @@ def checked_back(back: str | list[Any]) -> str | list[Message]:
         if one["role"] not in ("user", "tool"):
             raise UserError(f"step() returned a message of the {one['role']}: only user and tool may answer a turn")
     return messages
+
+
+def text_part(part: Mapping[str, Any]) -> str:
+    """The text of a part of a message, which may have parts of other types. Raises UserError for these."""
+    if part["type"] != "text" or not isinstance(part.get("text"), str):
+        raise UserError(f"reset() returned a part of type {part['type']!r}, which is not supported: return text")
+    return part["text"]
 
 
 def checked_message(value: Any, what: str) -> Message:

@@ -55,10 +55,10 @@ class RunEnvironments:
     def of_call(self, job: Any, call: Any, data: Any, columns: slice) -> Episodes:
         """The episodes of a generate call in an iteration or an evaluation, of the rows in some columns."""
         prompts, samples = (numbers[:, columns].flatten().tolist() for numbers in (data.prompt_MC, data.sample_MC))
-        records = job.prompts.whole_records(prompts)
+        records, size = job.prompts.whole_records(prompts), job.workload.group_size
         rows = [
-            row_of(prompt, sample, record, job.prompts.texts[prompt], self.key)
-            for prompt, sample, record in zip(prompts, samples, records, strict=True)
+            row_of(prompt, sample, number // size, record, job.prompts.texts[prompt], self.key)
+            for number, (prompt, sample, record) in enumerate(zip(prompts, samples, records, strict=True))
         ]
         return self.episodes(rows, data.number, f"{data.what.partition(' ')[0]}-{call.name}")
 
@@ -99,7 +99,7 @@ def _nowhere() -> str:
     return folder.name
 
 
-def row_of(prompt: int, sample: int, record: Mapping[str, Any], text: str, key: str) -> Row:
-    """A row to be drawn. prompt, sample: numbers of the prompt in the data set, and in its group. record: its columns.
-    text: the prompt. key: the column of prompts."""
-    return Row(prompt, sample, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")
+def row_of(prompt: int, sample: int, group: int, record: Mapping[str, Any], text: str, key: str) -> Row:
+    """A row to be drawn. prompt: its number in the data set. sample, group: see Row. record: its columns. text: the
+    prompt. key: the column of prompts."""
+    return Row(prompt, sample, group, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")

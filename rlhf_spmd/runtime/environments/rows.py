@@ -13,11 +13,13 @@ Asking = Generator[dict[str, Any], Mapping[str, Any], None]  # messages to a wor
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row to be drawn. prompt: its number in the iteration, the same in a group; sample: its number in the group.
-    text, messages: of the prompt. where: of the row in the data, for messages."""
+    """A row to be drawn. prompt: its number in the iteration; sample: its number among the rows of the prompt. group:
+    number of the rows that are dropped together. text, messages: of the prompt. where: of the row in the data, for
+    messages."""
 
     prompt: int
     sample: int
+    group: int
     columns: Mapping[str, Any]
     text: str
     messages: list[Message] | None

@@ -6,7 +6,7 @@ named by their number in the whole matrix; only `Store` knows where they are on 
 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES, actions_of
+from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.observe.metric_sums import Meter
@@ -30,6 +30,14 @@ def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
     several turns, or that the data set gives: bool [..., G]. rows: by data key."""
     actions = rows.get(actions_of(key))
     return response_mask(rows[key]) if actions is None else actions > 0
+
+
+def kept_of(rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
+    """The rows that count: all but episodes that are dropped, which have no token that was drawn: bool [...]; None: all
+    do. rows: by data key. keys: those of what was drawn are looked at."""
+    drawn = [(rows[key] > 0).any(-1) for key in keys if key.endswith(ACTIONS)]
+    kept = torch.stack(drawn).all(0) if drawn else None
+    return None if kept is None or kept.all() else kept
 
 
 class Store(dict[str, Tensor]):

@@ -72,6 +72,11 @@ class Job:
     episodes: "Callable[[Job, Generate, Iteration, slice], Episodes] | None" = None
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
+    def close(self) -> None:
+        """Ends the workers of the environments. A run that an error ends leaves that to the end of the process."""
+        if self.environments is not None:
+            self.environments.close()
+
     @property
     def written_at(self) -> str:
         """The time that a chat template has written into prompts; empty: none did."""

@@ -30,7 +30,7 @@ from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store, mask_of
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import (
     Rows,
@@ -102,6 +102,8 @@ class OptimizerStep(Passes):
         is_used_B = rows[call.prompts][:, 0] >= 0  # a place of a step with a budget of tokens may have no row
         if call.only:
             is_used_B &= rows[call.only] != 0
+        if (kept_B := kept_of(rows, call.inputs)) is not None:
+            is_used_B &= kept_B
         self.rows = rows = {key: value[is_used_B] for key, value in rows.items()}
         functions = job.functions[call.name]
         nothing = Store(job.workload, {}, rows[call.prompts].device)

@@ -51,8 +51,12 @@ class Episodes(Outside, Protocol):
         """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward
         in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
 
-    def counts(self) -> Mapping[str, float]:
-        """Numbers for the log, of all rows together, once all of them are over."""
+    def is_dropped(self, row: int) -> bool:
+        """Whether a row must not be trained on, nor counted. Asked after the rewards of its group have been read."""
+        return False
+
+    def counts(self) -> Mapping[str, tuple[float, int]]:
+        """Sums for the log, of all rows together, and of how many, once all of them are over."""
         return {}
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 # M mini-batches, B sequences, P prompt tokens, G response tokens, K largest sampling support
 
+import torch
 from torch import Tensor
 
 from rlhf_spmd.model.transformer import Transformer
@@ -48,15 +49,21 @@ class Rollout:
 
     def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
         """Of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of turns on
-        their last drawn tokens, both float32 [B, G]."""
+        their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""
         assert self.turns is not None and self.episodes is not None
         requests, device = self._requests(mini_batches), self.engine.device
-        return self.turns.actions(requests).to(device), self.turns.rewards(requests, self.episodes).to(device)
+        rewards_BG, actions_BG = self.turns.rewards(requests, self.episodes), self.turns.actions(requests)
+        actions_BG[torch.tensor([self.episodes.is_dropped(row) for row in requests], dtype=torch.bool)] = 0.0
+        return actions_BG.to(device), rewards_BG.to(device)
 
     def ends(self, mini_batches: slice) -> list[tuple[str, int]]:
-        """Why each episode of these mini-batches ended, and its number of turns; empty where responses have one."""
-        turns = self.turns
-        return [(turns.reason(row), turns.num_turns(row)) for row in self._requests(mini_batches)] if turns else []
+        """Why each episode of these mini-batches ended that is not dropped, and its number of turns; empty where
+        responses have one."""
+        turns, episodes = self.turns, self.episodes
+        if turns is None or episodes is None:
+            return []
+        kept = [row for row in self._requests(mini_batches) if not episodes.is_dropped(row)]
+        return [(turns.reason(row), turns.num_turns(row)) for row in kept]
 
     def _requests(self, mini_batches: slice) -> range:
         """The requests of some mini-batches."""

@@ -255,6 +255,11 @@ def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str
     """Raises UserError if a function asks for a name that is neither a word nor a column of the data set."""
     words, there = WORDS[receiver], ", ".join(columns) or "there is none besides the prompts"
     for name in required:
+        if name == "environments" and name not in columns:
+            raise UserError(
+                "it asks for environments (as TRL gives them), which are in other processes: give their class "
+                "get_reward(), which is added to the score"
+            )
         if name not in words and name not in columns:
             known = [*words, *columns]
             raise UserError(

@@ -34,7 +34,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
@@ -42,7 +42,7 @@ from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
-from rlhf_spmd.runtime.run.metrics import check_finite
+from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
 from rlhf_spmd.runtime.run.prepare import given_rows, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.world.world import World
@@ -110,7 +110,8 @@ class Evaluation:
         found = np.zeros(len(columns), SCORED)
         found["prompt"], found["sample"] = data.prompt_MC[place][0], data.sample_MC[place][0]
         found["score"] = data.store.at(call.outputs[0], place)[0].cpu().numpy()
-        return found
+        kept_C = kept_of({key: data.store.at(key, place)[0] for key in call.inputs}, call.inputs)
+        return found if kept_C is None else found[kept_C.cpu().numpy()]
 
     def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
         """The metrics of one evaluation, from the scores of all ranks."""
@@ -119,8 +120,13 @@ class Evaluation:
             return dict(combine(answers)[0])
         scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
         scores[scored["prompt"], scored["sample"]] = scored["score"]
+        num_scored_N = np.bincount(scored["prompt"], minlength=workload.rollout_batch)
+        kept = np.flatnonzero(num_scored_N == workload.samples_per_prompt)  # of others, an episode is dropped
+        if not len(kept):
+            raise UserError(f"an evaluation has no prompt all of whose episodes count: {ALL_BROKE}")
+        scores, sources = scores[kept], [self.sources[prompt] for prompt in kept]
         right_at = float(np.float32(self.job.config.eval.right_at))  # scores are float32
-        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, right_at))
+        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), sources, right_at))
         if not (wants_passes(self.job.config) or np.isin(scores, (0.0, 1.0)).all()):
             metrics = without_passes(metrics)
         logged, weights = combine(answers)
@@ -254,4 +260,5 @@ def evaluate_once(config: Config, program: Program, world: World, num_done: int)
     for note in job.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)
     metrics, _ = Evaluation(replace(job, stream=random_streams.EVALUATION)).run(num_done)
+    job.close()
     return {"prompts": program.workload.rollout_batch, **metrics}

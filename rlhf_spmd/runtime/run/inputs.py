@@ -77,6 +77,7 @@ def run_environments(
         limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
         seed=config.seed,
         rank=world.rank,
+        on_failure=limits.on_failure,
         beat=lambda: world.watch.beat(),
     )
 

@@ -11,6 +11,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.runtime.environments.episodes import DROPPED
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -43,7 +44,10 @@ TURNS = {  # of episodes
     "tool_calls": Metric("generation", "calls", "{:6.2f}", leaves=6),  # mean per episode, as those below
     **{name: Metric("generation") for name in ("tool_failures", "tool_timeouts", "calls_repeated")},
     **{f"end_{reason}": Metric("generation") for reason in REASONS},  # share of the episodes that ended so
+    # share of the episodes that are left out because an environment broke, with episode.on_failure=drop_group
+    DROPPED: Metric("generation", limits=(0.0, 0.25), advice="look at the notes about the environment, and repair it"),
 }
+ALL_BROKE = "repair the environment, which broke each time (the notes say how)"
 OF_EPISODES = ("tool_timeouts", "end_rollout_timeout")  # ends of the names of metrics: a time limit was reached
 BUDGET = {  # means per optimizer step
     PLACES_USED: Metric("optimizer"),
@@ -129,6 +133,11 @@ def timeouts_note(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> st
         late = f"a reward function ran out of reward_timeout_s for {num} responses"
     elif any(row[name] for row in rows for name in row if name.endswith(OF_EPISODES)):
         late = "responses reached episode.tool_timeout_s or episode.timeout_s"
+    elif any(row[name] for row in rows for name in row if name.endswith(DROPPED)):
+        return (
+            "episodes were dropped because their environment broke, so this run can be repeated exactly only if it "
+            "breaks in the same places"
+        )
     else:
         return ""
     return (
@@ -138,7 +147,9 @@ def timeouts_note(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> st
 
 def check_finite(metrics: Mapping, where: str) -> None:
     """Raises UserError if a metric is not finite, before the next iteration spoils the weights further. where: the
-    title of the iteration."""
+    title of the iteration. Also if all of its episodes were dropped."""
+    if any(value == 1.0 for name, value in metrics.items() if name.endswith(DROPPED)):
+        raise UserError(f"{where}: every episode was dropped: {ALL_BROKE}")
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if wrong:
         raise UserError(f"{where}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores")

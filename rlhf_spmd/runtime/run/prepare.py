@@ -126,8 +126,24 @@ def prepare(
 def _open_environments(job: Job) -> None:
     """Reads what answers to the turns of responses, if they have several. Collective."""
     with job.world.together("reading the environment"):
+        if job.config.environment and job.config.episode.on_failure == "drop_group":
+            _check_groups(job)
         found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids, started=job.started)
     job.environments, job.episodes = found, None if found is None else found.of_call
+
+
+def _check_groups(job: Job) -> None:
+    """Raises UserError unless each rank draws whole groups, so that it knows of each what is dropped."""
+    workload, size = job.workload, job.workload.group_size
+    for call in workload.workflow.generate_calls:
+        layout = job.layout(call)
+        columns = [layout.columns(rank, workload.mini_batch) for rank in layout.ranks]
+        if any(one.start % size or one.stop % size for one in columns):
+            raise UserError(
+                f"episode.on_failure=drop_group: {call.name} spreads mini_batch={workload.mini_batch} rows over "
+                f"{layout.dp} ranks so that some have a part of a group of samples_per_prompt={size}; choose "
+                f"mini_batch as a multiple of {size * layout.dp}, or generate on fewer ranks"
+            )
 
 
 def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSet, scorer: Scorer | None) -> Job:

@@ -148,7 +148,10 @@ class Rollouts:
             row["prompt"] = job.prompts.texts[index]
             for key in call.responses:
                 row[key.removesuffix("s")] = job.tokenizer.decode_pair(tokens[call.prompts], tokens[key])[1]
-            row |= {name: _number(values_MC[m, column]) for name, values_MC in numbers.items()}
+            is_dropped = (
+                self.actions in of_row and not of_row[self.actions].any()
+            )  # then numbers of the row mean nothing
+            row |= {name: None if is_dropped else _number(values_MC[m, column]) for name, values_MC in numbers.items()}
             row |= {self._tokens(key): some for key, some in tokens.items()}
             for key, value in of_row.items():
                 if key == self.actions:
@@ -156,7 +159,7 @@ class Rollouts:
                 elif shapes[key] in ("token", "token+1"):
                     row[key] = [_number(one) for one in value[: num_tokens + (shapes[key] == "token+1")]]
                 elif shapes[key] == "row":
-                    row[key] = _number(value)
+                    row[key] = None if is_dropped else _number(value)
             (record,) = records([index])
             yield row, record
 

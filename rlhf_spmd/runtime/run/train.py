@@ -99,15 +99,17 @@ def train(
     running.loop.run(running.is_over)
     if running.is_told_to_end and len(history) < config.iterations:
         _ended(world, running.saver, folder, len(history), config.iterations)
+        job.close()
         return None
     console.note(running.evaluator.why_over)
     running.evaluate()
     running.saver.finish()  # now, so that the run can be resumed whatever fails below
     samples: list[Sample] = []
     if before:
-        samples = join_samples(job, before, sample_responses(job))
+        samples = join_samples(job, before, sample_responses(job, "after"))
         folder.write_samples(samples)
         console.samples(samples)
+    job.close()
     recorded.save_models(job, folder)
     compared = _compared(running, folder, title, calibration)
     folder.close()

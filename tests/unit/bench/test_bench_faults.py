@@ -51,3 +51,7 @@ def test_times_are_not_compared_and_all_else_is(tmp_path):
     assert first == run("second", iteration_s=2.0, generate_s=1.0)
     assert first != run("third", reward=1.0000000000000002)
     assert first != run("fourth", weights=b"weighty")
+    assert first != run("fifth", parity_max_abs=1e-6)
+    # with tools, it depends on when answers come which rows are drawn together
+    assert run("sixth", tool_calls=2.0, parity_max_abs=1e-6, calls_repeated=0.5) == run("seventh", tool_calls=2.0)
+    assert run("eighth", tool_calls=2.0) != run("ninth", tool_calls=2.5)

@@ -9,14 +9,15 @@ from rlhf_spmd.pages.functions import mask_words
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SUMS
 from rlhf_spmd.plan.workflow import Compute
-from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.execute.iteration import Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import called, results_of
 
 
 def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     """Runs the function of a call on this rank's columns, with all rows that its scope asks for. If it ends with sums
-    over the batch, collective over the Run's group."""
+    over the batch, collective over the Run's group. Rows that are dropped keep results of 0; functions of rows and of
+    groups do not see them."""
     workflow = job.workload.workflow
     place, seen = job.place(run), job.place(run, seen=True)
     own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
@@ -31,6 +32,11 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     words = job.masks(mask_words(workflow, call), rows)
     arguments = {name: rows[key] for name, key in call.arguments} | words
     given = {name: tensor.unflatten(0, leading) for name, tensor in arguments.items()}
+    kept_B = kept_of(rows, call.inputs) if call.scope in ("row", "group") else None
+    if kept_B is not None:
+        kept = kept_B.view(leading[0], -1).any(1)  # groups are dropped as a whole
+        given, is_own = {name: tensor[kept] for name, tensor in given.items()}, is_own[kept]
+        leading = (int(kept.sum()), *leading[1:])
     shapes = {key: (*leading, *job.workload.row_shape(key)) for key in call.outputs}
     results, log = results_of(job, call, given, shapes)
     layout = job.program.layout_of(run)
@@ -45,8 +51,10 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
         sums = job.reduced(sums if counts else torch.zeros_like(sums), run)
         results, _ = results_of(job, call, given | results | {SUMS: sums}, shapes, "finish")
     for key in call.outputs:
-        whole = results[key].flatten(0, len(leading) - 1).unflatten(0, shape)
-        data.store.at(key, place)[:] = whole[:, own]
+        whole = results[key].flatten(0, len(leading) - 1)
+        if kept_B is not None:
+            whole = whole.new_zeros(num_rows, *whole.shape[1:]).index_put((kept_B,), whole)
+        data.store.at(key, place)[:] = whole.unflatten(0, shape)[:, own]
     if counts and run.consumer == job.program.placement.sites(call, workflow)[0]:
         for name, (total, weight) in log.items():
             data.meter.log(name, *_own_part(total, weight, is_own), job.config.algorithm.over(name))

@@ -31,13 +31,13 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
             data.generations[call.name] = _all_of_iteration(job, call, model, run, data, place[1])
         rollout = data.generations[call.name]
         made = _made(job, call, rollout, place[0])
-        ends = rollout.ends(place[0])
+        ends = rollout.ends(place[0])  # of episodes that are not dropped
         if place[0].stop == job.workload.num_mini_batches:  # rows of later mini-batches may have ended, too
             del data.generations[call.name]  # frees its memory for training
     for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
         data.store.at(key, place)[:] = made[key].unflatten(0, shape_of(place))
     key, meter = call.outputs[0], job.meter(call, data)
-    prefix, num = key.removesuffix(RESPONSES), len(made[key])
+    prefix, num = key.removesuffix(RESPONSES), len(made[key]) if rollout.turns is None else len(ends)
     meter.add(f"{prefix}response_length", mask_of(made, key).sum(), num)
     meter.add(f"{prefix}ended_fraction", job.ended_of(made, key).sum(), num)
     if ends:
@@ -46,8 +46,8 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
     if rollout.episodes is not None and call.name not in data.generations:
-        for name, count in rollout.episodes.counts().items():
-            meter.add(f"{prefix}{name}", count, rollout.num)
+        for name, (total, num_episodes) in rollout.episodes.counts().items():
+            meter.add(f"{prefix}{name}", total, num_episodes)
         rollout.episodes.close()
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)

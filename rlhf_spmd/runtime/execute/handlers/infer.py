@@ -15,7 +15,7 @@ from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
-from rlhf_spmd.runtime.execute.iteration import Iteration, Place, mask_of
+from rlhf_spmd.runtime.execute.iteration import Iteration, Place, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import Rows, read_loss, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate
@@ -145,16 +145,21 @@ def judges(job: Job, call: ModelCall) -> bool:
 def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
     prompts, responses = (data.store.at(key, place).flatten(0, 1) for key in call.tokens)
-    index_B = data.prompt_MC[place].flatten().tolist()
-    said = responses
+    index_B, kept_B = data.prompt_MC[place].flatten(), None
     if (actions := actions_of(call.tokens[1])) in call.inputs:
-        said = last_turns(responses, data.store.at(actions, place).flatten(0, 1))
-    judged = add_functions(job, call, prompts, said, index_B, of_model_B)
+        drawn_BG = data.store.at(actions, place).flatten(0, 1)
+        responses, kept_B = last_turns(responses, drawn_BG), kept_of({actions: drawn_BG}, [actions])
+    if kept_B is not None:  # nobody judges rows that are dropped
+        prompts, responses, index_B = prompts[kept_B], responses[kept_B], index_B[kept_B.cpu().numpy()]
+        of_model_B = None if of_model_B is None else of_model_B[kept_B]
+    judged = add_functions(job, call, prompts, responses, index_B.tolist(), of_model_B)
     scores_B, logs = judged.scores_B, judged.logs
     if (rewards := rewards_of(call.tokens[1])) in call.inputs:  # of an episode: the sum over its turns
         by_turn_BG = data.store.at(rewards, place).flatten(0, 1)
-        scores_B, logs = scores_B + by_turn_BG.sum(1), logs | {ENVIRONMENT: by_turn_BG.sum(1).tolist()}
-    data.store.at(call.outputs[0], place)[:] = scores_B.unflatten(0, shape_of(place))
+        of_episode_B = (by_turn_BG if kept_B is None else by_turn_BG[kept_B]).sum(1)
+        scores_B, logs = scores_B + of_episode_B, logs | {ENVIRONMENT: of_episode_B.tolist()}
+    of_all_B = scores_B if kept_B is None else scores_B.new_zeros(len(kept_B)).index_put((kept_B,), scores_B)
+    data.store.at(call.outputs[0], place)[:] = of_all_B.unflatten(0, shape_of(place))
     name, meter = call.outputs[0].removesuffix("s"), job.meter(call, data)
     if job.config.reward_timeout_s:
         meter.add(TIMEOUTS, len(judged.late), len(scores_B))
@@ -162,9 +167,15 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
         found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
         if label and values:
-            data.note(f"{name}_{label}", place, values)
+            data.note(f"{name}_{label}", place, values if kept_B is None else _spread(values, kept_B.tolist()))
         if not label or label in function_labels(job.config):
             meter.add(f"{name}_{label}_sq" if label else f"{name}_sq", found.square().sum(), len(found))
+
+
+def _spread(values: Sequence[float | None], kept: Sequence[bool]) -> list[float | None]:
+    """The numbers of the rows that are kept among those of all rows, of which the others have none."""
+    left = iter(values)
+    return [next(left) if is_kept else None for is_kept in kept]
 
 
 def add_functions(

@@ -55,6 +55,35 @@ def test_an_environment_of_trl():
     assert begun(guess)[0].own.answer == begun(guess)[0].own.answer  # by the seed
 
 
+FACTORIES = """
+import functools
+class Env:
+    def __init__(self, start): self.start = start
+    def reset(self, **columns):
+        return [{"type": "text", "text": " a"}, {"type": "text", "text": "b"}]
+    def count(self) -> int:
+        \"\"\"Counts.\"\"\"
+        return self.start
+class Seen(Env):
+    def reset(self): return [{"type": "image", "image": 3}]
+by_partial = functools.partial(Env, 3)
+def by_function() -> Env: return Env(3)
+def seeing() -> "Seen": return Seen(3)
+"""
+
+
+def test_factories_of_environments_as_trl_takes_them(tmp_path):
+    """And what reset() returns is added to the last message as parts, of which only texts are supported."""
+    (tmp_path / "factories.py").write_text(FACTORIES, encoding="utf-8")
+    for name in ("by_partial", "by_function"):
+        environment = only(f"{tmp_path}/factories.py:{name}", ["prompt"])
+        episode, opening = begun(environment)
+        assert environment.tools == ("count",) and opening == Opening(add=" ab")
+        assert asyncio.run(episode.call("count", {})) == Step("3")
+    with pytest.raises(UserError, match="a part of type 'image', which is not supported: return text"):
+        begun(only(f"{tmp_path}/factories.py:seeing"))
+
+
 def test_an_environment_of_skyrl():
     turns = only("of_skyrl.py:TurnsEnv")
     assert (turns.speaks, turns.tools) == ("chat", ())

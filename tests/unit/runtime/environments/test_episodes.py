@@ -93,7 +93,7 @@ def world(folder, tmp_path):
 
 
 def rows_of(num: int, samples: int = 1, **columns) -> list[Row]:
-    return [Row(n // samples, n % samples, {"n": n, **columns}, "Go.", ASK) for n in range(num)]
+    return [Row(n // samples, n % samples, n // samples, {"n": n, **columns}, "Go.", ASK) for n in range(num)]
 
 
 def play(episodes: Episodes, says, *, is_cut=False) -> tuple[list[list[int]], list[str], list[list[float]]]:
@@ -207,20 +207,26 @@ def test_a_tool_of_verl(world):
 
 def test_several_environments_in_one_call(world):
     rows = [
-        Row(0, 0, {"environment": "rounds", "rounds": 2}, "Go.", ASK),
-        Row(1, 0, {"environment": "saved"}, "Go.", ASK),
+        Row(0, 0, 0, {"environment": "rounds", "rounds": 2}, "Go.", ASK),
+        Row(1, 0, 1, {"environment": "saved"}, "Go.", ASK),
     ]
     episodes = world("functions.py:SEVERAL", rows)
     says = lambda row, turn, ids: ("ab", "c")[turn] if row == 0 else (CALL.format("count", '{"by": 3}'), "3")[turn]  # noqa: E731
     _, reasons, rewards = play(episodes, says)
     assert reasons == ["tool_stopped", "completed"] and rewards == [[2.0, 1.0], [0.0, 3.0]]
+    assert not any("dropped" in name for name in episodes.counts())
+    episodes = world("functions.py:SEVERAL", rows, iteration=4, on_failure="drop_group")
+    play(episodes, lambda row, turn, ids: "break" if row == 0 else says(row, turn, ids))
+    dropped = {name: count for name, count in episodes.counts().items() if "dropped" in name}
+    of_each = {"dropped_episodes/rounds": (1, 1), "dropped_episodes/saved": (0, 1)}
+    assert dropped == {"dropped_episodes": (1, 2), **of_each}
 
 
 def test_a_prompt_that_is_text_is_refused_where_turns_need_a_template(world):
     with pytest.raises(
         UserError, match="p.jsonl, line 3: the prompt is text, and turns are joined by the chat template"
     ):
-        world("functions.py:add", [Row(0, 0, {}, "Go.", None, "p.jsonl, line 3")]).openings()
+        world("functions.py:add", [Row(0, 0, 0, {}, "Go.", None, "p.jsonl, line 3")]).openings()
 
 
 # ---- journal and resume ---------------------------------------------------------------------------------------------
@@ -330,21 +336,28 @@ def test_an_environment_that_breaks_is_tried_three_times_anew(times, is_over, wo
 
 
 @pytest.mark.parametrize("text", ["break", "exit"])
-def test_a_group_whose_environment_breaks_may_be_dropped(text, world):
+def test_a_group_whose_environment_breaks_may_be_dropped(text, world, capfd):
     """Also if it ends its process, with the others in it, which go on in other objects."""
     rows = rows_of(4, samples=2, rounds=2)
-    episodes = world("functions.py:Rounds", rows, on_failure="drop_group")
-    _, reasons, rewards = play(episodes, lambda row, turn, ids: text if (row, turn) == (1, 1) else "ab")
-    assert reasons == ["tool_stopped"] * 4 and rewards == [[2.0, 2.0], [2.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
-    assert [one.is_dropped for one in episodes.results()] == [True, True, False, False]
+    for is_again in (False, True):  # then by the journal: nothing is called
+        episodes = world("functions.py:Rounds", rows, on_failure="drop_group")
+        _, reasons, rewards = play(episodes, lambda row, turn, ids: text if (row, turn) == (1, 1) else "ab")
+        assert reasons == ["tool_stopped"] * 4 and rewards == [[2.0, 2.0], [2.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
+        assert [one.is_dropped for one in episodes.results()] == [True, True, False, False]
+        assert episodes.counts()["dropped_episodes"] == (2, 4) and episodes.lives[1].tries == (0 if is_again else 4)
+    said = capfd.readouterr().err
+    assert said.count("Rounds broke 4 times, so the group of an episode is dropped") == 1
+    assert ("RuntimeError: broken" if text == "break" else "its worker process exited with status 3") in said
 
 
 def test_a_group_is_dropped_wherever_its_environment_breaks(world):
-    rows = [Row(n, 0, {"at": at}, "Go.", ASK) for n, at in enumerate(("reset", "get_reward", ""))]
-    episodes = world("functions.py:Broken", rows, on_failure="drop_group")
-    _, reasons, rewards = play(episodes, scripted("ab", "c"))
-    assert reasons == ["tool_stopped"] * 3 and rewards == [[0.0], [1.0, 1.0], [1.0, 3.0]]
-    assert [(one.is_dropped, one.num_broken) for one in episodes.results()] == [(True, 4), (True, 4), (False, 0)]
+    rows = [Row(n, 0, n, {"at": at}, "Go.", ASK) for n, at in enumerate(("reset", "get_reward", ""))]
+    for num in (4, 0):  # the second time by the journal
+        episodes = world("functions.py:Broken", rows, on_failure="drop_group")
+        _, reasons, rewards = play(episodes, scripted("ab", "c"))
+        assert reasons == ["tool_stopped"] * 3 and rewards[::2] == [[0.0], [1.0, 3.0]]
+        found = [(one.is_dropped, one.num_broken) for one in episodes.results()]
+        assert found == [(True, num), (True, num), (False, 0)]
     for row, says in zip(rows, ("no reset", "no reward"), strict=False):
         with pytest.raises(UserError, match=f"(?s)Broken broke 4 times.*RuntimeError: {says}"):
             play(world("functions.py:Broken", [row], iteration=4), scripted("c"))

@@ -59,7 +59,7 @@ def test_two_calls_at_once_get_their_own_answers(folder, tmp_path):
     try:
         record = {"environment": "saved", "rounds": None, "prompt": ASK}
         one, other = (
-            run.episodes([row_of(0, 0, record, "text", "prompt")], 3, name) for name in ("rollout", "evaluation")
+            run.episodes([row_of(0, 0, 0, record, "text", "prompt")], 3, name) for name in ("rollout", "evaluation")
         )
         for episodes, by in ((one, 2), (other, 5)):
             (ids,) = episodes.openings()
@@ -75,7 +75,7 @@ def test_two_calls_at_once_get_their_own_answers(folder, tmp_path):
         run.forget(4)
         assert not list((tmp_path / "answers").iterdir())
         with pytest.raises(UserError, match="the column 'environment' says 'other', which is not one of rounds, saved"):
-            run.episodes([row_of(0, 0, record | {"environment": "other"}, "text", "prompt")], 3)
+            run.episodes([row_of(0, 0, 0, record | {"environment": "other"}, "text", "prompt")], 3)
     finally:
         run.close()
 
@@ -98,7 +98,7 @@ def test_bad_input_is_one_message_before_anything_starts(spec, name, says, folde
 def test_an_environment_that_speaks_text_needs_no_template_of_turns(folder, tmp_path):
     run = of_run(folder, tmp_path, "of_openrlhf.py:AgentInstance", ["label"], "qwen3_dropped")
     try:
-        episodes = run.episodes([row_of(0, 0, {"label": "4", "prompt": "Go."}, "Go.", "prompt")], 1)
+        episodes = run.episodes([row_of(0, 0, 0, {"label": "4", "prompt": "Go."}, "Go.", "prompt")], 1)
         assert play(episodes, scripted("4", "5"))[2] == [[1.0, 0.0]]
     finally:
         run.close()
@@ -116,7 +116,7 @@ def test_what_the_documents_show_runs(folder, tmp_path, monkeypatch):
     for iteration, (spec, turns) in enumerate(made):
         run = of_run(folder, tmp_path, spec, ["prompt"])
         try:
-            episodes = run.episodes([row_of(0, 0, {"prompt": ASK}, "text", "prompt")], iteration)
+            episodes = run.episodes([row_of(0, 0, 0, {"prompt": ASK}, "text", "prompt")], iteration)
             ids, _, (rewards,) = play(episodes, scripted(*turns))
             text = episodes.lives[0].speech.tokenizer.decode(ids[0], special=True)
             found = "right" if "guess" in spec else "Bern is a city."
@@ -132,7 +132,7 @@ from pathlib import Path
 from tests.unit.runtime.environments.test_of_run import *
 from tests.unit.runtime.environments.test_episodes import by_ids
 run = of_run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], ["prompt"])
-episodes = run.episodes([row_of(n // 2, n % 2, {"prompt": ASK}, "text", "prompt") for n in range(4)], 1)
+episodes = run.episodes([row_of(n // 2, n % 2, n // 2, {"prompt": ASK}, "text", "prompt") for n in range(4)], 1)
 found = play(episodes, by_ids)
 run.close()
 print(json.dumps([*found, episodes.num_repeated, sum(len(life.seconds) for life in episodes.lives)]))

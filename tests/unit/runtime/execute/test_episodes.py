@@ -7,12 +7,14 @@ import json
 import pytest
 import torch
 
-from rlhf_spmd.config.options import evaluated
+from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import RolloutFiles, evaluated
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.runtime.execute.iteration import ALL
 from rlhf_spmd.runtime.generation.episodes import LAST
 from rlhf_spmd.runtime.run.evaluation import Evaluation
-from rlhf_spmd.runtime.run.prepare import prepare
+from rlhf_spmd.runtime.run.prepare import _check_groups, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from tests.folders import write_all
 from tests.runs import RunOf, compiled, load
@@ -33,8 +35,8 @@ OPTIONS = [
 ]
 
 
-def a_run(overrides, *, seed: int, latest: int, options: tuple = (), **how) -> RunOf:
-    config = load([*overrides, *OPTIONS, *options])
+def a_run(overrides, *, seed: int, latest: int, options: tuple = (), algorithm: str = "ppo", **how) -> RunOf:
+    config = presets.load("tiny", [*overrides, *OPTIONS, *options], algorithm=algorithm)
     with pytest.MonkeyPatch.context() as patch:  # `attach` stands for the environment
         patch.setattr("rlhf_spmd.runtime.run.prepare.run_environments", lambda *_, **__: None)
         run = RunOf(config, **how)
@@ -139,6 +141,98 @@ def test_what_training_reads_of_episodes(overrides, tmp_path):
         assert not values_MCG[actions_MCG == 0].any() and values_MCG[actions_MCG > 0].any()
 
 
+def attach_breaking(run: RunOf, worth: float, *, breaks: bool = True) -> None:
+    """Gives a run an environment in which all episodes of an iteration's first prompt have one score, and break."""
+
+    class Breaking(OfPrompts):
+        first = -1
+
+        def is_dropped(self, row: int) -> bool:
+            return breaks and self.names[row] // 5 == self.first
+
+        def rewards(self, row: int, reason: str) -> list[float]:
+            found = super().rewards(row, reason)
+            return [worth, *([0.0] * (len(found) - 1))] if self.names[row] // 5 == self.first else found
+
+    def episodes(job, call, data, columns):
+        prompts, samples = (x[:, columns].flatten().tolist() for x in (data.prompt_MC, data.sample_MC))
+        made = Breaking(data.number, 3, [5 * p + s for p, s in zip(prompts, samples, strict=True)])
+        made.prompts, made.first = [job.prompts.prompts[p] for p in prompts], int(data.prompt_MC[0, 0])
+        return made
+
+    run.job.episodes = episodes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("ppo", ("ppo.whiten=batch", "ppo.normalize_scores=true", "parity_tolerance=0.1")),
+        ("grpo", ("grpo.scale=batch", "samples_per_prompt=2", "mini_batch=6", "iterations=1")),
+        ("grpo", ("grpo.scale=none", "grpo.turn_rewards=true", "samples_per_prompt=2", "mini_batch=2", "iterations=1")),
+        ("rloo", ("rloo.kl_coef=0.1", "samples_per_prompt=2", "mini_batch=6", "iterations=1")),
+        ("reinforce_plus_plus", ("reinforce_plus_plus.kl_coef=0.1", "iterations=1")),
+    ],
+)
+def test_rows_that_are_dropped_count_nowhere(overrides, algorithm, options, tmp_path):
+    """Whatever their scores would have been: in no weight and no metric, also where a step has no other rows."""
+    ours = [one for one in overrides if not one.startswith("ppo.") and "critic" not in one]
+    ours = overrides if algorithm == "ppo" else ours
+    found = []
+    for worth in (0.0, 1000.0):
+        run = a_run(ours, seed=0, latest=3, options=options, algorithm=algorithm)
+        attach_breaking(run, worth)
+        found.append((run.iterations(), run))
+    (metrics, run), (again, other) = found
+    drop = ("generate_s", "iteration_s", "gen_tokens_per_s")
+    assert [{k: v for k, v in one.items() if k not in drop} for one in metrics] == [
+        {k: v for k, v in one.items() if k not in drop} for one in again
+    ]
+    for name, weight in run.weights("actor").items():
+        assert torch.equal(weight, other.weights("actor")[name]), name
+    every = ALL, slice(0, run.config.mini_batch)
+    scores_MC, actions_MCG = (run.data.store.at(key, every) for key in ("scores", "responses.actions"))
+    kept_MC = (actions_MCG > 0).any(-1)
+    assert not scores_MC[~kept_MC].any() and (~kept_MC).any()
+    score = next(metrics[-1][name] for name in ("score", "reward") if name in metrics[-1])
+    assert score == pytest.approx(float(scores_MC[kept_MC].mean()), abs=1e-6) or algorithm == "ppo"
+    assert metrics[-1]["response_length"] == pytest.approx(float((actions_MCG > 0).sum() / kept_MC.sum()))
+    run.job.config = dataclasses.replace(run.config, rollouts=RolloutFiles(every=1))
+    Rollouts(run.job, tmp_path).write(run.data)
+    (path,) = tmp_path.rglob("*.jsonl")
+    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    for name in ("scores", "advantages") if algorithm == "grpo" else ("scores",):
+        missing = [one[name] is None for one in samples]
+        assert missing == [not any(one["drawn"]) for one in samples] == (~kept_MC).flatten().tolist()
+
+
+def test_a_group_that_is_dropped_is_like_one_that_is_left_out(overrides):
+    """As one with equal rewards under drop_equal_groups is, which the page itself leaves out."""
+    ours = [one for one in overrides if not one.startswith("ppo.") and "critic" not in one]
+    options = ("samples_per_prompt=2", "mini_batch=6", "grpo.drop_equal_groups=true", "micro_batch=6", "iterations=1")
+    weights = []
+    for breaks in (True, False):
+        run = a_run(ours, seed=0, latest=3, options=options, algorithm="grpo")
+        attach_breaking(run, 0.5, breaks=breaks)
+        (metrics,) = run.iterations()
+        assert metrics["used"] == pytest.approx(1.0 if breaks else 2 / 3)
+        weights.append(run.weights("actor"))
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+def test_groups_that_no_rank_has_as_a_whole_cannot_be_dropped(overrides):
+    ours = [one for one in overrides if not one.startswith("ppo.") and "critic" not in one]
+    options = [*OPTIONS, "samples_per_prompt=4", "mini_batch=12", "episode.on_failure=drop_group"]
+    config = presets.load("tiny", [*ours, *options], algorithm="grpo")
+    run = RunOf(dataclasses.replace(config, environment=""), program=compiled(config, 1))
+    for num_ranks in (3, 2):
+        run.job.program = compiled(config, num_ranks)
+        if num_ranks == 3:
+            _check_groups(run.job)
+            continue
+        with pytest.raises(UserError, match="spreads mini_batch=12 rows over 2 ranks .* mini_batch as a multiple of 8"):
+            _check_groups(run.job)
+
+
 def test_evaluations_run_episodes(overrides, monkeypatch):
     """With a limit of drawn tokens of their own, by the same environment on prompts of their own."""
     config = load([*overrides, *OPTIONS, "eval.prompts=held_out", "eval.max_new_tokens=9"])
@@ -155,6 +249,18 @@ def test_evaluations_run_episodes(overrides, monkeypatch):
     responses_CG, actions_CG = (data.store.at(key, EVALUATED)[0] for key in ("responses", "responses.actions"))
     assert responses_CG.shape == (11, 22) and 1 < (actions_CG > 0).sum(1).max() <= 9
     assert metrics["turns"] > 1 and "mean@1" in metrics
+    scores_C = data.store.at("scores", EVALUATED)[0]
+    attach_breaking(run, 9.0)
+    run.job.evaluation.episodes = run.job.episodes
+    again, data = Evaluation(run.job.evaluation).run(0)  # without the first prompt, whose score is not a 0
+    again_C = data.store.at("scores", EVALUATED)[0]
+    assert metrics["mean@1"] == pytest.approx(float(scores_C.mean()))
+    assert again_C[0] == 0 and again["mean@1"] == pytest.approx(float(again_C[1:].mean()))
+    monkeypatch.setattr(OfPrompts, "is_dropped", lambda *_: True)
+    attach(run, 0, 3)
+    run.job.evaluation.episodes = run.job.episodes
+    with pytest.raises(UserError, match="no prompt all of whose episodes count: repair the environment"):
+        Evaluation(run.job.evaluation).run(0)
 
 
 @pytest.mark.parametrize("more", [["generation.top_k=9", "generation.top_p=0.9"], ["generation.min_new_tokens=3"]])

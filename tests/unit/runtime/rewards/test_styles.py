@@ -366,6 +366,11 @@ def test_further_numbers_are_for_the_log():
     [
         ("def f(responses, answr): ...", ["answer"], ["asks for answr", "(answer)", "rename the parameter"]),
         ("def f(completions, solution): ...", [], ["asks for solution", "none besides the prompts"]),
+        (
+            "def f(completions, environments): ...",
+            [],
+            ["asks for environments (as TRL", "give their class get_reward()"],
+        ),
         ("def f(data_source, solution_str, ground_truth): ...", ["data_source"], ["asks for ground_truth"]),
     ],
 )

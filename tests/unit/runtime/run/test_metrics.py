@@ -1,7 +1,10 @@
 """A metric that explodes is named once; one that only grows is not."""
 
+import pytest
+
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
-from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of, timeouts_note
+from rlhf_spmd.runtime.run.metrics import Alarm, check_finite, metrics_of, timeouts_note
 
 PPO = load_algorithm("ppo")
 METRICS = metrics_of(PPO, PPO.workflow(PPO.options()))
@@ -39,6 +42,15 @@ def test_the_first_iterations_only_teach():
     alarm = Alarm(METRICS)
     assert alarm.notes({"actor_grad_norm": 0.1}) == []
     assert alarm.notes({"actor_grad_norm": 50.0}) == []
+
+
+def test_episodes_that_were_dropped_make_a_run_inexact_and_end_one_without_others():
+    rows = [{"dropped_episodes": 0.0, "greedy_dropped_episodes": 0.0}]
+    assert timeouts_note(rows) == ""
+    assert timeouts_note([*rows, {"dropped_episodes": 0.1}]).startswith("episodes were dropped because their environm")
+    check_finite({"dropped_episodes": 0.9}, "iteration 3")
+    with pytest.raises(UserError, match="iteration 3: every episode was dropped: repair the environment, which broke"):
+        check_finite({"dropped_episodes": 1.0}, "iteration 3")
 
 
 def test_time_limits_that_were_reached_make_a_run_inexact():

@@ -1,0 +1,107 @@
+"""The environment of the preset `tools` with what real ones have: it answers at random times, keeps a state, breaks,
+has a tool that must not be called twice; and it ends its rank where a test says so.
+
+A test makes the file DEADLY/PLACE: the first process that comes to this place removes it, and kills its rank.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+from rlhf_spmd.embedded.table_tools import Table
+from rlhf_spmd.rewards import exact_answer
+
+LONGEST_S = 0.03
+
+
+def deadly(place: str, rank: int, after_s: float = 0.0) -> None:
+    """Kills a process, if a test wants that here."""
+    try:
+        (Path(os.environ["DEADLY"]) / place).unlink()
+    except (KeyError, FileNotFoundError):
+        return
+    threading.Timer(after_s, os.kill, (rank, signal.SIGKILL)).start()
+    if not after_s:
+        time.sleep(60)
+
+
+class Sleepy(Table):
+    """Answers at random times, which nothing may depend on."""
+
+    def reset(self, table: dict[str, int]) -> None:
+        deadly("before a call", os.getppid())
+        super().reset(table)
+
+    def lookup(self, word: str) -> str:
+        """Looks a word up in the table.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Its number, or that the table has no such word.
+        """
+        time.sleep(LONGEST_S * random.random())
+        deadly("in a call", os.getppid())
+        return super().lookup(word)
+
+    def calculate(self, expression: str) -> str:
+        """Computes a sum, a difference or a product of two whole numbers.
+
+        Args:
+            expression: Two numbers with +, - or * between them.
+
+        Returns:
+            The result.
+        """
+        time.sleep(LONGEST_S * random.random())
+        return super().calculate(expression)
+
+    def close(self) -> None:
+        deadly("after an answer", os.getppid())
+
+
+class Saved(Sleepy):
+    """Is brought to where it was by its state."""
+
+    def save(self) -> dict:
+        return self.table
+
+    def load(self, state: dict) -> None:
+        self.table = state
+        (Path(os.environ["DEADLY"]) / "was loaded").touch()
+
+
+class Once(Sleepy):
+    """Has a tool that must not be called twice."""
+
+    def lookup(self, word: str) -> str:
+        """Looks a word up in the table.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Its number, or that the table has no such word.
+        """
+        return super().lookup(word)
+
+    lookup.once = True
+
+
+class Breaking(Sleepy):
+    """Cannot begin with some tables, whatever is tried."""
+
+    def reset(self, table: dict[str, int]) -> None:
+        super().reset(table)
+        if sum(table.values()) % 4 == 0:
+            raise OSError("the table cannot be read")
+
+
+def judge(prompts: list[str], responses: list[str], answer: list[str]) -> list[float | None]:
+    """exact_answer, in a rank that trains a moment later."""
+    deadly("in training", os.getpid(), after_s=0.1)
+    return exact_answer(prompts, responses, answer)
