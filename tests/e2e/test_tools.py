@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.__main__ import main
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
-WORDS = ("--preset", "tools", "num_samples=0")
+WORDS = ("--preset", "tools", "num_samples=1")
 SMALL = ("iterations=3", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=3")
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
@@ -52,9 +53,26 @@ def test_episodes_call_tools_and_are_counted(whole):
         assert row["tool_timeouts"] == row["calls_repeated"] == 0
         ends = sum(value for name, value in row.items() if name.startswith("end_"))
         assert ends == pytest.approx(1.0) and row["end_completed"] > 0.9
-    (sample, *_) = (whole / "rollouts").rglob("*.jsonl")
-    first = json.loads(sample.read_text(encoding="utf-8").split("\n")[0])
+    texts = [path.read_text(encoding="utf-8") for path in (whole / "rollouts").rglob("*.jsonl")]
+    samples = [json.loads(line) for text in texts for line in text.split("\n")[:-1]]
+    first = next(row for row in samples if row["scores"] == 1)
     assert 0 < sum(first["drawn"]) < len(first["drawn"])  # what tools have answered is there, and was not drawn
+    assert first["end"] == "completed" and [bool(turn["calls"]) for turn in first["turns"]][-2:] == [True, False]
+
+
+def test_episodes_are_shown_by_turns(whole, capsys):
+    """Of an iteration, and of the samples before and after training."""
+    assert main(["rollouts", str(whole), "--where", "scores=1"]) == 0
+    *lines, _, result = capsys.readouterr().out.rstrip().split("\n")
+    assert max(map(len, lines)) <= 80 and json.loads(result)["matching"] > 0
+    assert sum(line.startswith("  1 call   lookup") for line in lines) > 0 and "    ended: completed" in lines
+    (sample,) = map(json.loads, (whole / "samples.jsonl").read_text(encoding="utf-8").rstrip().split("\n"))
+    assert all("ended: " in sample[when] and " 1 " in sample[when] for when in ("before", "after"))
+    assert main(["report", str(whole), "--out", str(whole / "report.html")]) == 0
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert page.count('class="text turns"') == 2
+    shown = page.partition("<details>")[0]
+    assert all(f">{name}<" in shown for name in ("turns", "tool_calls", "tool_failures", "reward"))
 
 
 @pytest.mark.slow

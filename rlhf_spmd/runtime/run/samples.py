@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.execute.handlers import infer
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
-from rlhf_spmd.runtime.generation.rollout import generate_rows
+from rlhf_spmd.runtime.generation.rollout import Rollout, generate_rows
+from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
 
@@ -24,27 +29,27 @@ def sample_responses(job: Job) -> list[Shown]:
     """
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     num = min(job.config.num_samples, len(job.prompts))
-    if num == 0 or not workflow.generate_calls or job.episodes is not None:  # episodes are in the rollouts
+    if num == 0 or not workflow.generate_calls:
         return []
     generating = workflow.generate_calls[0]
     scoring = next((call for call in workflow.placed_calls if infer.judges(job, call)), None)
     rank, device = job.world.rank, job.world.device
-    prompts_BP = pad(job.prompts.prompts[:num]).to(device)
-    tokens: list[list[int]] = []
+    first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
+    found = _Drawn()
     if rank in layouts[generating.name].ranks:
-        rows, width = (np.arange(num), np.zeros(num, int)), job.config.generation.max_new_tokens
-        bits_BG = torch.from_numpy(random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)).to(device)
         release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
             free = job.config.generation.cache_fraction * free_bytes(device, job.world.computes.num_ranks)
-            responses_BG, *_ = generate_rows(model, prompts_BP, bits_BG, free_bytes=free, **job.drawing)
-        tokens = responses_BG.tolist()
-    first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
-    everyone = job.world.allgather(tokens if rank == first else [], "the samples")
-    tokens = next(found for found in everyone if found)
+            if job.environments is None:
+                found = _responses(job, model, num, free)
+            elif rank == first:  # tools are called once
+                found = _episodes(job, model, num, free)
+    everyone = job.world.allgather(asdict(found) if rank == first else {}, "the samples")
+    found = _Drawn(**next(one for one in everyone if one))
+    prompts_BP = pad(job.prompts.prompts[:num]).to(device)
     scored: tuple[list[float], list[int]] = [], []  # and rows that ran out of time
     if scoring is not None and rank in layouts[scoring.name].ranks:
-        responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
+        responses_BG = torch.tensor(found.tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
         judged = infer.scores(job, scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
@@ -52,16 +57,66 @@ def sample_responses(job: Job) -> list[Shown]:
     everyone = job.world.allgather(scored, "the samples' scores")
     scores = next((found for found, _ in everyone if found), [math.nan] * num)
     late = {row for _, rows in everyone for row in rows}
-    texts = [
-        job.tokenizer.decode_pair(prompt, row)[1] for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
-    ]
-    return [(text, score, row in late) for row, (text, score) in enumerate(zip(texts, scores, strict=True))]
+    if found.rewards:
+        scores = [score + reward for score, reward in zip(scores, found.rewards, strict=True)]
+    return [(text, score, row in late) for row, (text, score) in enumerate(zip(found.texts, scores, strict=True))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Responses. tokens: that are scored, padded with -1. rewards: of episodes, by their environments."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+
+def _bits(job: Job, num: int) -> Tensor:
+    rows, width = (np.arange(num), np.zeros(num, int)), job.config.row_tokens
+    return torch.from_numpy(random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width))
+
+
+def _responses(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
+    device, prompts = job.world.device, job.prompts.prompts[:num]
+    bits_BG = _bits(job, num).to(device)
+    responses_BG, *_ = generate_rows(model, pad(prompts).to(device), bits_BG, free_bytes=free, **job.drawing)
+    tokens = responses_BG.tolist()
+    return _Drawn(
+        tokens, [job.tokenizer.decode_pair(prompt, row)[1] for prompt, row in zip(prompts, tokens, strict=True)]
+    )
+
+
+def _episodes(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
+    assert job.environments is not None
+    device, everything = job.world.device, slice(0, 1)
+    rows = job.environments.rows(job, range(num), [0] * num)
+    episodes = job.environments.episodes(rows, 0, "samples", keep=False)  # a resumed run draws them again
+    rollout = Rollout(
+        model,
+        pad(episodes.openings()).to(device)[None],
+        _bits(job, num).to(device)[None],
+        episodes=episodes,
+        max_new_tokens=job.config.generation.max_new_tokens,
+        max_sequences=num,
+        free_bytes=free,
+        **job.drawing,
+    )
+    responses_BG, *_ = rollout.of(everything)
+    actions_BG, rewards_BG = rollout.of_turns(everything)
+    reasons = [reason for reason, _ in rollout.ends(everything)]
+    episodes.close()
+    texts = []
+    for row, tokens_G, drawn_G, reason in zip(rows, responses_BG, actions_BG > 0, reasons, strict=True):
+        ids = [token for token in tokens_G.tolist() if token >= 0]
+        turns = job.environments.transcript(row.columns, ids, drawn_G[: len(ids)].tolist())
+        texts.append(episode_text(turns, reason))
+    return _Drawn(last_turns(responses_BG, actions_BG).tolist(), texts, rewards_BG.sum(1).tolist())
 
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
     """The responses before and, if there are any, after training, by prompt."""
     later: Sequence[tuple[str | None, float | None, bool]] = after or [(None, None, False)] * len(before)
     return [
-        Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2])
+        Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2], job.environments is not None)
         for index, (old, new) in enumerate(zip(before, later, strict=True))
     ]

@@ -12,7 +12,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import caches_alive
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import RESPONSES, actions_of, opened_of, rewards_of
+from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of
 from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
@@ -43,6 +43,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     if ends:
         counted = Counter(reason for reason, _ in ends)
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
+        data.note(f"{prefix}{END}", place, [REASONS.index(reason) for reason, _ in ends])
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
     if rollout.episodes is not None and call.name not in data.generations:
