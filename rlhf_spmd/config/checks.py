@@ -186,7 +186,11 @@ def _of_episodes(config: Config) -> list[Rule]:
     if not config.environment:
         what = "is for responses that an environment answers; give environment=FILE.py:NAME, or drop the option"
         has_turns = getattr(config.options, "turn_rewards", False)
-        return [(width, f"episode.max_row_tokens={width} {what}"), (has_turns, f"{name}.turn_rewards=true {what}")]
+        return [
+            (width, f"episode.max_row_tokens={width} {what}"),
+            (has_turns, f"{name}.turn_rewards=true {what}"),
+            (config.forecast_episodes, f"forecast_episodes={config.forecast_episodes} {what}"),
+        ]
     return [
         (
             0 < width < most,

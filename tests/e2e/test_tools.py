@@ -19,6 +19,7 @@ SMALL = ("iterations=3", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=3
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "parity_max_abs", "parity_mean_abs")
+TIMED += ("answers", "tool_s", "tool_p95_s")  # of those that are not in a journal
 
 
 def command(ranks: int, *words) -> list[str]:

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "reward_workers",
     "environment_workers",
     "reward_timeout_s",  # a response that runs out makes a run inexact anyway
+    "forecast_episodes",
     "micro_batch",
     "generation.max_sequences",
     "generation.block_size",

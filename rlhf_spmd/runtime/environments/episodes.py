@@ -130,6 +130,10 @@ class Episodes:
             "calls_repeated": self.num_repeated,
         }
 
+    def seconds(self) -> list[float]:
+        """Those of each answer that was not in the journal."""
+        return [one_s for life in self.lives for one_s in life.seconds]
+
     def close(self) -> None:
         """Closes the journal."""
         self.journal.close()

@@ -55,6 +55,10 @@ class Episodes(Outside, Protocol):
         """Numbers for the log, of all rows together, once all of them are over."""
         return {}
 
+    def seconds(self) -> Sequence[float]:
+        """Those of each answer that was not known from a journal."""
+        return ()
+
     def close(self) -> None:
         """Closes its files, once all rows are over and their rewards are read."""
 

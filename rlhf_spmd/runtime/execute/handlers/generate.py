@@ -2,6 +2,7 @@
 
 # M mini-batches, C columns, B sequences, P prompt tokens, G response tokens
 
+import math
 import time
 from collections import Counter
 
@@ -42,6 +43,9 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     meter.add(f"{prefix}ended_fraction", job.ended_of(made, key).sum(), num)
     if ends:
         counted = Counter(reason for reason, _ in ends)
+        of_answers = (made[key] >= 0) & ~mask_of(made, key)
+        meter.add(f"{prefix}answer_tokens", of_answers.sum(), num)
+        meter.add(f"{prefix}prompt_length", (made[opened_of(key)] >= 0).sum(), num)
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
         data.note(f"{prefix}{END}", place, [REASONS.index(reason) for reason, _ in ends])
         for reason in REASONS:
@@ -49,6 +53,10 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     if rollout.episodes is not None and call.name not in data.generations:
         for name, count in rollout.episodes.counts().items():
             meter.add(f"{prefix}{name}", count, rollout.num)
+        seconds = sorted(rollout.episodes.seconds())
+        meter.add(f"{prefix}answers", len(seconds), rollout.num)
+        meter.add(f"{prefix}tool_s", sum(seconds), len(seconds))
+        meter.maximum(f"{prefix}tool_p95_s", seconds[math.ceil(0.95 * len(seconds)) - 1] if seconds else 0.0)
         rollout.episodes.close()
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)
