@@ -12,6 +12,7 @@ ROOMS = {
         "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; "
         "floors",
         "generate-adapters": "generation with LoRA at rank 16, apart and joined, against the model without: tokens/s",
+        "tool-waits": "episodes whose tools only sleep against the same rows without waiting: tokens/s",
         "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the "
         "device; with --static, what they take of an H100, without one",
         "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds, memory; 100,000 prompts",

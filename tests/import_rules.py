@@ -86,6 +86,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
             "algorithms",
             "config.options",
             "config.epochs",
+            "config.forecast_episodes",
             "config.evaluation_metrics",
             "config.metric_aliases",
             "config.presets",

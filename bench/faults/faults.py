@@ -10,7 +10,8 @@ PPO runs under every strategy and a plan of `auto`; the other algorithms run wit
 checkpoint are compared, too. PPO also trains adapters (LoRA), and draws one iteration ahead. GRPO also has several
 turns with tools that take a random time, so that most kills fall into calls.
 
-Cost: half a minute for four kills on an idle machine, so 42 with --quick are eight minutes and all 1,080 two and a half hours.
+Cost: half a minute for four kills on an idle machine, so 42 with --quick are eight minutes and all 1,080 two and a half
+hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 

@@ -187,11 +187,12 @@ def _of_episodes(config: Config) -> list[Rule]:
     if not config.environment:
         what = "is for responses that an environment answers; give environment=FILE.py:NAME, or drop the option"
         has_turns = getattr(config.options, "turn_rewards", False)
-        drops = config.episode.on_failure != "stop"
+        usual = dataclasses.asdict(type(config.episode)())
+        limits = {key: one for key, one in dataclasses.asdict(config.episode).items() if one != usual[key]}
         return [
-            (width, f"episode.max_row_tokens={width} {what}"),
-            (drops, f"episode.on_failure={config.episode.on_failure} {what}"),
+            *((True, f"episode.{key}={value} {what}") for key, value in limits.items()),
             (has_turns, f"{name}.turn_rewards=true {what}"),
+            (config.forecast_episodes, f"forecast_episodes={config.forecast_episodes} {what}"),
         ]
     return [
         (

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
+from rlhf_spmd.config.forecast_episodes import read_forecast_episodes
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
 from rlhf_spmd.config.lora import Lora, adapted, bases, of_folder
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
@@ -39,7 +40,7 @@ from rlhf_spmd.pages.option_tree import (
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, check_length
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
-from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, ModelShape, Workload
+from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, Answers, ModelShape, Workload
 
 Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
@@ -208,6 +209,9 @@ class Config(OptionTree):
     device_type: str = "cpu"  # device type that forecasts of memory and seconds assume, e.g. a100-80g
     # lengths of responses that forecasts assume: MEAN,SIGMA (lognormal) or the rollouts of a run; empty: the limit
     forecast_lengths: str = ""
+    # episodes that forecasts assume: TURNS,TOKENS,MEAN_S,P95_S (tokens and seconds of answers) or the folder of a run;
+    # empty: 2 turns, answers that fill the row, 0.1 s and 0.5 s
+    forecast_episodes: str = ""
     # fraction of a GPU's memory to keep free; none: that of the calibration, at least 0.06
     reserve: BelowOne | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random order of rows, of sampling and of mini-batches
@@ -485,7 +489,15 @@ def make_workload(config: Config) -> Workload:
         forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
         bases=bases(shapes, roles, config.folder),
         adds_adapters=adds_adapters,
+        answers=_forecast_answers(config),
     )
+
+
+def _forecast_answers(config: Config) -> Answers | None:
+    """How episodes are forecast to be answered; None without an environment. Raises UserError."""
+    if not config.environment:
+        return None
+    return read_forecast_episodes(config.forecast_episodes, config.generation.max_new_tokens, config.row_tokens)
 
 
 def _known_folder(config: Config, role: str) -> str:

@@ -46,17 +46,18 @@ class Continued:
         self._slots_N = torch.cat([slots_T[-num:] for num, slots_T in new])
         spans = [torch.arange(len(slots_T) - num, len(slots_T)) for num, slots_T in new]
         self.positions = torch.cat(spans).to(self._slots_N.device)
+        self._places: list[tuple[Tensor, Tensor]] = []  # block and place in it of all tokens of each row
+        self._masks: dict[int | None, list[Tensor]] = {}  # window -> of each row, which tokens its new ones attend to
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys_nKsd, values_nKsd = self._cache.layer(layer)
         kv_write(k, v, keys_nKsd, values_nKsd, self._slots_N)
         group, size, outputs = q.shape[1] // k.shape[1], keys_nKsd.shape[2], []
-        for q_tHd, slots_T in zip(q.split(self._lengths), self._slots, strict=True):
-            at_T, of_t = torch.arange(len(slots_T), device=q.device), slice(-len(q_tHd), None)
-            mask_tT = at_T <= at_T[of_t, None]
-            if window is not None:
-                mask_tT &= at_T > at_T[of_t, None] - window
-            k_KTd, v_KTd = (x[slots_T // size, :, slots_T % size].transpose(0, 1) for x in (keys_nKsd, values_nKsd))
+        self._places = self._places or [(slots_T // size, slots_T % size) for slots_T in self._slots]
+        for q_tHd, (block_T, at_T), mask_tT in zip(
+            q.split(self._lengths), self._places, self._masks_of(window), strict=True
+        ):
+            k_KTd, v_KTd = (x[block_T, :, at_T].transpose(0, 1) for x in (keys_nKsd, values_nKsd))
             if repeats := group > 1 and not reads_groups(q, masked=True):
                 k_KTd, v_KTd = (x.repeat_interleave(group, 0) for x in (k_KTd, v_KTd))
             out_Htd = F.scaled_dot_product_attention(
@@ -68,6 +69,17 @@ class Continued:
             )[0]
             outputs.append(out_Htd.transpose(0, 1))
         return torch.cat(outputs)
+
+    def _masks_of(self, window: int | None) -> list[Tensor]:
+        """mask_tT of each row, made for the first layer with this window."""
+        if window not in self._masks:
+            masks = self._masks[window] = []
+            for num, slots_T in zip(self._lengths, self._slots, strict=True):
+                at_T = torch.arange(len(slots_T), device=slots_T.device)
+                masks.append(at_T <= at_T[-num:, None])
+                if window is not None:
+                    masks[-1] &= at_T > at_T[-num:, None] - window
+        return self._masks[window]
 
 
 class DecodeStep:

@@ -14,6 +14,7 @@ LAG_SHARE = "lag_share"  # in a loss that interpolates old logprobs: see importa
 # in the log of steps with a budget of tokens: the share of their places that have a row, and their tokens
 PLACES_USED, STEP_TOKENS = "places_used", "step_tokens"
 ACTIONS, REWARDS, OPENED = ".actions", ".rewards", ".prompts"  # of episodes, behind a key of responses
+END = "end"  # in the rollouts: why an episode ended
 TIMEOUTS = "reward_timeouts"  # in the log: responses for which a reward function ran out of time
 
 # What a row of a key is: tokens of a prompt or a response (int32, -1 on padding); one number for each response token;

@@ -107,6 +107,17 @@ class ResponseLengths:
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """What episodes are forecast to be answered. turns: of an episode. tokens: of all answers of an episode, which are
+    a part of its response. mean_s, p95_s: mean and 95th percentile of the seconds between two turns."""
+
+    turns: float
+    tokens: float
+    mean_s: float
+    p95_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The sizes of one iteration, the same under every placement.
 
@@ -132,6 +143,7 @@ class Workload:
     forecast_lengths: ResponseLengths | None = field(default=None, repr=False)  # None: all have max_response tokens
     bases: Mapping[str, str] = field(default_factory=dict)
     adds_adapters: bool = False  # whether models with adapters generate with copies of their weights that have them
+    answers: Answers | None = field(default=None, repr=False)  # forecast ones; None: responses have one turn
 
     @property
     def num_sequences(self) -> int:

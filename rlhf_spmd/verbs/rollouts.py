@@ -5,6 +5,7 @@ import json
 import operator
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,11 +19,13 @@ from rlhf_spmd.files.reading import paths_in
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
 from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.rollout_files import read_part
 
 FOLDER = "rollouts"
 FIRST = {"iteration": 1, "evaluation": 0}  # what people call number 0 in the files
 PLACES = {"iteration": "iteration", "prompt_index": "prompt", "sample": "sample"}
+END, WIDTH = "end", 80
 PLACE, TEXTS = tuple(PLACES), ("prompt", "response")
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -150,15 +153,28 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 
 def text_of(row: Row, first: int = 1) -> str:
     """A row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only with
-    --json. first: what the iteration with number 0 is called."""
+    --json. An episode is shown by turns, in 80 columns. first: what the iteration with number 0 is called."""
     if isinstance(row.get("iteration"), int):
         row = row | {"iteration": row["iteration"] + first}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
     place = ", ".join(f"{name} {row[key]}" for key, name in PLACES.items() if key in row)
     shown = {name: f"{value:.4g}" if abs(value) <= 1e300 else str(value) for name, value in numbers.items()}
     lines = [place + "".join(f", {on_one_line(name)} {text}" for name, text in shown.items())]
-    others = [name for name, value in row.items() if isinstance(value, str | dict) and name not in TEXTS]
-    for name in (*(name for name in row if name in TEXTS), *others):
+    is_episode = _is_episode(row)
+    own = [name for name in TEXTS if name in row and not (is_episode and name == "response")]
+    others = [name for name, value in row.items() if isinstance(value, str | dict) and name not in (*TEXTS, END)]
+    if is_episode:
+        lines = textwrap.wrap(lines[0], WIDTH, subsequent_indent="  ")
+    for name in (*own, *others):
         value = row[name] if isinstance(row[name], str) else json_text(row[name])
-        lines.append(f"  {on_one_line(name)}: {on_one_line(value)}")
+        line = f"  {on_one_line(name)}: {on_one_line(value)}"
+        lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ") if is_episode else [line]
+    if is_episode:
+        lines.append(textwrap.indent(episode_text(row["turns"], str(row.get(END) or ""), WIDTH - 1), " "))
     return "\n".join(lines)
+
+
+def _is_episode(row: Row) -> bool:
+    """Whether a run has written the turns of an episode into this row."""
+    turns = row.get("turns")
+    return isinstance(turns, list) and bool(turns) and all(isinstance(one, dict) and "model" in one for one in turns)

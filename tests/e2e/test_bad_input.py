@@ -314,6 +314,32 @@ CASES = {
     "reward function missing": Case(
         ("reward_function={folder}/r.py:g",), ("r.py", "'g'"), {"r.py": "def f(prompts, responses): ...\n"}
     ),
+    "an environment without the methods of one": Case(
+        ("environment={folder}/e.py:Game",),
+        ("e.py:Game", "it has no reset() (it has play)", "add reset(self, **columns)"),
+        {"e.py": "class Game:\n    def play(self, move: int): ...\n"},
+        kind="an environment",
+    ),
+    "a tool without types": Case(
+        ("environment={folder}/e.py:add",),
+        ("e.py:add", "the tool add can't be described", "missing a type hint"),
+        {"e.py": 'def add(a, b):\n    """Adds.\n\n    Args:\n        a: One.\n        b: Other.\n    """\n'},
+    ),
+    "a template that changes earlier turns": Case(
+        ("environment={folder}/e.py:Game", "data.chat_template={folder}/last.jinja"),
+        ("last.jinja does not only add to what it wrote of earlier turns", "give data.chat_template=FILE"),
+        {
+            "e.py": "class Game:\n    def reset(self): ...\n    def step(self, text): ...\n",
+            "last.jinja": "{{ messages[-1].content }}",
+        },
+    ),
+    "limits that contradict each other": Case(
+        ("environment=m:f", "episode.max_row_tokens=9"),
+        ("episode.max_row_tokens=9 is smaller than generation.max_new_tokens=10", "raise the one or lower the other"),
+    ),
+    "limits without episodes": Case(
+        ("episode.max_turns=3",), ("episode.max_turns=3 is for responses that an environment answers",)
+    ),
     "top_p alone": Case(("generation.top_p=0.9",), ("generation.top_k",)),
     "mini-batch": Case(("mini_batch=7",), ("24 sequences", "mini_batch 7")),
     "too long for the model": Case(("generation.max_new_tokens=60",), ("68 tokens", "64")),

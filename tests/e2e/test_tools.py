@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd import embedded
+from rlhf_spmd.__main__ import main
 from tests import environments
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
@@ -20,6 +21,7 @@ SMALL = ("iterations=3", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=3
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "parity_max_abs", "parity_mean_abs")
+TIMED += ("answers", "tool_s", "tool_p95_s")  # of those that are not in a journal
 
 
 OWN = Path(environments.__file__).with_name("of_tables.py")
@@ -76,12 +78,26 @@ def test_episodes_call_tools_and_are_counted(whole):
         assert row["tool_timeouts"] == row["calls_repeated"] == 0
         ends = sum(value for name, value in row.items() if name.startswith("end_"))
         assert ends == pytest.approx(1.0) and row["end_completed"] > 0.9
-    (sample, *_) = (whole / "rollouts").rglob("*.jsonl")
-    first = json.loads(sample.read_text(encoding="utf-8").split("\n")[0])
+    texts = [path.read_text(encoding="utf-8") for path in (whole / "rollouts").rglob("*.jsonl")]
+    samples = [json.loads(line) for text in texts for line in text.split("\n")[:-1]]
+    first = next(row for row in samples if row["scores"] == 1)
     assert 0 < sum(first["drawn"]) < len(first["drawn"])  # what tools have answered is there, and was not drawn
-    shown = json.loads((whole / "samples.jsonl").read_text(encoding="utf-8"))
-    for when in ("before", "after"):
-        assert "<tool_call>" in shown[when] and "<|tool|>" in shown[when] and shown[f"reward_{when}"] in (0.0, 1.0)
+    assert first["end"] == "completed" and [bool(turn["calls"]) for turn in first["turns"]][-2:] == [True, False]
+
+
+def test_episodes_are_shown_by_turns(whole, capsys):
+    """Of an iteration, and of the samples before and after training."""
+    assert main(["rollouts", str(whole), "--where", "scores=1"]) == 0
+    *lines, _, result = capsys.readouterr().out.rstrip().split("\n")
+    assert max(map(len, lines)) <= 80 and json.loads(result)["matching"] > 0
+    assert sum(line.startswith("  1 call   lookup") for line in lines) > 0 and "    ended: completed" in lines
+    (sample,) = map(json.loads, (whole / "samples.jsonl").read_text(encoding="utf-8").rstrip().split("\n"))
+    assert all("ended: " in sample[when] and " 1 " in sample[when] for when in ("before", "after"))
+    assert main(["report", str(whole), "--out", str(whole / "report.html")]) == 0
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert page.count('class="text turns"') == 2
+    shown = page.partition("<details>")[0]
+    assert all(f">{name}<" in shown for name in ("turns", "tool_calls", "tool_failures", "reward"))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
@@ -136,7 +137,7 @@ class _Costs:
         key = (run.call, rank, columns)
         if key not in self.done_s:
             parts = 1 if run.mini_batch is None else workload.num_mini_batches
-            self.done_s[key] = self.cost.generate_s(call, layout, rank, rows, places, parts)
+            self.done_s[key] = generate_s(self.cost, call, layout, rank, rows, places, parts)
         done_s = self.done_s[key]
         if run.mini_batch is None:
             return max(done_s)

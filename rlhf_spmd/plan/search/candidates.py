@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.memory import (
     activation_bytes,
     base_sizes,
@@ -274,7 +275,7 @@ class CallCosts:
         few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
         gather_s = self.cost.gather_s(call, layout, last)
         whole_s, pieces_s = (
-            gather_s + slow * max(self.cost.generate_s(call, layout, last, rows, places))
+            gather_s + slow * max(generate_s(self.cost, call, layout, last, rows, places))
             for places in (workload.max_sequences, few)
         )
         return whole_s, pieces_s / num

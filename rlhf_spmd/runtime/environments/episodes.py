@@ -146,6 +146,10 @@ class Episodes:
             counted |= {name: (sum(dropped), len(dropped)) for name, dropped in by_name.items()}
         return counted
 
+    def seconds(self) -> list[float]:
+        """Those of each answer that was not in the journal."""
+        return [one_s for life in self.lives for one_s in life.seconds]
+
     def close(self) -> None:
         """Closes the journal."""
         self.journal.close()

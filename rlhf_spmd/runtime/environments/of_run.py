@@ -15,6 +15,7 @@ from rlhf_spmd.runtime.environments.episodes import Episodes
 from rlhf_spmd.runtime.environments.journal import Journal, forget
 from rlhf_spmd.runtime.environments.rows import Limits, Row
 from rlhf_spmd.runtime.environments.speech import Render, speech_of
+from rlhf_spmd.runtime.environments.transcript import Turn, transcript
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
 
 
@@ -55,16 +56,27 @@ class RunEnvironments:
     def of_call(self, job: Any, call: Any, data: Any, columns: slice) -> Episodes:
         """The episodes of a generate call in an iteration or an evaluation, of the rows in some columns."""
         prompts, samples = (numbers[:, columns].flatten().tolist() for numbers in (data.prompt_MC, data.sample_MC))
-        records, size = job.prompts.whole_records(prompts), job.workload.group_size
-        rows = [
-            row_of(prompt, sample, number // size, record, job.prompts.texts[prompt], self.key)
-            for number, (prompt, sample, record) in enumerate(zip(prompts, samples, records, strict=True))
-        ]
-        return self.episodes(rows, data.number, f"{data.what.partition(' ')[0]}-{call.name}")
+        groups = [number // job.workload.group_size for number in range(len(prompts))]
+        name = f"{data.what.partition(' ')[0]}-{call.name}"
+        return self.episodes(self.rows(job, prompts, samples, groups), data.number, name)
 
-    def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout") -> Episodes:
-        """The episodes of a generate call. name: of its journal. Raises UserError for a row of an unknown
-        environment."""
+    def rows(self, job: Any, prompts: Sequence[int], samples: Sequence[int], groups: Sequence[int]) -> list[Row]:
+        """Rows to be drawn. prompts: their numbers in the data set. samples, groups: see Row."""
+        records = job.prompts.whole_records(prompts)
+        return [
+            row_of(prompt, sample, group, record, job.prompts.texts[prompt], self.key)
+            for prompt, sample, group, record in zip(prompts, samples, groups, records, strict=True)
+        ]
+
+    def transcript(self, columns: Mapping[str, Any], token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:
+        """The turns of an episode as text. columns: of its row; others: as of transcript.transcript."""
+        found = chosen(self.environments, columns)
+        name = next(name for name, one in self.environments.items() if one is found)
+        return transcript(self.speeches[name], token_ids, drawn)
+
+    def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout", *, keep: bool = True) -> Episodes:
+        """The episodes of a generate call. name: of its journal; keep: whether that is kept. Raises UserError for a
+        row of an unknown environment."""
         if self._workers is None:
             self._workers = EnvironmentWorkers(self.spec, self.columns, num=self.num_workers, beat=self.beat)
         by_environment = {id(one): self.speeches[key] for key, one in self.environments.items()}
@@ -72,7 +84,7 @@ class RunEnvironments:
             rows,
             [by_environment[id(chosen(self.environments, row.columns))] for row in rows],
             self._workers,
-            Journal(self.journal or _nowhere(), iteration, self.rank, name),
+            Journal((self.journal if keep else None) or tempfile.mkdtemp(dir=_nowhere()), iteration, self.rank, name),
             self.limits,
             seed=self.seed,
             iteration=iteration,

@@ -29,8 +29,11 @@ class Speech:
 
     def calls(self, drawn: Sequence[int]) -> list[Call]:
         """The tool calls of a turn, whose marks may be special tokens."""
-        stops = self.joins.stops
-        return read_calls(self.tokenizer.decode([one for one in drawn if one not in stops], special=True), self.form)
+        return read_calls(self.text(drawn), self.form)
+
+    def text(self, drawn: Sequence[int]) -> str:
+        """The text of a turn with its special tokens, but for those that end it."""
+        return self.tokenizer.decode([one for one in drawn if one not in self.joins.stops], special=True)
 
     def first(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
         """The tokens of a prompt as an environment opens it. where: of the row, for messages. Raises UserError."""

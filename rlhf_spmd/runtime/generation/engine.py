@@ -202,11 +202,9 @@ class Engine:
     ) -> Tensor | None:
         """Prefills new rows and decodes the running ones -> hidden_BD of all, on the last stage. A prompt that is
         already in the cache is not computed again. answered: rows with an answer, and their tokens in the cache."""
-        if self.scheduler.moves:
-            longest = max(row.base for row in (*self.scheduler.outside, *self.scheduler.rows))
-            for moves in self.scheduler.moves:
-                self.cache.copy(moves, longest)
-            self.scheduler.moves.clear()
+        for moves in self.scheduler.moves:
+            self.cache.move(moves)
+        self.scheduler.moves.clear()
         fresh = [one for one in admitted if one.donor is None]
         drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
         prompts = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
@@ -216,7 +214,9 @@ class Engine:
             for row, cached in answered
         ]
         hidden = self.decoder.round(batch.token_B, batch.cached_B, prompts, [one.row.blocks for one in fresh], more)
-        self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
+        longest = max((one.row.num_prompt for one in admitted), default=0)
+        copies = [one.copy for one in admitted if one.copy is not None]
+        self.cache.copy(copies, min(longest, self.cache.block_size))
         if hidden is None:
             return None
         before = len(batch) + len(answered)
@@ -262,9 +262,8 @@ class Engine:
             requests.lengths[row.request - requests.first] = lengths[row.request]
             if self.turns is not None:
                 self.turns.cut(row.request, lengths[row.request])
-        longest = max(map(self.scheduler.num_cached, self.scheduler.rows))
-        order, copies = self.scheduler.remove(rows, said)
-        self.cache.copy(copies, longest)
+        order, moves = self.scheduler.remove(rows, said)
+        self.cache.move(moves)
         self._batch = self._batch.picked(order)
         if len(self._last_hidden) > 2 * self.scheduler.max_rows:
             under_way = {row.key for row in self.scheduler.rows}

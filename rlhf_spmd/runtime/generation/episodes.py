@@ -59,6 +59,10 @@ class Episodes(Outside, Protocol):
         """Sums for the log, of all rows together, and of how many, once all of them are over."""
         return {}
 
+    def seconds(self) -> Sequence[float]:
+        """Those of each answer that was not known from a journal."""
+        return ()
+
     def close(self) -> None:
         """Closes its files, once all rows are over and their rewards are read."""
 

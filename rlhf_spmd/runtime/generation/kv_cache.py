@@ -12,7 +12,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import layers_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.runtime.generation.scheduler import Copies
+from rlhf_spmd.runtime.generation.scheduler import Copies, Moves
 
 GPU_BLOCK = 16  # tokens; smaller blocks waste less memory, larger ones need shorter tables
 
@@ -44,6 +44,18 @@ class KVCache:
         for stored in (self.keys_LnKsd, self.values_LnKsd):
             part = stored[:, :, :, :num_tokens]
             part[:, targets] = part[:, sources]
+
+    def move(self, moves: Moves) -> None:
+        """Copies the first tokens of blocks; all are read before one is written. One after another, because a row has
+        one block on a CPU, whose tokens are in one piece."""
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+        for place, (source, to, num_tokens) in enumerate(moves):
+            for later, _, num in moves[place + 1 :]:
+                if later == to:
+                    kept[to] = (self.keys_LnKsd[:, to, :, :num].clone(), self.values_LnKsd[:, to, :, :num].clone())
+            found = kept.get(source, (self.keys_LnKsd[:, source], self.values_LnKsd[:, source]))
+            for stored_LnKsd, read_LKsd in zip((self.keys_LnKsd, self.values_LnKsd), found, strict=True):
+                stored_LnKsd[:, to, :, :num_tokens] = read_LKsd[:, :, :num_tokens]
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Copies = list[tuple[int, int]]  # blocks (from, to)
+Moves = list[tuple[int, int, int]]  # the same with a number of tokens
 
 
 class Blocks:
@@ -118,7 +119,7 @@ class Scheduler:
     waiting: deque[WaitingRequest] = field(default_factory=deque)
     rows: list[RunningRequest] = field(default_factory=list)
     outside: list[RunningRequest] = field(default_factory=list)  # those without blocks were preempted
-    moves: list[Copies] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
+    moves: list[Moves] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
     one_block: bool = False  # row i has exactly one block, block i
     tables_BM: np.ndarray = field(init=False)
     has_new_tables: bool = True  # the reader of the tables resets it
@@ -171,13 +172,13 @@ class Scheduler:
             if row.blocks == [index]:
                 row.blocks = [self.blocks.take_last()]
                 self.blocks.drop([index])
-                self.moves.append([(index, row.blocks[0])])
+                self.moves.append([(index, row.blocks[0], row.base)])
 
     def resume(self, request: int, num_new: int) -> RunningRequest | None:
         """A row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free for
         them: then it is the first of the queue, and all its tokens will be prefilled again."""
         row = self._leave(request)
-        row.base += num_new
+        cached, row.base = row.base, row.base + num_new
         fresh = self.blocks.needed(row.base) - len(row.blocks)
         if not row.blocks or fresh + bool(self.rows and not self.one_block) > self.blocks.num_free:
             self.blocks.drop(row.blocks)
@@ -188,11 +189,11 @@ class Scheduler:
             other = next((one for one in self.outside if one.blocks == [to]), None)
             if other is not None:
                 other.blocks, row.blocks = row.blocks, other.blocks
-                self.moves.append([(source, to), (to, source)])
+                self.moves.append([(source, to, cached), (to, source, other.base)])
             elif source != to:
                 self.blocks.drop(row.blocks)
                 row.blocks = self.blocks.take(1)
-                self.moves.append([(source, to)])
+                self.moves.append([(source, to, cached)])
             assert row.blocks == [to], (row, to)
         row.blocks += self.blocks.take(fresh)
         row.joined, self._next_full = self._steps, 0
@@ -264,8 +265,8 @@ class Scheduler:
             row.blocks = []
         return row is not None
 
-    def remove(self, ended: Sequence[int], outside: Sequence[int] = ()) -> tuple[list[int], Copies]:
-        """Removes rows -> (the old index of each remaining row, blocks to copy). ended, outside: indices, ascending;
+    def remove(self, ended: Sequence[int], outside: Sequence[int] = ()) -> tuple[list[int], Moves]:
+        """Removes rows -> (the old index of each remaining row, what moves). ended, outside: indices, ascending;
         the latter wait for an answer."""
         leaving = [self.rows[index] for index in outside]
         for row in leaving:
@@ -275,22 +276,22 @@ class Scheduler:
         gone = {*ended, *outside}
         num_left = len(self.rows) - len(gone)
         order = [index for index in range(len(self.rows)) if index not in gone]
-        copies: Copies = []
+        moves: Moves = []
         if self.one_block:  # the last rows fill the gaps
             moved = [index for index in order if index >= num_left]
             order = [index if index not in gone else moved.pop() for index in range(num_left)]
-            copies = [(source, to) for to, source in enumerate(order) if source != to]
-            for source, to in copies:
+            moves = [(one, to, self.num_cached(self.rows[one])) for to, one in enumerate(order) if one != to]
+            for source, to, _ in moves:
                 self.blocks.drop([source])
                 assert self.blocks.take(1) == [to], (source, to)
                 self.rows[source].blocks = [to]
             for row in leaving:
                 (source,), row.blocks = row.blocks, [self.blocks.take_last()]
-                copies += [(source, row.blocks[0])] if row.blocks != [source] else []
+                moves[:0] = [(source, row.blocks[0], row.base)] if row.blocks != [source] else []
         self.outside += leaving
         self.rows = [self.rows[index] for index in order]
         if not self.one_block:  # there row i keeps block i
             self.tables_BM[:num_left] = self.tables_BM[order]
             self.has_new_tables = True
         self._next_full = 0
-        return order, copies
+        return order, moves

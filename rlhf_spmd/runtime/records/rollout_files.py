@@ -22,6 +22,9 @@ OWN_TYPES = {  # of the columns that a run adds -> Arrow's
     "str": lambda arrow: arrow.string(),
     "ints": lambda arrow: arrow.list_(arrow.int64()),
     "floats": lambda arrow: arrow.list_(arrow.float64()),
+    "turns": lambda arrow: arrow.list_(
+        arrow.struct({"model": arrow.string(), **dict.fromkeys(("calls", "answers"), arrow.list_(arrow.string()))})
+    ),
 }
 Types = Mapping[str, Any]  # column of the data set -> its Arrow type; None: there is none
 

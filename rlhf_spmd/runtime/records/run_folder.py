@@ -60,6 +60,7 @@ class Sample:
     reward_after: float | None = None
     late_before: bool = False
     late_after: bool = False
+    by_turns: bool = False  # whether the responses are episodes, whose texts have lines (episode_text.py)
 
     @property
     def num_late(self) -> int:
@@ -306,7 +307,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
     """Samples as text: prompt, response before, response after, each wrapped and with its reward. Line breaks and
-    control characters, all of which a model can emit, are shown as escapes."""
+    control characters, all of which a model can emit, are shown as escapes. Episodes have their own lines."""
     blocks = []
     for sample in samples:
         rows = [("prompt", "", sample.prompt), ("before", _signed(sample.reward_before), sample.before)]
@@ -314,6 +315,9 @@ def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
             rows.append(("after", _signed(sample.reward_after), sample.after))
         lines = [f"sample {sample.prompt_index}"]
         for label, reward, text in rows:
+            if sample.by_turns and label != "prompt":
+                lines += [f"  {label} {reward}".rstrip(), *(f"  {line}" for line in text.split("\n"))]
+                continue
             wrapped = textwrap.wrap(on_one_line(text), max(20, width - 21)) or ["(nothing)"]
             lines.append(f"  {label:<7}{reward:>8}  | {wrapped[0]}")
             lines += [f"  {'':<15}  | {line}" for line in wrapped[1:]]

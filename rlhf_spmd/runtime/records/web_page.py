@@ -30,6 +30,7 @@ h1, h2 { line-height: 1.2 } h2 { margin: 2.5em 0 .3em; border-top: 1px solid #d3
 table { border-collapse: collapse; font-size: 14px; margin: .6em 0 }
 th, td { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e7e9ed }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em }
+td.turns { font: 12px/1.4 ui-monospace, monospace }
 svg { margin: 6px 10px 6px 0; max-width: 100%; height: auto }
 td.value { overflow-wrap: anywhere }
 .run { display: inline-block; width: 12px; height: 12px; border-radius: 3px }
@@ -99,7 +100,8 @@ if options is mapping and options.prompts %}
 {% for when in ("before", "after") if sample.get(when) is not none %}
 {% set score = points([(0, sample["reward_" ~ when])]) %}
 <tr><td class="text">{% if when == "before" %}{{ sample.prompt }}{% endif %}</td><td>{{ when }}</td>
-<td>{% if score %}{{ number(score[0][1], "{:+.3f}") }}{% endif %}</td><td class="text">{{ sample[when] }}</td></tr>
+<td>{% if score %}{{ number(score[0][1], "{:+.3f}") }}{% endif %}</td>
+<td class="text{% if sample.by_turns %} turns{% endif %}">{{ sample[when] }}</td></tr>
 {% endfor %}
 {% endfor %}
 </table>
@@ -111,7 +113,12 @@ if options is mapping and options.prompts %}
 """
 LEGEND = "Lines: training, by iteration. Dots: evaluations on held-out data, by the number of iterations before them."
 NONE = "–"  # what a run does not have
-FIRST = ("response_length",)  # curves that are always shown, after those that the algorithm reports
+FIRST = (
+    "response_length",
+    "turns",
+    "tool_calls",
+    "tool_failures",
+)  # curves that are always shown, after those that the algorithm reports
 
 
 @dataclass(frozen=True, slots=True)

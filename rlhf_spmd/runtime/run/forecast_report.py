@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rlhf_spmd.config.forecast_episodes import PROMPT_LENGTH, measured
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
@@ -16,7 +17,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.plan.workflow import Compute
-from rlhf_spmd.plan.workload import ResponseLengths
+from rlhf_spmd.plan.workload import Answers, ResponseLengths
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
@@ -62,6 +63,7 @@ class Compared:
     rows: Sequence[CallSeconds]
     found: AtHand
     as_given_s: float
+    episodes: tuple[Answers, Answers] | None = None  # how they were forecast to be answered, and how they were
 
     @property
     def whole(self) -> CallSeconds:
@@ -86,17 +88,42 @@ class Compared:
             "probe_s": self.found.probe_s,
             "why_not": self.found.why_not,
             "rows": [asdict(row) for row in self.rows],
+            **(
+                {"episodes": dict(zip(("forecast", "measured"), map(asdict, self.episodes), strict=True))}
+                if self.episodes
+                else {}
+            ),
         }
+
+    @property
+    def note(self) -> str:
+        """For the end of a run: how episodes were answered, beside the forecast; empty without episodes."""
+        if self.episodes is None:
+            return ""
+        forecast, measured = (_of_answers(one) for one in self.episodes)
+        return f"episodes, measured: {measured}; forecast: {forecast}"
+
+
+def _of_answers(answers: Answers) -> str:
+    return (
+        f"{answers.turns:.3g} turns with {answers.tokens:.3g} tokens of answers, and {answers.mean_s:.3g} s between "
+        f"two turns (95th percentile {answers.p95_s:.3g} s)"
+    )
 
 
 def compare(
-    program: Program, found: AtHand, records: Sequence[Mapping[str, object]], lengths: Sequence[tuple[int, ...]]
+    program: Program,
+    found: AtHand,
+    records: Sequence[Mapping[str, object]],
+    lengths: Sequence[tuple[int, ...]],
+    answers: Answers | None = None,
 ) -> Compared:
     """Compares the iterations in `records` (of every rank) with their forecast by a calibration. Medians over the
-    iterations, without the run's first one if there are others. lengths: from token_counts."""
+    iterations, without the run's first one if there are others. lengths: from token_counts. answers: of the run's
+    episodes."""
     prompts, responses = lengths
-    workload = replace(program.workload, forecast_lengths=ResponseLengths.of(responses, prompts))
-    met = replace(program, workload=workload)
+    met_lengths = ResponseLengths.of(responses, prompts)
+    met = replace(program, workload=replace(program.workload, forecast_lengths=met_lengths, answers=answers))
     here = forecast(met, found.calibration)
     as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s
     all_lanes = lanes(records)
@@ -112,7 +139,9 @@ def compare(
     forecast_s = call_s(here) | {WHOLE: here.makespan_s}
     seconds = {name: statistics.median(one[name] for one in measured) for name in forecast_s if measured}
     rows = [CallSeconds(name, s, seconds[name]) for name, s in forecast_s.items() if name in seconds]
-    return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s)
+    expected = program.workload.answers
+    episodes = (expected, answers) if expected is not None and answers is not None else None
+    return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s, episodes)
 
 
 def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:
@@ -151,7 +180,7 @@ def compared_run(
     """Compares the last iterations of a run with their forecast, and writes it to the run folder -> the comparison, on
     rank 0 if there is a calibration. history: metrics of all iterations; records: of the last ones' timeline; answers:
     of every rank at the end of the last. Collective."""
-    if calibration is None or job.environments is not None:  # no forecast knows how long tools take
+    if calibration is None:
         return None
     trained_s = sum(metrics["iteration_s"] for metrics in history)
     found = at_hand(job.world, job.config, job.program, calibration, trained_s)
@@ -161,8 +190,13 @@ def compared_run(
     if not job.program.workload.workflow.generate_calls:
         used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in history)
         lengths = given_counts(job.prompts, used)
-    compared = compare(job.program, found, records, lengths)
+    of_episodes = measured(history)
+    if of_episodes is not None:  # environments open prompts, for example with a list of tools
+        prompt = statistics.fmean(metrics[PROMPT_LENGTH] for metrics in history)
+        lengths = (max(1, round(prompt)),), lengths[1]
+    compared = compare(job.program, found, records, lengths, of_episodes)
     if not compared.rows:  # no iteration had all calls
         return None
     folder.write_values("forecast.json", compared.to_json())
+    folder.notes += [compared.note] if compared.note else []
     return compared

@@ -200,7 +200,7 @@ def start_or_resume(
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
         describe(job, folder, origin, summary, history)
-        before = sample_responses(job, "before")
+        before = sample_responses(job)
         folder.write_samples(join_samples(job, before))
         return history, before
     with world.together("comparing with the checkpoint"):

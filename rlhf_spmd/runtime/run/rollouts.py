@@ -19,17 +19,19 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES, actions_of
+from rlhf_spmd.plan.runtime_words import END, RESPONSES, TOKEN_SHAPES, actions_of
 from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.generation.episodes import REASONS
 from rlhf_spmd.runtime.records.rollout_files import other_names, pyarrow_modules, types_of, write_part
 from rlhf_spmd.runtime.records.run_folder import writing
 
 FOLDER = "rollouts"
 DRAWN = "drawn"  # of an episode: 1 for each token of the response that the model drew, 0 for those of answers
+TURNS = "turns"  # of an episode: what was said, by turns (environments/transcript.py)
 PLACE = ("iteration", "prompt_index", "sample")
 ROWS_AT_ONCE = 100_000  # of a data set, while its columns are given types
 NUMBER = np.dtype([("name", "<u4"), ("row", "<u4"), ("value", "<f8")])  # one number of a row
@@ -45,6 +47,7 @@ class Rollouts:
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
         self.call = _call_with_rows(job.program)
         self.actions = actions_of(self.call.responses[0])
+        self.end = self.call.responses[0].removesuffix(RESPONSES) + END
         self.types: Mapping[str, Any] = {}
         if self.every and self.format == "parquet":
             pyarrow_modules()
@@ -120,7 +123,7 @@ class Rollouts:
         found |= {key.removesuffix("s"): "str" for key in self.call.responses} | dict.fromkeys(numbers, "float")
         found |= {self._tokens(key): "ints" for key in keys if shapes[key] in TOKEN_SHAPES}
         found |= {key: "floats" for key in keys if shapes[key] in ("token", "token+1") and key != self.actions}
-        found |= {DRAWN: "ints"} if self.actions in keys else {}
+        found |= {TURNS: "turns", self.end: "str", DRAWN: "ints"} if self.actions in keys else {}
         return found | {key: "float" for key in keys if shapes[key] == "row"}
 
     def _tokens(self, key: str) -> str:
@@ -152,15 +155,19 @@ class Rollouts:
                 self.actions in of_row and not of_row[self.actions].any()
             )  # then numbers of the row mean nothing
             row |= {name: None if is_dropped else _number(values_MC[m, column]) for name, values_MC in numbers.items()}
+            (record,) = records([index])
+            if self.actions in of_row:
+                drawn = (of_row[self.actions][:num_tokens] > 0).tolist()
+                row |= {self.end: REASONS[int(numbers[self.end][m, column])], DRAWN: [int(one) for one in drawn]}
+                if job.environments is not None:
+                    whole = dict.fromkeys(job.prompts.column_names) | record
+                    row[TURNS] = job.environments.transcript(whole, tokens[call.responses[0]], drawn)
             row |= {self._tokens(key): some for key, some in tokens.items()}
             for key, value in of_row.items():
-                if key == self.actions:
-                    row[DRAWN] = (value[:num_tokens] > 0).astype(int).tolist()
-                elif shapes[key] in ("token", "token+1"):
+                if shapes[key] in ("token", "token+1") and key != self.actions:
                     row[key] = [_number(one) for one in value[: num_tokens + (shapes[key] == "token+1")]]
                 elif shapes[key] == "row":
                     row[key] = None if is_dropped else _number(value)
-            (record,) = records([index])
             yield row, record
 
 

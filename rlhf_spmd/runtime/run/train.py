@@ -106,7 +106,7 @@ def train(
     running.saver.finish()  # now, so that the run can be resumed whatever fails below
     samples: list[Sample] = []
     if before:
-        samples = join_samples(job, before, sample_responses(job, "after"))
+        samples = join_samples(job, before, sample_responses(job))
         folder.write_samples(samples)
         console.samples(samples)
     job.close()

@@ -63,8 +63,14 @@ def test_k1_in_the_loss_is_refused(algorithm, more, fix):
 
 def test_environments_that_contradict_other_options():
     """And what an environment sets."""
-    for option in ("episode.max_row_tokens=99", "episode.on_failure=drop_group"):
-        assert f"{option} is for responses that an environment answers" in refused(option)
+    for vain in (
+        "episode.max_row_tokens=99",
+        "episode.on_failure=drop_group",
+        "episode.max_turns=2",
+        "episode.timeout_s=9",
+        "forecast_episodes=1,0,0,0",
+    ):
+        assert "for responses that an environment answers" in refused(vain)
     assert "episode.max_row_tokens=20 is smaller than generation.max_new_tokens=24" in refused(
         "environment=m:f", "episode.max_row_tokens=20"
     )

@@ -19,6 +19,10 @@ NEEDED = {  # options that make no sense without others
     "checkpoint.best": ["eval.prompts=x"],
     "environment": ["ppo.old_logprobs=recompute"],
     "grpo.turn_rewards": ["environment=m:f", "grpo.scale=none", "samples_per_prompt=2", "grpo.old_logprobs=recompute"],
+    **dict.fromkeys(
+        ("episode.max_turns", "episode.max_calls", "episode.tool_timeout_s", "episode.timeout_s", "forecast_episodes"),
+        ["environment=m:f", "ppo.old_logprobs=recompute"],
+    ),
     "episode.max_row_tokens": ["environment=m:f", "generation.max_new_tokens=4"],
     "episode.on_failure": ["environment=m:f", "ppo.old_logprobs=recompute"],
     "rollouts.format": ["rollouts.every=1"],

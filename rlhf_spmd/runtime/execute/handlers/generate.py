@@ -2,6 +2,7 @@
 
 # M mini-batches, C columns, B sequences, P prompt tokens, G response tokens
 
+import math
 import time
 from collections import Counter
 
@@ -12,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import caches_alive
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import RESPONSES, actions_of, opened_of, rewards_of
+from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of
 from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
@@ -42,12 +43,20 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     meter.add(f"{prefix}ended_fraction", job.ended_of(made, key).sum(), num)
     if ends:
         counted = Counter(reason for reason, _ in ends)
+        of_answers = (made[key] >= 0) & ~mask_of(made, key)
+        meter.add(f"{prefix}answer_tokens", of_answers.sum(), num)
+        meter.add(f"{prefix}prompt_length", (made[opened_of(key)] >= 0).sum(), num)
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
+        data.note(f"{prefix}{END}", place, [REASONS.index(reason) for reason, _ in ends])
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
     if rollout.episodes is not None and call.name not in data.generations:
         for name, (total, num_episodes) in rollout.episodes.counts().items():
             meter.add(f"{prefix}{name}", total, num_episodes)
+        seconds = sorted(rollout.episodes.seconds())
+        meter.add(f"{prefix}answers", len(seconds), rollout.num)
+        meter.add(f"{prefix}tool_s", sum(seconds), len(seconds))
+        meter.maximum(f"{prefix}tool_p95_s", seconds[math.ceil(0.95 * len(seconds)) - 1] if seconds else 0.0)
         rollout.episodes.close()
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)

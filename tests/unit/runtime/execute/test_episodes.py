@@ -133,6 +133,8 @@ def test_what_training_reads_of_episodes(overrides, tmp_path):
     Rollouts(run.job, tmp_path).write(run.data)
     (path,) = tmp_path.rglob("*.jsonl")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    counted = [sum(row["end"] == name.removeprefix("end_") for row in rows) / len(rows) for name in reasons]
+    assert counted == pytest.approx(list(reasons.values()))
     for row, actions_G, opened_P in zip(rows, actions_MCG.flatten(0, 1), opened_MCP.flatten(0, 1), strict=True):
         assert row["drawn"] == (actions_G > 0).int().tolist()[: len(row["response_tokens"])]
         assert row["prompt_tokens"] == [token for token in opened_P.tolist() if token >= 0]

@@ -1,6 +1,7 @@
 """The engine: the result of a request depends neither on other requests nor on the layout of the cache."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -184,6 +185,23 @@ def test_the_cache_is_sized_by_the_memory():
         make_engine(model, max_sequences=9, free_bytes=2.5 * one_row), make_prompts(6), draws(6), Sampling(9)
     )
     assert found == run(make_engine(model, max_sequences=9), make_prompts(6), draws(6), Sampling(9))[0]
+
+
+def test_blocks_move_as_if_all_at_once():
+    """Chains and cycles; what is behind the tokens of a row stays."""
+    chance = random.Random(0)
+    for _ in range(50):
+        cache = KVCache(make_model(), 6, LONGEST)
+        stored = cache.keys_LnKsd, cache.values_LnKsd
+        before = [x.copy_(torch.randn(x.shape)).clone() for x in stored]
+        sources, targets = chance.sample(range(6), 4), chance.sample(range(6), 4)
+        moves = [(*pair, chance.randrange(1, LONGEST + 1)) for pair in zip(sources, targets, strict=True)]
+        cache.move(moves)
+        for now, was in zip(stored, before, strict=True):
+            expected = was.clone()
+            for source, to, num in moves:
+                expected[:, to, :, :num] = was[:, source, :, :num]
+            assert torch.equal(now, expected)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_cache_of_samples_has_the_same_limit(overrides, monkeypatch):
     job = RunOf(load(overrides)).job
     monkeypatch.setattr("rlhf_spmd.runtime.run.samples.free_bytes", lambda *_: 1000.0)
     with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
-        sample_responses(job, "before")
+        sample_responses(job)
 
 
 @pytest.mark.parametrize("fraction", [0.9, 1.0])

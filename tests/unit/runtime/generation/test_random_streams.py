@@ -67,7 +67,7 @@ def test_a_run_draws_from_its_streams(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_spmd.runtime.execute.iteration.random_bits", noted)
     monkeypatch.setattr("rlhf_spmd.runtime.run.samples.random_bits", noted)
     run = RunOf(load(write_all(tmp_path), "iterations=2", "seed=9"))
-    before = sample_responses(run.job, "before")
+    before = sample_responses(run.job)
     run.iterations()
     assert asked == [(9, random_streams.SAMPLES, 0), (9, 0, 0), (9, 0, 1)]
-    assert sample_responses(run.job, "before") != before
+    assert sample_responses(run.job) != before

@@ -8,7 +8,11 @@ import pytest
 from rlhf_spmd.runtime.records.rollout_files import other_names, read_part, types_of, write_part
 
 OWN = {"iteration": "int", "prompt": "str", "scores": "float", "prompt_tokens": "ints", "logprobs": "floats"}
+OWN |= {"turns": "turns"}
 ADDED = {"iteration": 0, "prompt": "a\u2028b", "scores": None, "prompt_tokens": [1], "logprobs": [0.5, None]}
+ADDED |= {
+    "turns": [{"model": "", "calls": ['f({"x": 1})'], "answers": ["1"]}, {"model": "1", "calls": [], "answers": []}]
+}
 # Columns of three rows -> whether Arrow has a type for them.
 COLUMNS = {
     "text": (["18", "\u2028", None], True),

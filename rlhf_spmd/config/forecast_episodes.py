@@ -1,0 +1,68 @@
+"""The option forecast_episodes: how episodes are answered in forecasts and plans."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.json_text import json_value
+from rlhf_spmd.files.reading import is_file, is_folder, read_lines
+from rlhf_spmd.plan.workload import Answers
+
+TURNS, TOKENS, MEAN_S, P95_S = "turns", "answer_tokens", "tool_s", "tool_p95_s"  # in the log
+PROMPT_LENGTH = "prompt_length"  # there, as environments open them
+DEFAULT = Answers(2.0, 0.0, 0.1, 0.5)  # but for the tokens
+
+
+def read_forecast_episodes(text: str, most_drawn: int, limit: int) -> Answers:
+    """The answers that a text names: TURNS,TOKENS,MEAN_S,P95_S or a run, whose iterations are averaged; if it is empty,
+    two turns, and as many tokens of answers as there is room for. most_drawn, limit: tokens of an episode that are
+    drawn at most, and all. Raises UserError."""
+    room = float(limit - most_drawn)
+    if not text:
+        return Answers(DEFAULT.turns, room, DEFAULT.mean_s, DEFAULT.p95_s)
+    if is_folder(text):
+        return _of_run(text)
+    try:
+        turns, tokens, mean_s, p95_s = map(float, text.split(","))
+    except ValueError:
+        turns = tokens = mean_s = p95_s = math.nan
+    if not (1 <= turns < math.inf and 0 <= tokens < limit and 0 <= mean_s <= p95_s < math.inf):
+        raise UserError(
+            f"forecast_episodes={text} is neither TURNS,TOKENS,MEAN_S,P95_S nor the folder of a run: give at least 1 "
+            f"turn, the tokens of an episode's answers (fewer than {limit}), and the mean and the 95th percentile of "
+            "the seconds of an answer, e.g. 4,200,0.5,3"
+        )
+    return Answers(turns, tokens, mean_s, p95_s)
+
+
+def measured(history: Sequence[Mapping[str, Any]]) -> Answers | None:
+    """What episodes of some iterations were answered, by the log; None without episodes. A turn may have several calls,
+    which wait together."""
+    rows = [row for row in history if isinstance(row.get(TURNS), float)]
+    if not rows:
+        return None
+
+    def mean(name: str) -> float:
+        found = [row[name] for row in rows if isinstance(row.get(name), float)]
+        return math.fsum(found) / len(found) if found else 0.0
+
+    turns, calls = max(1.0, mean(TURNS)), mean("answers")
+    each = calls / (turns - 1) if turns > 1 else 0.0  # calls of a turn that is answered
+    mean_s = each * mean(MEAN_S)
+    return Answers(turns, mean(TOKENS), mean_s, max(mean_s, each * mean(P95_S)))
+
+
+def _of_run(text: str) -> Answers:
+    path = Path(text) / "metrics.jsonl"
+    if not is_file(path):
+        raise UserError(f"forecast_episodes={text}: the folder has no metrics.jsonl; give the folder of a run")
+    try:
+        rows = [json_value(line) for line in read_lines(path) if line]
+    except ValueError as error:
+        raise UserError(f"forecast_episodes={text}: {path} is damaged ({error}); give another run") from None
+    found = measured([row for row in rows if isinstance(row, dict)])
+    if found is None:
+        raise UserError(f"forecast_episodes={text}: the run had no environment; give one that had")
+    return found

@@ -1,0 +1,74 @@
+"""Generation with waits for tools, against rows that are drawn and closed forms."""
+
+import heapq
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlhf_spmd.plan.cost.answers import P95, generate_s, longest_s
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.workload import Answers
+from tests.unit.plan.cost.test_seconds import machine
+from tests.unit.verbs.test_plan import example
+
+
+def of_sigma(mean_s: float, sigma: float, turns: float, tokens: float = 0.0) -> Answers:
+    return Answers(turns, tokens, mean_s, mean_s * math.exp(sigma * P95 - sigma**2 / 2))
+
+
+def drawn_waits(answers: Answers, sigma: float, size: tuple[int, ...]) -> np.ndarray:
+    normal = np.random.default_rng(0).standard_normal(size)
+    return answers.mean_s * np.exp(sigma * normal - sigma**2 / 2)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "turns", "rows"), [(0.5, 2, 64), (1.0, 4, 64), (1.5, 5, 16), (0.0, 3, 9), (1.0, 2, 1)]
+)
+def test_the_row_that_waits_longest(sigma, turns, rows):
+    answers = of_sigma(0.3, sigma, turns)
+    drawn = drawn_waits(answers, sigma, (4000, rows, turns - 1)).sum(2).max(1).mean()
+    assert longest_s(answers, rows) == pytest.approx(drawn, rel=0.12)
+    assert not longest_s(replace(answers, turns=1), rows) and not longest_s(replace(answers, mean_s=0.0), rows)
+
+
+@pytest.fixture
+def parts():
+    """cost(answers), call, layout, rows of 20 + 30 tokens."""
+    program = example("flattening", 1)
+    workflow = program.workload.workflow
+    call = replace(workflow.generate_calls[0], outputs=(*workflow.generate_calls[0].outputs, "responses.actions"))
+
+    def cost(answers: Answers | None) -> Cost:
+        return Cost(machine(layer_s=1e-4), replace(program.workload, answers=answers), program.cluster)
+
+    return cost, call, program.placement.layouts[call.name], [(20, 30)] * 24
+
+
+def test_without_waits_an_answer_is_a_part_of_the_prompt(parts):
+    cost, call, layout, rows = parts
+    assert call.has_turns
+    plain = cost(None).generate_s(call, layout, 0, rows, 24)
+    assert generate_s(cost(None), call, layout, 0, rows, 24) == plain
+    assert generate_s(cost(Answers(1, 0, 1.0, 1.0)), call, layout, 0, rows, 24) == pytest.approx(plain)
+    answered, same = cost(Answers(3, 20, 0.0, 0.0)), cost(None)
+    sizes = {"max_prompt": same.workload.max_prompt + 20, "max_response": max(1, same.workload.max_response - 20)}
+    same = replace(same, workload=replace(same.workload, **sizes))
+    found = generate_s(answered, call, layout, 0, rows, 24)
+    assert found == pytest.approx(same.generate_s(call, layout, 0, [(40, 10)] * 24, 24)) and found != plain
+
+
+@pytest.mark.parametrize("places", [4, 24])
+def test_waits_in_places_that_rows_take_in_turn(places, parts):
+    """Waits are much longer than decode steps, so that rows do not slow one another down."""
+    cost, call, layout, rows = parts
+    answers = of_sigma(20.0, 0.8, 3)
+    found = max(generate_s(cost(answers), call, layout, 0, rows, places))
+    totals = []
+    for waits in drawn_waits(answers, 0.8, (500, len(rows), 2)).sum(2):
+        ends = [0.0] * places
+        for wait in waits:
+            heapq.heapreplace(ends, ends[0] + wait)
+        totals.append(max(ends))
+    assert found == pytest.approx(np.mean(totals), rel=0.25)

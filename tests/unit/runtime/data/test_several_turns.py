@@ -1,0 +1,84 @@
+"""Conversations with tools as data: their tokens are those of the chat template, and what is learned of them is what
+the model would have drawn in an episode."""
+
+import json
+import random
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
+from rlhf_spmd.model.texts.turns import answer_of, tool_call
+from rlhf_spmd.runtime.data.prompts import load_prompts
+from tests.templates import ENDS, HERE, STARTED, joins_of, write_bytes_tokenizer
+from tests.unit.model.texts.test_turns import NUMBER, TOOLS, WITH_TOOLS, conversation, said_by
+
+LEARN = {"columns": {"responses": "completion"}, "marks": "own", "turns": "all"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def load(folder, tmp_path, name: str, rows: list[dict], **options):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    template, tokenizer = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED), load_tokenizer(folder)
+    limits = {"max_prompt_tokens": 9999, "max_response_tokens": 9999, "eos_ids": (tokenizer.vocabulary()[ENDS[name]],)}
+    return load_prompts(path, tokenizer, render=template.render, **limits, **(LEARN | options))
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_what_is_learned_is_what_an_episode_draws(name, folder, tmp_path):
+    joins, tokenizer = joins_of(folder, name, TOOLS)
+    draw, rows, episodes = random.Random(3), [], []
+    for _ in range(20):
+        first = [{"role": "user", "content": said_by(draw)}]
+        after = [*conversation(draw, name, True), {"role": "assistant", "content": said_by(draw)}]
+        prompt = joins.encode(joins.render(first, True))
+        ids: list[int] = []
+        drawn: list[float] = []
+        for place in range(0, len(after), 2):  # as an episode would have gone
+            opened = joins.render([*first, *after[:place]], True)
+            closed = joins.render([*first, *after[: place + 1]], False)
+            said = joins.encode(closed[len(opened) :].removesuffix(joins.end)) + joins.encode(ENDS[name])
+            back = after[place + 1 : place + 2]
+            answer = joins.after(said, back, after[place].get("tool_calls", [])) if back else []
+            ids, drawn = [*ids, *said, *answer], [*drawn, *[1.0] * len(said), *[0.0] * len(answer)]
+        rows.append({"messages": [*first, *after], "tools": TOOLS})
+        episodes.append((prompt, ids, drawn, joins.encode(joins.render([*first, *after], False))))
+    found = load(folder, tmp_path, name, rows)
+    for number, (prompt, ids, drawn, whole) in enumerate(episodes):
+        tokens = found.responses["responses"].row(number).tolist()
+        assert found.prompts.row(number).tolist() == prompt and tokens == ids, number
+        assert found.padded("own", [number], (len(ids),))[0].tolist() == drawn
+        assert whole[: len(prompt) + len(tokens)] == prompt + tokens  # the template writes nothing else
+        assert not tokenizer.decode(whole[len(prompt) + len(tokens) :]).strip()
+    only_last = load(folder, tmp_path, name, rows[:1], turns="last")
+    assert len(only_last.responses["responses"].row(0)) < len(episodes[0][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "tools"), [("qwen3_dropped", "<think>\nso\n</think>\n\nyes", None), ("mistral", "yes", TOOLS)]
+)
+def test_a_template_that_changes_earlier_turns_is_refused_by_the_row(name, said, tools, folder, tmp_path):
+    """Qwen3's drops thinking, Mistral's moves the tools to the last message of the user."""
+    turn, ask = {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}
+    row = {"messages": [ask | {"content": "go"}, turn, ask, turn], **({"tools": tools} if tools else {})}
+    with pytest.raises(UserError, match=r"rows.jsonl, line 1: the chat template does not only add .*data.turns=last"):
+        load(folder, tmp_path, name, [row])
+    assert len(load(folder, tmp_path, name, [row], turns="last")) == 1
+
+
+def test_a_call_that_the_template_does_not_take_is_refused_by_the_row(folder, tmp_path):
+    """Mistral's asks for ids of nine letters or digits."""
+    ask, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for number in (NUMBER, "short"):
+        calls = {"role": "assistant", "tool_calls": [tool_call("add", {}, number)]}
+        row = {"messages": [ask, calls, answer_of("tool", "3", "add", number), said], "tools": TOOLS}
+        if number == NUMBER:
+            assert len(load(folder, tmp_path, "mistral", [row])) == 1
+            continue
+        with pytest.raises(UserError, match=r"rows.jsonl, line 1: the chat template does not take .* length 9"):
+            load(folder, tmp_path, "mistral", [row])
