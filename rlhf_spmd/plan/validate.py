@@ -74,8 +74,24 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
                     "ahead, and without it is the generator's: choose old_logprobs=recompute, or strategy.ahead=1"
                 )
         return
-    if placement.ahead != 1:
-        yield f"ahead {placement.ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
+    yield from ahead_problems(placement.ahead, workflow)
+    for calls in placement.joint:
+        if len({trains(workflow.call(name), workflow) for name in calls}) > 1:
+            yield f"ahead: joint {' and '.join(calls)} work on two batches; take them apart"
+    training = [call for call in workflow.placed_calls if trains(call, workflow)]
+    for call in workflow.placed_calls if placement.ahead == 1 else ():
+        for other in training if call not in training else ():
+            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[other.name].ranks)
+            if shared:
+                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {other.name} runs meanwhile"
+                yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
+                break
+
+
+def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
+    """Why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
+    if ahead != 1:
+        yield f"ahead {ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
         yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
     for train in workflow.train_calls:
@@ -90,17 +106,6 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
     for call in workflow.calls:
         if is_read_by_both(call, workflow):
             yield f"ahead: {call.name} is read by training and by calls before it, which work on two batches; drop it"
-    for calls in placement.joint:
-        if len({trains(workflow.call(name), workflow) for name in calls}) > 1:
-            yield f"ahead: joint {' and '.join(calls)} work on two batches; take them apart"
-    training = [call for call in workflow.placed_calls if trains(call, workflow)]
-    for call in workflow.placed_calls if placement.ahead == 1 else ():
-        for other in training if call not in training else ():
-            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[other.name].ranks)
-            if shared:
-                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {other.name} runs meanwhile"
-                yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
-                break
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
