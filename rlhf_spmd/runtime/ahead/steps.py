@@ -53,9 +53,9 @@ class AheadExecutor(InstructionLoop):
         """asked: as of Executor."""
         super().__init__(job.program, job.world, recorder)
         # what a part executes of the list of a step, whose wait graph then holds for every part
+        every = [*super().steps()]
         self.parts = {
-            part: [one for one in super().steps() if is_in(job.program, one[1], part)]
-            for part in (STEP, PROLOGUE, EPILOGUE)
+            part: [one for one in every if is_in(job.program, one[1], part)] for part in (STEP, PROLOGUE, EPILOGUE)
         }
         self.part = STEP
         self.inner = Executor(job, recorder, asked)  # of the instructions one by one
