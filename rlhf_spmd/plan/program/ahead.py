@@ -29,7 +29,8 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
     calls: list[Call] = list(workflow.calls)
     for train in workflow.train_calls if placement.ahead else ():
         generate = next((call for call in workflow.generate_calls if train.drawn in call.outputs), None)
-        if generate is None or any(isinstance(call, Infer) and call.drawn == train.drawn for call in calls):
+        is_there = any(isinstance(call, Infer) and call.drawn == train.drawn for call in calls)
+        if generate is None or generate.name not in layouts or is_there:
             continue
         added = (train.drawn, actions_of(train.responses[0]))
         again = next((call for call in calls if _repeats(call, train)), None)
@@ -42,8 +43,7 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
         name, options = f"{train.model}_infer_parity", (train.kept, False, train.drawn)
         first = next(index for index, call in enumerate(calls) if isinstance(call, Train))
         calls.insert(first, Infer(name, train.model, LOGPROBS, inputs, (), train.tokens, *options))
-        if generate.name in layouts:
-            layouts[name] = layouts[generate.name]
+        layouts[name] = layouts[generate.name]
     made = replace(workload, workflow=replace(workflow, calls=tuple(calls)))
     return made, replace(placement, layouts=layouts)
 

@@ -5,11 +5,12 @@ The text is formatted as by `ruff format` (lines up to 120), so that a plan can 
 
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, consecutive
 from rlhf_spmd.plan.placement import Placement, interleave
+from rlhf_spmd.plan.workflow import is_gate
 from rlhf_spmd.plan.workload import Workload
 
 MAX_LINE = 120
@@ -41,6 +42,9 @@ def place(workload: Workload, cluster: Cluster) -> Placement:
 def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, docstring: str) -> str:
     """The source of a module whose `place(workload, cluster)` returns an equal placement on any cluster with the same
     number of ranks, and raises UserError on others. docstring: of the module, in lines of at most 120 characters."""
+    call = workload.workflow.placed_call
+    own = {name: layout for name, layout in placement.layouts.items() if not is_gate(call(name))}  # compiling adds them
+    placement = replace(placement, layouts=own)
     names = _names(placement, workload)
     lines = []
     for layout, name in names.items():

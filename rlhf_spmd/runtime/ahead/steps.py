@@ -53,18 +53,24 @@ class AheadExecutor(InstructionLoop):
         """asked: as of Executor."""
         super().__init__(job.program, job.world, recorder)
         # what a part executes of the list of a step, whose wait graph then holds for every part
+        every = [*super().steps()]
         self.parts = {
-            part: [one for one in self.steps if is_in(job.program, one[1], part)] for part in (STEP, PROLOGUE, EPILOGUE)
+            part: [one for one in every if is_in(job.program, one[1], part)] for part in (STEP, PROLOGUE, EPILOGUE)
         }
+        self.part = STEP
         self.inner = Executor(job, recorder, asked)  # of the instructions one by one
 
     def iteration(self, batches: Batches) -> list[dict[str, Any]]:
         """Executes the list that a step needs -> the messages of all ranks about the batch that trains."""
         part = PROLOGUE if batches.trained is None else EPILOGUE if batches.drawn is None else STEP
-        if self.steps is not self.parts[part]:
+        if part != self.part:
             self.begin()  # the prologue and the first step have the same number
-        self.steps = self.parts[part]
+        self.part = part
         return super().iteration(batches)
+
+    def steps(self) -> list[tuple[int, Instruction]]:
+        """What the part of the run executes."""
+        return self.parts[self.part]
 
     def of_batch(self, step: Instruction, data: Batches) -> dict[str, Any]:
         """The iteration for which something is drawn, from 0."""

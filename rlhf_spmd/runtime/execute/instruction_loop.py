@@ -3,7 +3,7 @@ them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -19,7 +19,6 @@ class InstructionLoop(ABC):
     def __init__(self, program: Program, world: Any, recorder: Tracer):
         self.program, self.world, self.recorder = program, world, recorder
         self.instructions = program.instructions[world.rank]
-        self.steps: Sequence[tuple[int, Instruction]] = [*enumerate(self.instructions)]  # to execute, with their places
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
 
     def begin(self) -> None:
@@ -31,7 +30,7 @@ class InstructionLoop(ABC):
         self.recorder.iteration = data.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
-        for position, step in self.steps:
+        for position, step in self.steps():
             of_batch = self.of_batch(step, data)
             self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
             try:
@@ -65,6 +64,10 @@ class InstructionLoop(ABC):
                 raise peer_error(error, self.program, self.world, data, step, position) from error
         self.world.progress(f"{data.title}: over", data.number)
         return answers
+
+    def steps(self) -> Iterable[tuple[int, Instruction]]:
+        """The instructions to execute, with their places in the list."""
+        return enumerate(self.instructions)
 
     def of_batch(self, step: Instruction, data: Any) -> dict[str, Any]:
         """What a span says of the iteration for which an instruction works, if that is another one."""

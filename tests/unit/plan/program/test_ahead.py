@@ -15,6 +15,7 @@ from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, pa
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.text.strategy_module import strategy_source
 from rlhf_spmd.plan.workflow import trains
 from tests.ordered import standing
 from tests.programs import SPLIT_SHAPE, make_workload
@@ -105,6 +106,8 @@ def test_the_parity_gate_has_the_weights_and_the_ranks_that_drew():
     assert layouts["actor_infer_parity"] == layouts["actor_generate"]
     again = compile_program(program.workload, program.placement, program.cluster)
     assert again.fingerprint == program.fingerprint
+    source = strategy_source(program.placement, program.workload, program.cluster, "A plan.")
+    assert "parity" not in source and "ahead=1" in source
     recomputed = of_separation(2, old_logprobs="recompute")
     assert ("actor_infer", None) in calls_on(recomputed, 1) and "actor_infer_parity" not in recomputed.placement.layouts
     assert recomputed.workload.workflow.placed_call("actor_infer").drawn == "logprobs"

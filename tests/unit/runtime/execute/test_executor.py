@@ -110,8 +110,8 @@ def test_only_the_late_rank_is_named(ranks):
     everyone = executors(program, board)
     for executor in everyone:
         where = program.instructions[executor.world.rank].index(step) if step in executor.instructions else 0
-        executor.steps = executor.steps[: where + 1]
-    everyone[1].steps = everyone[1].steps[:-1]
+        executor.instructions = executor.instructions[: where + 1]
+    everyone[1].instructions = everyone[1].instructions[:-1]
     for executor in everyone:
         executor.iteration(iteration())
 
@@ -119,7 +119,7 @@ def test_only_the_late_rank_is_named(ranks):
         raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
 
     everyone[0].run = lost
-    everyone[0].steps = [(0, step)]
+    everyone[0].instructions = (step,)
     with pytest.raises(UserError, match="rank 1 on here last reported: iteration 1: ") as caught:
         everyone[0].iteration(iteration())
     assert caught.value.args[0].count("last reported") == 1
@@ -134,7 +134,7 @@ def test_a_peer_that_posted_is_not_late():
     everyone = executors(program, board)
     for rank in (0, 1):
         where = everyone[rank].instructions.index(Post(number))
-        everyone[rank].steps = everyone[rank].steps[: where + 1]
+        everyone[rank].instructions = everyone[rank].instructions[: where + 1]
         everyone[rank].iteration(iteration())
     board.places[2] = RankStatus("iteration 1: Run actor_generate", 0, 0)
     error = explained(everyone[3], RuntimeError("gloo: timed out"), Wait(number), 5)
