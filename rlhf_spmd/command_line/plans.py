@@ -241,11 +241,11 @@ def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | No
         sizes = [format_bytes(size) for size in (most_bytes(row.program), *(_device(row.program) if limited else ()))]
         words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
         first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
-    calls = [call.name for call in shown[0].program.workload.workflow.placed_calls] if shown else []
+    calls = list(dict.fromkeys(call.name for row in shown for call in row.program.workload.workflow.placed_calls))
     second: list[tuple[str, ...]] = [("plan", *calls)]
     for row in shown:
         seconds, limit = call_s(row.forecast), limits(row.program, calibration)
-        second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" for call in calls)))
+        second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" if call in seconds else "-" for call in calls)))
     heading = "Seconds of each call in an iteration, and what limits it"
     return "\n".join([table(first, columns), "", heading, table(second, columns)])
 

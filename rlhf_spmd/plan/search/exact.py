@@ -196,7 +196,8 @@ class _Branches:
         def is_last(phase: Sequence[int]) -> bool:
             calls = [self.model.calls[index] for index in phase]
             models = {call.model for call in calls}
-            return all(isinstance(call, Infer) for call in calls) and len(models) == len(phase) > 1
+            infers = all(isinstance(call, Infer) for call in calls) and set(phase) <= set(self.model.others)
+            return infers and len(models) == len(phase) > 1
 
         return [] if self.streaming else max(filter(is_last, self.phases), key=len, default=[])
 

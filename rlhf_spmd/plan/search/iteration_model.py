@@ -40,8 +40,10 @@ class CallModel:
         self.costs = CallCosts(cost, allowed, evaluated_tokens)
         self.allowed, self.evaluated_tokens = allowed, evaluated_tokens
         self.needs = self._needs()
-        self.trains = [index for index, call in enumerate(self.calls) if isinstance(call, Train)]
-        self.others = [index for index, call in enumerate(self.calls) if not isinstance(call, Train)]
+        # one ahead, inferences with the weights with which training begins are a part of it
+        late = [trains(call, workflow) if ahead else isinstance(call, Train) for call in self.calls]
+        self.trains = [index for index, is_late in enumerate(late) if is_late]
+        self.others = [index for index, is_late in enumerate(late) if not is_late]
         self.phases = self._phases()
         self.lines = [list(range(len(self.phases)))]
         if ahead:
@@ -93,8 +95,7 @@ class CallModel:
 
     def _take_apart(self) -> None:
         """Makes two lines of the calls that draw a batch and of those that train the one before."""
-        workflow = self.workload.workflow
-        late_calls = {i for i, call in enumerate(self.calls) if trains(call, workflow)}
+        late_calls = set(self.trains)
         self.needs = [need & late_calls if i in late_calls else need for i, need in enumerate(self.needs)]
         drawing, training = (
             [part for phase in self.phases if (part := [i for i in phase if (i in late_calls) == late])]

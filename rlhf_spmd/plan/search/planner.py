@@ -26,7 +26,7 @@ from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
 from rlhf_spmd.plan.search.priors import Meshes, around, grid_on, least_full, least_memory, priors
 from rlhf_spmd.plan.validate import ahead_problems
-from rlhf_spmd.plan.workflow import Train
+from rlhf_spmd.plan.workflow import Train, is_current
 from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
@@ -187,9 +187,10 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
-    trains = [set(layouts[call.name].ranks) for call in calls if isinstance(call, Train)]
-    others = [set(layouts[call.name].ranks) for call in calls if not isinstance(call, Train)]
-    if trains and others and all(a.isdisjoint(b) for a in trains for b in others):
+    late = {call.name for call in calls if isinstance(call, Train) or (placement.ahead and is_current(call))}
+    training = [set(layouts[name].ranks) for name in late]
+    others = [set(layout.ranks) for name, layout in layouts.items() if name not in late]
+    if training and others and all(a.isdisjoint(b) for a in training for b in others):
         return SEPARATION_AHEAD if placement.ahead else "separation"
     everyone = set(cluster.ranks)
     if all(set(layout.ranks) == everyone for layout in layouts.values()):

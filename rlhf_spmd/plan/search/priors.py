@@ -38,7 +38,7 @@ def priors(space: Space) -> Iterator[Meshes]:
     for edge in edges:
         front, behind = (0, edge), (edge, num)
         for training, rest in ((front, behind), (behind, front)):
-            yield tuple(training if isinstance(call, Train) else rest for call in model.calls)
+            yield tuple(training if index in model.trains else rest for index in range(len(model.calls)))
 
 
 def around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:

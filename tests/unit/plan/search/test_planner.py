@@ -89,10 +89,13 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
         search(apart, cluster, A100, method="two_phase", keep=1)
 
 
-@pytest.mark.parametrize("method", searches.METHODS)
-def test_plans_one_iteration_ahead(method):
-    """They compile and fit, and take about as long as the model of the search says."""
-    workload, cluster = llama("llama-7b", "1x8", "ppo.epochs=2")
+@pytest.mark.parametrize(
+    ("method", "options"), [*((one, ()) for one in searches.METHODS), ("two_phase", ("ppo.old_logprobs=current",))]
+)
+def test_plans_one_iteration_ahead(method, options):
+    """They compile and fit, and take about as long as the model of the search says; also where an inference belongs to
+    training."""
+    workload, cluster = llama("llama-7b", "1x8", "ppo.epochs=2", *options)
     found = search(workload, cluster, A100, method=method, keep=3, ahead=1)
     assert found.gap in (0.0, None)
     for plan in found.plans:
