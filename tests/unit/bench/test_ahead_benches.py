@@ -35,7 +35,7 @@ def test_a_case_of_the_suite_is_one_line_with_its_gains():
 def test_the_suite_has_all_strategies_in_every_place():
     cases = SUITES["ahead"].cases
     places = {(case.preset, case.layout, case.calibration, case.overrides) for case in cases}
-    assert len(cases) == 3 * len(places) == 84
+    assert len(cases) == 3 * len(places) == 63
     assert [case.options.get("ahead") for case in cases[:3]] == [None, None, 1]
 
 
