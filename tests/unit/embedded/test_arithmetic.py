@@ -26,7 +26,7 @@ def test_answers_are_right_and_held_out_problems_are_in_no_prompt():
     known = {row["prompt"] for row in prompts}
     assert len(known | {row["prompt"] for row in held_out}) == 2248
     exchanged = ["+".join(row["prompt"].removesuffix("=").split("+")[::-1]) + "=" for row in held_out]
-    assert sum(prompt in known for prompt in exchanged) == 39  # as docs/algorithms.md says
+    assert sum(prompt in known for prompt in exchanged) == 39  # as bench/RESULTS.md says
 
 
 def test_the_wrong_way_forgets_carries():
