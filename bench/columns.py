@@ -83,9 +83,15 @@ OPTIONS: Columns = {"options, or why not": _options}
 PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
 
 
-def rates(digits: int) -> Columns:
-    """Samples per second of each strategy."""
-    return {f"`{name}`": lambda row, name=name: number(row.get(name), digits) for name in STRATEGIES}
+def rates(digits: int, without: str = "") -> Columns:
+    """Samples per second of each strategy. without: one that was not tried."""
+    tried = (name for name in STRATEGIES if name != without)
+    return {f"`{name}`": lambda row, name=name: number(row.get(name), digits) for name in tried}
+
+
+def _lengths(row: dict) -> str:
+    """Mean and sigma of a row's responses."""
+    return row["forecast_lengths"].replace(",", ", ")
 
 
 RATES = PLACE_ALONE | rates(2)
@@ -115,7 +121,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "seeds": lambda row: str(row["seeds"]),
         },
     ),
-    "spread": ("spread", by_place, PLACE_ALONE | {"mean, sigma": lambda row: row["forecast_lengths"]} | rates(2)),
+    "spread": ("spread", by_place, PLACE_ALONE | {"mean, sigma": _lengths} | rates(2, without="interleaving2")),
     "validate_searched": (
         "validate",
         lambda rows: [row for row in rows if "ratio" in row],
@@ -205,7 +211,7 @@ SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["baselines"] = SCANS["graphs"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
-SCANS["spread"] = {"mean, sigma": lambda row: row["forecast_lengths"], **SCANS["scan"]}
+SCANS["spread"] = {"mean, sigma": _lengths, **SCANS["scan"]}
 SCANS["long_context"] = SCANS["four_70b"] = SCANS["ahead"] = SCANS["scan"]
 SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
 SCANS |= recipe_tables.COLUMNS | ahead_tables.COLUMNS

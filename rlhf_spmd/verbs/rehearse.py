@@ -38,11 +38,11 @@ PROCESSES_PER_RANK, FILES_PER_RANK = 3, 8  # the launcher holds the files
 def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     """Replaces this process by mpirun with as many ranks as the layout has. Raises UserError."""
     config, cluster, _ = read_calibrated(parsed)
+    num = cluster.num_devices
+    check_room(num)  # before the program, which takes minutes for thousands of ranks
     ((_, program),) = compile_all([parsed.strategy], make_workload(config), cluster, config.strategy).items()
     faults_of(parsed, program)
     check_folder(parsed.out)
-    num = cluster.num_devices
-    check_room(num)
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
