@@ -247,9 +247,9 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "of the model without adapters": lambda row: f"{row['ratio']:.2f}",
         "by seconds": lambda row: f"{row['ratio_by_seconds']:.2f}",
         "promised": lambda row: f"{row['promised']:g}",
-        "joined": lambda row: f"{row['joined_ratio']:.2f}",
-        "joined, by seconds": lambda row: f"{row['joined_ratio_by_seconds']:.2f}",
-        "copies, MiB": lambda row: f"{row['joined_bytes'] / 2**20:.0f}",
+        "joined": lambda row: number(row.get("joined_ratio"), 2),
+        "joined, by seconds": lambda row: number(row.get("joined_ratio_by_seconds"), 2),
+        "copies, MiB": lambda row: number(row["joined_bytes"] / 2**20 if "joined_bytes" in row else None),
     },
     "bfloat16": {
         "algorithm": lambda row: f"`{row['algorithm']}`",

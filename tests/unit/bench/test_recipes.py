@@ -91,10 +91,12 @@ def test_strategies_are_compared_where_they_fit():
 
 
 def test_no_command_to_copy_has_a_strategy_that_is_behind():
-    """In no place of one node, or with a fast network, is separation the recipe."""
-    assert not [
-        place for place, row in ROWS.items() if row["strategy"] == "separation" and place.network == recipes.FAST
-    ]
+    """In no place of one node, or with a fast network, is separation the recipe, unless nothing else fits."""
+    fast = {place: row for place, row in ROWS.items() if row["strategy"] and place.network == recipes.FAST}
+    fits = {
+        place: [name for name, one in row["strategies"].items() if "iteration_s" in one] for place, row in fast.items()
+    }
+    assert not [place for place, row in fast.items() if row["strategy"] == "separation" and len(fits[place]) > 1]
     root = Path(__file__).parents[3]
     for name in COPIED:
         assert "--strategy separation" not in (root / name).read_text(encoding="utf-8"), name
