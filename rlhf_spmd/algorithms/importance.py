@@ -53,14 +53,17 @@ def sequence_mean(x_BG: Tensor, mask_BG: Tensor) -> Tensor:
     return torch.where(mask_BG, mean_B[:, None], 0.0)
 
 
-def proximal(logprobs_BG: Tensor, generator_logprobs_BG: Tensor, lag_share: float) -> Tensor:
-    """The logprobs of a proximal policy without a forward pass of it: on the line from those that drew to those of now
-    ([A3PO]), ln prox = ln mu + a (ln pi - ln mu), without a gradient.
+def proximal(logprobs_BG: Tensor, old_logprobs_BG: Tensor, lag_share: float | None) -> Tensor:
+    """The old logprobs of a loss: as they are or, with a lag_share, those of a proximal policy without a forward pass
+    of it. These lie on the line from the generator's, which are given, to those of now ([A3PO]): ln prox = ln mu + a
+    (ln pi - ln mu), without a gradient.
 
     lag_share: a = (v_prox - v_mu) / (v_pi - v_mu), where v counts the optimizer steps before a policy, and prox is the
     policy with which the training of the batch begins. At the first step a = 1, and the ratio pi / prox is exactly 1.
     """
-    return torch.lerp(generator_logprobs_BG, logprobs_BG.detach(), lag_share)
+    if lag_share is None:
+        return old_logprobs_BG
+    return torch.lerp(old_logprobs_BG, logprobs_BG.detach(), lag_share)
 
 
 def off_policy_weights(

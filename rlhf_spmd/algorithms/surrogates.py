@@ -63,11 +63,9 @@ def surrogate_loss(
     ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product" their
     product: the response is one action ([RLOO]). kl_unbiased: the KL term is multiplied by the ratio, with its
     gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
-    estimate). generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training
-    weights. lag_share: old_logprobs are the generator's, too, and the old policy is `proximal` of them; None: it isn't.
+    estimate). generator_logprobs: those of drawing, where old_logprobs are others. lag_share: as of `proximal`.
     """
-    if lag_share is not None:
-        old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
+    old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
     log_ratio_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
@@ -145,8 +143,7 @@ def policy_loss(
     d, which is never negative and an unbiased estimate of KL(old || new) [KL]; `approx_kl_sq` sums d^2 / 2, its
     second-order form.
     """
-    if lag_share is not None:
-        old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
+    old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     loss_sum, sums = surrogate_loss(
         logprobs_BG,
         old_logprobs_BG,

@@ -72,9 +72,9 @@ class AheadExecutor(InstructionLoop):
         """What the part of the run executes."""
         return self.parts[self.part]
 
-    def of_batch(self, step: Instruction, data: Batches) -> dict[str, Any]:
+    def of_batch(self, instruction: Instruction, data: Batches) -> dict[str, Any]:
         """The iteration for which something is drawn, from 0."""
-        drawn = draws(self.program, step) and data.drawn is not None
+        drawn = draws(self.program, instruction) and data.drawn is not None
         return {"iteration": data.of(True).data.number} if drawn else {}
 
     def reset(self) -> None:

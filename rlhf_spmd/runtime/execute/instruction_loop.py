@@ -69,7 +69,7 @@ class InstructionLoop(ABC):
         """The instructions to execute, with their places in the list."""
         return enumerate(self.instructions)
 
-    def of_batch(self, step: Instruction, data: Any) -> dict[str, Any]:
+    def of_batch(self, instruction: Instruction, data: Any) -> dict[str, Any]:
         """What a span says of the iteration for which an instruction works, if that is another one."""
         return {}
 

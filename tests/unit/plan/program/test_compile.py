@@ -24,6 +24,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import is_current
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload, place_calls, place_models, random_program
 
@@ -80,7 +81,9 @@ def deliveries(workload: Workload, placement: Placement) -> list[tuple[int, str,
 
 
 def streams(program: Program) -> bool:
-    return program.placement.stream and not program.workload.workflow.call("estimate_advantages").sums
+    workflow = program.workload.workflow
+    needs_batch = workflow.call("estimate_advantages").sums or any(map(is_current, workflow.calls))
+    return program.placement.stream and not needs_batch
 
 
 # ---- properties of every program -----------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.runtime.ahead.in_flight import Batch
+from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
 from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
 from rlhf_spmd.runtime.execute import post_and_wait
@@ -124,6 +126,36 @@ def test_only_the_late_rank_is_named(ranks):
         everyone[0].iteration(iteration())
     assert caught.value.args[0].count("last reported") == 1
     assert f"gave up waiting in iteration 1, instruction 0: {step}" in str(caught.value)
+
+
+def test_a_run_that_draws_ahead_names_both_iterations_and_keeps_places():
+    """The prologue, a step and the epilogue execute parts of one list, so one wait graph holds for all of them."""
+    workload, cluster = make_workload(old_logprobs="current"), Cluster.parse("1x2")
+    program = compile_program(workload, separation.place(workload, cluster, ahead=1), cluster)
+    first, second = (Batch(iteration(number)) for number in (2, 3))
+    for rank, whole in enumerate(program.instructions):
+        board, calls = Board(2), []
+        executor = AheadExecutor(job_of(program, RankOf(rank, board)), Tracer())
+        executor.inner.run = lambda run, data, calls=calls: calls.append((run.call, data.number))
+        executor.inner.transfers.post = executor.inner.transfers.wait = lambda *_: None
+        executor.agree = lambda *_: []
+        said = []
+        for batches in (Batches(None, first), Batches(first, second), Batches(second, None)):
+            board.texts[rank].clear()
+            executor.iteration(batches)
+            said.append([text.partition(": ") for text in board.texts[rank][:-1]])  # the last one says that it is over
+        for part, title in zip(said, ("drawing iteration 3", "iteration 3, drawing 4", "iteration 4"), strict=True):
+            assert {before for before, *_ in part} == {title}
+        texts = [[text for *_, text in part] for part in said]
+        assert texts[1] == executor.texts and len(texts[1]) == len(whole)
+        assert sorted(texts[0] + texts[2]) == sorted([*texts[1], "Agree on metrics"])
+        assert board.places[rank].position == len(whole) - 1
+        drawn = {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_infer_parity"}
+        assert {number for call, number in calls if call in drawn} == ({2, 3} if rank else set())
+        order = [number for call, number in calls if call not in drawn]
+        assert order == sorted(order) and set(order) == (set() if rank else {2, 3})
+        spans = [(span[0], span[4], span[5].get("iteration")) for span in executor.recorder.spans if span[0] in drawn]
+        assert set(spans) == ({(call, 2, number) for call in drawn for number in (2, 3)} if rank else set())
 
 
 def test_a_peer_that_posted_is_not_late():
