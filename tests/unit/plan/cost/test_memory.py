@@ -26,7 +26,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.proof.memory_check import Finding, memory
 from rlhf_spmd.strategies import flattening as flattening_strategy
 from rlhf_spmd.strategies import interleaving2, separation
 from tests.programs import make_workload, place_models
@@ -187,5 +187,5 @@ def test_long_rows_of_a_large_batch_may_be_what_does_not_fit():
     many = replace(program.workload, rollout_batch=8192, max_response=32768)
     found = rows_bytes(replace(program, workload=many), 0)
     assert found > 5 * 2**30
-    (error, *_) = errors(replace(program, workload=many))
+    (error, *_) = memory(replace(program, workload=many))
     assert f"rows {found / 2**30:.1f} GiB" in error.message
