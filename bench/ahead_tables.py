@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.cells import number
+from bench.numbers.lag import paired
 
 Columns = dict[str, Callable[[dict], str]]
 AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite
@@ -60,6 +61,15 @@ COLUMNS: dict[str, Columns] = {
         "simulated gain": lambda row: number(row.get("gain_simulated"), 2),
     },
 }
+LAG: Columns = {
+    "algorithm": lambda row: f"`{row['page']}`",
+    "lag": lambda row: str(row["lag"]),
+    "correction": lambda row: row["correction"],
+    "seeds": lambda row: str(row["seeds"]),
+    "mean accuracy, less that of lag 0": lambda row: f"{100 * row['difference']:+.1f} points",
+    "95% interval": lambda row: f"+- {100 * row['half']:.1f}",
+}
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
     "ahead": ("ahead", joined_ahead, FORECAST),
+    "lag": ("lag", paired, LAG),
 }

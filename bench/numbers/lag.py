@@ -39,7 +39,7 @@ ACTOR_LR = 1e-4  # a third of the preset's, with which an iteration moves a toke
 SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4", f"optimizer.actor_lr={ACTOR_LR}")
 MEASURE = "accuracy_mean"  # of the evaluations after training has begun
 KEY = ("page", "seed", "lag", "correction")
-T_95 = 2.776  # of Student's distribution with four degrees of freedom
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 LIMIT_S = 3600.0
 
 
@@ -110,17 +110,18 @@ def measured(case: tuple[str, int, int, str], overrides: list[str]) -> dict[str,
 
 
 def paired(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every page, lag and correction that has all seeds: the mean difference of the measure from lag 0, and half
-    of its 95% interval."""
+    """Of every page, lag and correction that has two seeds at least: the mean difference of the measure from lag 0,
+    half of its 95% interval, and the number of seeds."""
     found = {tuple(row[name] for name in KEY): row[MEASURE] for row in rows}
     made = []
     for page, lag, correction in product(PAGES, LAGS, CORRECTIONS):
         pairs = [(found.get((page, seed, lag, correction)), found.get((page, seed, 0, "none"))) for seed in SEEDS]
         differences = [late - base for late, base in pairs if late is not None and base is not None]
-        if len(differences) == len(SEEDS):
-            half = T_95 * statistics.stdev(differences) / math.sqrt(len(differences))
+        if (num := len(differences)) > 1:
+            half = T_95[num] * statistics.stdev(differences) / math.sqrt(len(differences))
             mean = statistics.fmean(differences)
-            made.append({"page": page, "lag": lag, "correction": correction, "difference": mean, "half": half})
+            case = {"page": page, "lag": lag, "correction": correction, "seeds": num}
+            made.append(case | {"difference": mean, "half": half})
     return made
 
 
@@ -145,6 +146,7 @@ def main(arguments: list[str]) -> int:
             write("lag", rows)
             print(*(row[name] for name in (*KEY, MEASURE, "accuracy_last", "wall_s")), flush=True)
     for one in paired(rows):
-        print(f"{one['page']} lag {one['lag']} {one['correction']}: {one['difference']:+.3f} +- {one['half']:.3f}")
+        words = f"{one['page']} lag {one['lag']} {one['correction']}, {one['seeds']} seeds"
+        print(f"{words}: {one['difference']:+.3f} +- {one['half']:.3f}")
     print(json.dumps({"bench": "lag", "rows": len(rows), "of": len(cases()), "ok": len(rows) == len(cases())}))
     return 0

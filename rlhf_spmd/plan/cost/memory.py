@@ -18,8 +18,8 @@ from functools import lru_cache
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, B
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import leaves_device, weights_layout
-from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run
+from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run, keys_made, keys_read, merged
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
 from rlhf_spmd.plan.shard import Shard, split
@@ -193,13 +193,20 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def rows_bytes(program: Program, rank: int) -> int:
-    """Bytes of the data keys of a rank's columns (runtime/execute/iteration.py: Store). One iteration ahead, a rank has
-    two batches of what is drawn: one that trains, and the next one. 0 for a program without instructions."""
-    held, workload = program.held(rank) if program.instructions else {}, program.workload
+    """Bytes of the data keys that a rank reads or makes, in its columns (runtime/execute/iteration.py: Store). One
+    iteration ahead, a rank has two batches of what is drawn: one that trains, and the next one."""
+    workload, placement = program.workload, program.placement
+    held: dict[str, set[range]] = {}
+    for call in workload.workflow.calls:
+        for layout in (placement.layouts[site] for site in placement.sites(call, workload.workflow)):
+            columns = layout.columns(rank, workload.mini_batch) if rank in ranks_of(call, layout) else range(0)
+            for keys, some in ((keys_read, workload.columns_seen(call, columns)), (keys_made, columns)):
+                for key in keys(call, layout, rank) if columns else ():
+                    held.setdefault(key, set()).add(some)
     total = 0
     for key, ranges in held.items():
-        rows = workload.num_mini_batches * sum(map(len, ranges))
-        total += rows * workload.row_bytes(key) * batches_of(program.placement.ahead, workload, key)
+        rows = workload.num_mini_batches * sum(map(len, merged(ranges)))
+        total += rows * workload.row_bytes(key) * batches_of(placement.ahead, workload, key)
     return total
 
 

@@ -14,6 +14,9 @@ from rlhf_spmd.plan.cost.memory import (
     call_bytes,
     logits_bytes,
     most_alive_bytes,
+    most_rows_bytes,
+    peak_bytes,
+    rows_bytes,
     sequence_bytes,
     static_bytes,
     working_bytes,
@@ -23,7 +26,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.proof.memory_check import Finding, memory
 from rlhf_spmd.strategies import flattening as flattening_strategy
 from rlhf_spmd.strategies import interleaving2, separation
 from tests.programs import make_workload, place_models
@@ -159,3 +162,30 @@ def test_caches_that_are_alive_at_the_same_time_add_up(stream):
     call = workload.workflow.generate_calls[0]
     one = sequence_bytes(workload, call, layouts[call.name], rank)
     assert most_alive_bytes(program, rank, sequence_bytes) == (2 * one if stream else one)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rows_are_those_that_a_rank_holds_and_one_ahead_two_batches_of_what_is_drawn(ahead):
+    workload, cluster = make_workload(mini_batch=8, num_mini_batches=3), Cluster.parse("1x8")
+    program = compile_program(workload, separation.place(workload, cluster, ahead=ahead), cluster)
+    trained = set(workload.workflow.call("estimate_advantages").outputs)
+    drawn = {key for call in workload.workflow.calls for key in (*call.inputs, *call.outputs)} - trained
+    for rank in cluster.ranks:
+        held = program.held(rank)
+        batches = {key: 1 + ahead * (key in drawn) for key in held}
+        rows = {key: 3 * sum(map(len, ranges)) * batches[key] for key, ranges in held.items()}
+        assert rows_bytes(program, rank) == sum(num * workload.row_bytes(key) for key, num in rows.items())
+        assert 0 < rows_bytes(program, rank) == working_bytes(program, rank)["rows"] <= most_rows_bytes(workload, ahead)
+        without = working_bytes(program, rank) | {"rows": 0}
+        need = peak_bytes(static_bytes(program, rank), working_bytes(program, rank))
+        assert need - peak_bytes(static_bytes(program, rank), without) == rows_bytes(program, rank)
+
+
+def test_long_rows_of_a_large_batch_may_be_what_does_not_fit():
+    """8,192 rows of 32,768 tokens are 1 GiB for each key of numbers on a rank that holds all of them."""
+    program = flattening("llama-7b", "1x1", zero=0)
+    many = replace(program.workload, rollout_batch=8192, max_response=32768)
+    found = rows_bytes(replace(program, workload=many), 0)
+    assert found > 5 * 2**30
+    (error, *_) = memory(replace(program, workload=many))
+    assert f"rows {found / 2**30:.1f} GiB" in error.message
