@@ -45,7 +45,7 @@ def without_tools() -> float:
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     words = ["evaluate", "--preset", "tools", "--json", "episode.max_turns=1"]
     command = [mpirun, "-n", str(NUM_RANKS), sys.executable, "-m", "rlhf_spmd", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", check=True)
     return json.loads(done.stdout.strip().rpartition("\n")[2])["mean@1"]
 
 

@@ -45,7 +45,9 @@ def killed(ranks: int, place: str, run: Path, *words) -> None:
     """Begins a run, and kills a rank of its second iteration at a place (tests/environments/of_tables.py)."""
     words = (*WORDS, *THREE, "--runs", run.parent, "--name", run.name, *words)
     surroundings = mpi_environment(OMP_NUM_THREADS="1", DEADLY=str(run.parent))
-    with subprocess.Popen(command(ranks, *words), env=surroundings, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command(ranks, *words), env=surroundings, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as process:
         end = time.monotonic() + 300
         while not (run / "metrics.jsonl").exists():
             assert process.poll() is None and time.monotonic() < end
