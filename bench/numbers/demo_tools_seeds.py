@@ -4,17 +4,16 @@ minutes?
 The words of these questions are in no prompt. The row also has the share of those whose numbers and sign are in no
 prompt, either, and of what the first model answers right without a tool: in episodes of one turn.
 
-Cost: five times the demo, about six minutes. Command: python -m bench demo-tools-seeds
+Cost: five times the demo, about six minutes; --missing goes on after an interruption. Command: python -m bench
+demo-tools-seeds [--missing]
 """
 
-import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from bench.numbers.demo_grpo_seeds import NUM_RANKS, judged, trained
+from bench.numbers.demo_grpo_seeds import NUM_RANKS, measure, parse
 from bench.rows import REPOSITORY, read_rows
 from rlhf_spmd import embedded
 
@@ -23,21 +22,19 @@ WRITTEN = "rollouts.every=1000"  # all evaluations, and of the iterations the fi
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench demo-tools-seeds", description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
-    parsed = parser.parse_args(arguments)
-    rows, alone = [], without_tools()
-    with tempfile.TemporaryDirectory() as runs:
-        for row, run in trained("demo-tools-seeds", "tools", Path(runs), [WRITTEN, *parsed.overrides]):
-            last = max((run / "rollouts").glob("evaluation-*"))
-            said = [one for part in sorted(last.glob("*.jsonl")) for one in read_rows(part)]
-            new = unseen(
-                said, *(read_rows(embedded.path_of(f"tools/{name}.jsonl")) for name in ("held_out", "prompts"))
-            )
-            row |= {"without_tools": alone, "num_unseen": len(new), "unseen": sum(new) / max(len(new), 1)}
-            ok = row["accuracy_first"] <= MOST_FIRST and alone <= MOST_WITHOUT
-            rows.append(row | {"ok": ok and min(row["accuracy_last"], row["unseen"]) >= LEAST_ACCURACY})
-    return judged("demo-tools-seeds", rows, MOST_S)
+    parsed, alone = parse("demo-tools-seeds", __doc__, arguments), without_tools()
+    parsed.overrides.insert(0, WRITTEN)
+    held_out, prompts = (read_rows(embedded.path_of(f"tools/{name}.jsonl")) for name in ("held_out", "prompts"))
+
+    def is_ok(row: dict, run: Path) -> bool:
+        last = max((run / "rollouts").glob("evaluation-*"))
+        said = [one for part in sorted(last.glob("*.jsonl")) for one in read_rows(part)]
+        new = unseen(said, held_out, prompts)
+        row |= {"without_tools": alone, "num_unseen": len(new), "unseen": sum(new) / len(new)}
+        few = row["accuracy_first"] <= MOST_FIRST and alone <= MOST_WITHOUT
+        return few and min(row["accuracy_last"], row["unseen"]) >= LEAST_ACCURACY
+
+    return measure("demo-tools-seeds", "tools", parsed, is_ok, most_s=MOST_S)
 
 
 def without_tools() -> float:
@@ -45,7 +42,7 @@ def without_tools() -> float:
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     words = ["evaluate", "--preset", "tools", "--json", "episode.max_turns=1"]
     command = [mpirun, "-n", str(NUM_RANKS), sys.executable, "-m", "rlhf_spmd", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", check=True)
     return json.loads(done.stdout.strip().rpartition("\n")[2])["mean@1"]
 
 

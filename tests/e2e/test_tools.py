@@ -1,6 +1,7 @@
 """The embedded task with tools (`make demo-tools`): it learns, and its numbers depend neither on ranks nor on workers,
 nor on a kill in the middle of a call."""
 
+import functools
 import json
 import os
 import signal
@@ -47,7 +48,9 @@ def killed(ranks: int, place: str, run: Path, *words) -> None:
     """Begins a run, and kills a rank of its second iteration at a place (tests/environments/of_tables.py)."""
     words = (*WORDS, *THREE, "--runs", run.parent, "--name", run.name, *words)
     surroundings = mpi_environment(OMP_NUM_THREADS="1", DEADLY=str(run.parent))
-    with subprocess.Popen(command(ranks, *words), env=surroundings, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command(ranks, *words), env=surroundings, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as process:
         end = time.monotonic() + 300
         while not (run / "metrics.jsonl").exists():
             assert process.poll() is None and time.monotonic() < end
@@ -139,24 +142,28 @@ def weights_of(run: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def of_three(tmp_path_factory) -> dict[int, Path]:
-    """Runs of three rows on so many ranks, whose tools answer at random times."""
+def of_three(tmp_path_factory):
+    """of_three(ranks) -> a run of three rows on so many ranks, whose tools answer at random times; made once."""
     folder = tmp_path_factory.mktemp("three")
-    for ranks in (1, 2, 4):
+
+    @functools.cache
+    def made(ranks: int) -> Path:
         words = ("--runs", folder, "--name", f"on-{ranks}", f"environment={OWN}:Sleepy")
-        trained(ranks, *WORDS, *THREE, *words, DEADLY=str(folder))
-    return {ranks: folder / f"on-{ranks}" for ranks in (1, 2, 4)}
+        trained(ranks, *WORDS, *THREE, *words, limit_s=400.0, DEADLY=str(folder))
+        return folder / f"on-{ranks}"
+
+    return made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_weights_do_not_depend_on_when_answers_come(of_three, ranks):
     """To the bit on as many ranks; on others up to the order of sums, and tokens are the same."""
-    run = of_three[ranks].with_name(f"again-{ranks}")
+    run = of_three(ranks).with_name(f"again-{ranks}")
     words = ("--runs", run.parent, "--name", run.name, f"environment={OWN}:Saved", "environment_workers=2")
-    trained(ranks, *WORDS, *THREE, *words, DEADLY=str(run.parent))
-    assert rows(run) == rows(of_three[ranks]) and weights_of(run) == weights_of(of_three[ranks])
-    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(of_three[1])]
+    trained(ranks, *WORDS, *THREE, *words, limit_s=400.0, DEADLY=str(run.parent))
+    assert rows(run) == rows(of_three(ranks)) and weights_of(run) == weights_of(of_three(ranks))
+    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(of_three(1))]
 
 
 @pytest.mark.slow
@@ -165,11 +172,11 @@ def test_weights_do_not_depend_on_when_answers_come(of_three, ranks):
     [("before a call", "Sleepy"), ("in a call", "Saved"), ("after an answer", "Sleepy"), ("in training", "Saved")],
 )
 def test_a_kill_at_any_place_leaves_the_same_bits(of_three, place, environment):
-    run = of_three[2].with_name(f"killed {place}")
+    run = of_three(2).with_name(f"killed {place}")
     killed(2, place, run, f"environment={OWN}:{environment}")
-    trained(2, "--resume", run, DEADLY=str(run.parent))
-    assert rows(run, "calls_repeated") == rows(of_three[2], "calls_repeated")
-    assert weights_of(run) == weights_of(of_three[2])
+    trained(2, "--resume", run, limit_s=400.0, DEADLY=str(run.parent))
+    assert rows(run, "calls_repeated") == rows(of_three(2), "calls_repeated")
+    assert weights_of(run) == weights_of(of_three(2))
     assert (run.parent / "was loaded").exists() or place != "in a call"
     assert any(row["calls_repeated"] for row in rows(run)) or place != "in a call"
 

@@ -98,8 +98,7 @@ def train(
     running.find_best()
     running.loop.run(running.is_over)
     if running.is_told_to_end and len(history) < config.iterations:
-        _ended(world, running.saver, folder, len(history), config.iterations)
-        job.close()
+        _ended(running)
         return None
     console.note(running.evaluator.why_over)
     running.evaluate()
@@ -114,8 +113,7 @@ def train(
     compared = _compared(running, folder, title, calibration)
     folder.close()
     rows = [*history, *running.evaluator.rows]
-    if text := timeouts_note(rows, samples):
-        folder.notes.append(text)
+    folder.notes += filter(None, [timeouts_note(rows, samples)])
     wall_s = time.time() - psutil.Process().create_time()
     result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_timeouts(rows, samples))
     result = replace(result, evaluation=running.evaluator.ends())
@@ -251,13 +249,16 @@ class Running:
         self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
 
 
-def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:
+def _ended(running: Running) -> None:
     """After SIGTERM: finishes the checkpoint; rank 0 prints the command that resumes the run."""
-    saver.finish()
+    job, folder = running.job, running.folder
+    running.saver.finish()
+    job.close()
     folder.close()
-    if world.rank == 0:
-        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: "
-        streams.say(text + resume_command(folder.shown, world.size))
+    if job.world.rank == 0:
+        done = f"{len(running.history)} of {job.config.iterations} iterations"
+        resume = resume_command(folder.shown, job.world.size)
+        streams.say(f"rlhf_spmd: ended by SIGTERM after {done}; resume with: {resume}")
 
 
 def _compared(running: Running, folder: RunFolder, title: str, calibration: Calibration | None) -> Compared | None:
