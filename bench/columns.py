@@ -266,6 +266,17 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "measured, s": lambda row: f"{row['measured_s']:.2f}",
         "ratio": lambda row: f"{row['ratio']:.2f}",
     },
+    "tool_waits": {
+        "episodes": lambda row: str(row["rows"]),
+        "places": lambda row: str(row["places"]),
+        "tokens/s without waits, in 64 places": lambda row: f"{row['plain_tokens_per_s']:,.0f}",
+        **{
+            f"share of it, first {part}%" if part < 100 else "share of it, all tokens": (
+                lambda row, part=part: f"{row[f'share_{part}']:.2f}"
+            )
+            for part in (50, 80, 100)
+        },
+    },
     "strategies": {
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",

@@ -65,6 +65,11 @@ class Rollout:
         kept = [row for row in self._requests(mini_batches) if not episodes.is_dropped(row)]
         return [(turns.reason(row), turns.num_turns(row)) for row in kept]
 
+    def reasons(self, mini_batches: slice) -> list[str]:
+        """Why each episode of these mini-batches ended, of all rows."""
+        assert self.turns is not None
+        return [self.turns.reason(row) for row in self._requests(mini_batches)]
+
     def _requests(self, mini_batches: slice) -> range:
         """The requests of some mini-batches."""
         return range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)

@@ -26,7 +26,7 @@ from rlhf_spmd.plan.cost.seconds import decode_steps
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import LOGPROBS, VALUES
+from rlhf_spmd.plan.runtime_words import LOGPROBS, VALUES, actions_of
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
@@ -107,6 +107,8 @@ class TimedModel:
                 others_K = torch.arange(self.config.generation.top_k, device=device)
                 kept_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
                 rows[key] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
+            elif key in map(actions_of, self.call.responses):  # of episodes: all tokens are drawn
+                rows[key] = (responses_BG >= 0).float()
             elif key not in rows:
                 counts = key in (self.call.only, self.call.divisor)  # without them a step has nothing to do
                 rows[key] = torch.full(shapes[kind], float(counts), device=device)

@@ -11,6 +11,8 @@ from torch import Tensor
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.environments.of_run import RunEnvironments
+from rlhf_spmd.runtime.environments.rows import Row
 from rlhf_spmd.runtime.execute.handlers import infer
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
@@ -105,17 +107,28 @@ def _episodes(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     )
     responses_BG, *_ = rollout.of(everything)
     actions_BG, rewards_BG = rollout.of_turns(everything)
-    reasons = [reason for reason, _ in rollout.ends(everything)]
+    texts = _episode_texts(job.environments, rows, responses_BG, actions_BG, rollout.reasons(everything))
     rewards = [
         math.nan if episodes.is_dropped(row) else reward for row, reward in enumerate(rewards_BG.sum(1).tolist())
     ]
     episodes.close()
+    return _Drawn(opened, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
+
+
+def _episode_texts(
+    environments: RunEnvironments,
+    rows: Sequence[Row],
+    responses_BG: Tensor,
+    actions_BG: Tensor,
+    reasons: Sequence[str],
+) -> list[str]:
+    """Episodes by turns."""
     texts = []
     for row, tokens_G, drawn_G, reason in zip(rows, responses_BG, actions_BG > 0, reasons, strict=True):
         ids = [token for token in tokens_G.tolist() if token >= 0]
-        turns = job.environments.transcript(row.columns, ids, drawn_G[: len(ids)].tolist())
+        turns = environments.transcript(row.columns, ids, drawn_G[: len(ids)].tolist())
         texts.append(episode_text(turns, reason))
-    return _Drawn(opened, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
+    return texts
 
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:

@@ -47,7 +47,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         meter.add(f"{prefix}answer_tokens", of_answers.sum(), num)
         meter.add(f"{prefix}prompt_length", (made[opened_of(key)] >= 0).sum(), num)
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
-        data.note(f"{prefix}{END}", place, [REASONS.index(reason) for reason, _ in ends])
+        data.note(f"{prefix}{END}", place, [REASONS.index(reason) for reason in rollout.reasons(place[0])])
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
     if rollout.episodes is not None and call.name not in data.generations:

@@ -13,6 +13,8 @@ from rlhf_spmd.pages.algorithm import algorithm_names
 from rlhf_spmd.runtime.profile.model_timings import TimedModel
 from tests.unit.runtime.profile.test_profile import TOY
 
+EPISODES = ("environment=m:f", "samples_per_prompt=2")
+
 
 def test_what_an_engine_captures_is_not_timed():
     """CUDA graphs are captured with the first step of an engine: one engine serves all timings of as many rows, and its
@@ -31,10 +33,10 @@ def test_what_an_engine_captures_is_not_timed():
     assert caches[3]() is None
 
 
-@pytest.mark.parametrize("algorithm", algorithm_names())
-def test_a_training_step_of_every_page_is_timed(algorithm):
-    """Also of one whose loss is divided by the sum of a column."""
-    words = [f"models.teacher={embedded.path_of('tiny/actor')}"] if algorithm == "distill" else []
+@pytest.mark.parametrize(("algorithm", "more"), [*((name, ()) for name in algorithm_names()), ("grpo", EPISODES)])
+def test_a_training_step_of_every_page_is_timed(algorithm, more):
+    """Also of one whose loss is divided by the sum of a column, and of one that learns from episodes."""
+    words = [f"models.teacher={embedded.path_of('tiny/actor')}"] if algorithm == "distill" else [*more]
     config = presets.load("tiny", words, algorithm=algorithm)
     workload, world = make_workload(config), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     model = next(iter(workload.workflow.trained_models))

@@ -12,7 +12,7 @@ from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.workload import ResponseLengths
+from rlhf_spmd.plan.workload import Answers, ResponseLengths
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
@@ -75,3 +75,17 @@ def test_the_forecast_is_for_the_lengths_of_the_run():
     calibration = machine()
     short = replace(program, workload=replace(program.workload, forecast_lengths=ResponseLengths.of((2, 1), (1, 3))))
     assert forecast(short, calibration).makespan_s < forecast(program, calibration).makespan_s
+
+
+def test_episodes_stand_beside_their_forecast():
+    expected, found = Answers(2, 48, 0.1, 0.5), Answers(3.5, 13, 0.06, 0.12)
+    program = example("flattening", 1)
+    program = replace(program, workload=replace(program.workload, answers=expected))
+    hands = AtHand(machine(), machine(), HERE)
+    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
+    records = [{"rank": 0, "host": "", "spans": spans}]
+    compared = compare(program, hands, records, ((5,), (7,)), found)
+    assert compared.to_json()["episodes"]["measured"]["turns"] == 3.5
+    measured, _, forecast_text = compared.note.partition("; forecast: ")
+    assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.5 s" in forecast_text
+    assert not compare(program, hands, records, ((5,), (7,))).note
