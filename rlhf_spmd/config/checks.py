@@ -3,7 +3,6 @@
 import dataclasses
 
 from rlhf_spmd.config.evaluation_metrics import metric_names
-from rlhf_spmd.config.lora import Lora
 from rlhf_spmd.config.options import (
     OLD,
     Config,
@@ -257,7 +256,7 @@ def _of_lora(config: Config) -> list[Rule]:
 
 def _without_adapters(config: Config) -> list[str]:
     """What to say of options of adapters that no model has."""
-    lora, usual, roles = config.lora, Lora(), config.algorithm.roles
+    lora, usual, roles = config.lora, type(config.lora)(), config.algorithm.roles
     names = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora}
     found: list[str] = []
     if not any(map(config.adapters, roles)):

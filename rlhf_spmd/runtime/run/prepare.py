@@ -64,9 +64,8 @@ def prepare(
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
-        steps = None
-        if config.mini_batch_tokens:
-            steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
+        budget = config.mini_batch_tokens
+        steps = order_of(prompts, budget, config.mini_batch) if budget else None
         config = in_iterations(config, len(prompts), steps.num_steps if steps else None)
         if program.workload.workflow.generate_calls:
             check_responses_end(config, eos_ids)
