@@ -162,7 +162,7 @@ SPREAD_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options
     "interleaving1": {},
     "separation": LONG_SPLIT | {"micro_batch": (2, 8, 32), "recompute": (False, True)},
     "reallocation": COMPARED_OPTIONS["reallocation"] | {"recompute": (False, True), "generation_tp": (1, 2, 4, 8)},
-    "planner": {"method": "two_phase", "keep": 5},
+    "planner": {"method": "two_phase", "keep": 5},  # of the smallest model alone, for the sake of time
 }
 # Where drawing one iteration ahead is forecast: a place for each size, with devices by published and by counted
 # constants; how long responses are, and how often a batch trains.
@@ -295,6 +295,7 @@ SUITES = {
             for preset, layout in SPREAD_IN.items()
             for lengths in SPREAD_LENGTHS
             for strategy, options in SPREAD_OPTIONS.items()
+            if strategy != "planner" or preset == PRESETS[0]
         ),
         planner_first_for_lengths,
         ("planner_first",),
