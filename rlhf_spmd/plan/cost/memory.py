@@ -289,12 +289,11 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
         tokens = min(max(layout.tokens, longest), -(-workload.mini_batch // layout.dp) * longest)
     h, d = shape.hidden_size, shape.head_dim
     heads, kv_heads, intermediate = shape.slice_sizes(shard.tp, shard.tp_index)
-    # a slice of inputs of two norms; q, k, v and the attention's output; gate, up and what down_proj reads
-    kept = 2 * h / layout.tp + 2 * (heads + kv_heads) * d + 3 * intermediate
+    # a slice of inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product
+    kept = 2 * h / layout.tp + 2 * (heads + kv_heads) * d + 4 * intermediate
+    if shape.adapters is not None:  # the products with A, in float32
+        kept += len(shape.adapters.targets) * shape.adapters.rank * NUMBER_BYTES / c
     gathered = 2 * h  # the norms' outputs, which all slices of q, k, v and of gate and up read: whole on each
-    if shape.adapters is not None:  # the products with A, in float32; what layers read is computed again
-        kept += len(shape.adapters.targets) * shape.adapters.rank * NUMBER_BYTES / c - intermediate
-        gathered = 2 * h if layout.tp > 1 else 0
     per_layer = h / layout.tp if layout.recompute else kept + gathered
     passes = layout.pp - shard.stage  # micro-batches in the pipeline under 1F1B
     once = kept + gathered if layout.recompute else 0.0
