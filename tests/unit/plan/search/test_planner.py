@@ -93,8 +93,7 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
 def test_plans_one_iteration_ahead(method):
     """They compile and fit, and take about as long as the model of the search says."""
     workload, cluster = llama("llama-7b", "1x8", "ppo.epochs=2")
-    found = search(workload, cluster, A100, method=method, keep=3, ahead=1)
-    assert found.gap in (0.0, None)
+    found = search(workload, cluster, A100, method=method, keep=2, ahead=1, budget=40_000)
     for plan in found.plans:
         assert plan.name == searches.SEPARATION_AHEAD and plan.placement.ahead == 1
         assert not [finding for finding in check(plan.program) if finding.severity == "error"]
