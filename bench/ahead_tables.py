@@ -44,7 +44,7 @@ FORECAST: Columns = {
     "`flattening`, s": lambda row: number(row[FLATTENING]),
     "fastest plan without, s": lambda row: number(row[PLANNER]) + (f" ({row['plan']})" if row["plan"] else ""),
     "one ahead, s": lambda row: number(row[AHEAD]),
-    "drawing, s": lambda row: number(row["drawing_s"]),
+    "generation and inference, s": lambda row: number(row["drawing_s"]),
     "training, s": lambda row: number(row["training_s"]),
     "times flattening": lambda row: number(row["gain_flattening"], 2),
     "times the fastest without": lambda row: number(row["gain_planner"], 2),

@@ -68,6 +68,7 @@ def _drawn(workload: Workload, tokens: int) -> Workload:
     if lengths is not None:
         rows = tuple(max(1, length - tokens) for length in lengths.rows)
         mean = sum(rows) / len(rows) if rows else max(1.0, lengths.mean - tokens)
-        lengths = replace(lengths, mean=mean, rows=rows)
+        prompts = tuple(length + tokens for length in lengths.prompts)
+        lengths = replace(lengths, mean=mean, rows=rows, prompts=prompts)
     prompt, response = workload.max_prompt + tokens, max(1, workload.max_response - tokens)
     return replace(workload, max_prompt=prompt, max_response=response, forecast_lengths=lengths)

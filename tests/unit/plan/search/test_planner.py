@@ -96,8 +96,7 @@ def test_plans_one_iteration_ahead(method, options):
     """They compile and fit, and take about as long as the model of the search says; also where an inference belongs to
     training."""
     workload, cluster = llama("llama-7b", "1x8", "ppo.epochs=2", *options)
-    found = search(workload, cluster, A100, method=method, keep=3, ahead=1)
-    assert found.gap in (0.0, None)
+    found = search(workload, cluster, A100, method=method, keep=2, ahead=1, budget=40_000)
     for plan in found.plans:
         assert plan.name == searches.SEPARATION_AHEAD and plan.placement.ahead == 1
         assert not [finding for finding in check(plan.program) if finding.severity == "error"]
