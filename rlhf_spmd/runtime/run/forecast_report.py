@@ -190,11 +190,11 @@ def compared_run(
     if not job.program.workload.workflow.generate_calls:
         used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in history)
         lengths = given_counts(job.prompts, used)
-    answers = measured(history)
-    if answers is not None:  # environments open prompts, for example with a list of tools
+    of_episodes = measured(history)
+    if of_episodes is not None:  # environments open prompts, for example with a list of tools
         prompt = statistics.fmean(metrics[PROMPT_LENGTH] for metrics in history if PROMPT_LENGTH in metrics)
         lengths = (max(1, round(prompt)),), lengths[1]
-    compared = compare(job.program, found, records, lengths, answers)
+    compared = compare(job.program, found, records, lengths, of_episodes)
     if not compared.rows:  # no iteration had all calls
         return None
     folder.write_values("forecast.json", compared.to_json())
