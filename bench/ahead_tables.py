@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.cells import number
-from bench.numbers.lag import paired
+from bench.lag_pairs import paired
 
 Columns = dict[str, Callable[[dict], str]]
 AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite

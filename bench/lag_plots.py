@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.numbers.lag import CORRECTIONS, LAGS, PAGES, paired
+from bench.lag_pairs import CORRECTIONS, LAGS, PAGES, paired
 from bench.plots import plain
 from rlhf_spmd.runtime.pictures.palette import RULE, SYSTEMS, Style
 from rlhf_spmd.runtime.pictures.picture import Area, Picture

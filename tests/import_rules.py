@@ -126,6 +126,7 @@ SHARED = tuple(
         "stage_tables",
         "planner_tables",
         "recipe_tables",
+        "lag_pairs",
         "ahead_tables",
         "columns",
         "tables",
