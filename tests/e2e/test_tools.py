@@ -187,7 +187,7 @@ def test_a_call_that_must_not_be_made_again_stops_the_resumed_run(tmp_path):
     killed(2, "in a call", run, f"environment={OWN}:Once")
     words = command(2, "--resume", run)
     status, _, stderr = run_limited(words, limit_s=300, environment=mpi_environment(DEADLY=str(tmp_path)))
-    assert status and "the call of lookup was made before the run ended, and its answer is not known" in stderr
+    assert status and "the call of calculate was made before the run ended, and its answer is not known" in stderr
     assert stderr.count("rlhf_spmd: error: ") == 1 and "(once)" in stderr
 
 

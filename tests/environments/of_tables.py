@@ -45,7 +45,6 @@ class Sleepy(Table):
             Its number, or that the table has no such word.
         """
         time.sleep(LONGEST_S * random.random())
-        deadly("in a call", os.getppid())
         return super().lookup(word)
 
     def calculate(self, expression: str) -> str:
@@ -58,6 +57,7 @@ class Sleepy(Table):
             The result.
         """
         time.sleep(LONGEST_S * random.random())
+        deadly("in a call", os.getppid())  # of an episode that has answers
         return super().calculate(expression)
 
     def close(self) -> None:
@@ -78,18 +78,18 @@ class Saved(Sleepy):
 class Once(Sleepy):
     """Has a tool that must not be called twice."""
 
-    def lookup(self, word: str) -> str:
-        """Looks a word up in the table.
+    def calculate(self, expression: str) -> str:
+        """Computes a sum, a difference or a product of two whole numbers.
 
         Args:
-            word: The word.
+            expression: Two numbers with +, - or * between them.
 
         Returns:
-            Its number, or that the table has no such word.
+            The result.
         """
-        return super().lookup(word)
+        return super().calculate(expression)
 
-    lookup.once = True
+    calculate.once = True
 
 
 class Breaking(Sleepy):
