@@ -114,6 +114,7 @@ SHARED = tuple(
         "options_page",
         "evidence",
         "trl_table",
+        "ahead_tables",
         "baseline_tables",
         "stage_tables",
         "planner_tables",

@@ -10,7 +10,6 @@ Cost: 130 runs, two at a time with one thread each. Command: python -m bench lag
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+from bench.ahead_tables import MEASURE, paired
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
 
 ON_A_RANK = "--on-a-rank"
@@ -37,9 +37,7 @@ CORRECTIONS = {  # options of the page
 SIZES = {"grpo": ("rollout_batch=32",), "ppo": ("rollout_batch=256",)}  # both 256 responses, in four steps
 ACTOR_LR = 1e-4  # a third of the preset's, with which an iteration moves a token's logprob by 0.2 nats; with this, 0.03
 SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4", f"optimizer.actor_lr={ACTOR_LR}")
-MEASURE = "accuracy_mean"  # of the evaluations after training has begun
 KEY = ("page", "seed", "lag", "correction")
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 LIMIT_S = 3600.0
 
 
@@ -107,22 +105,6 @@ def measured(case: tuple[str, int, int, str], overrides: list[str]) -> dict[str,
         "wall_s": time.perf_counter() - began,
         **about,
     }
-
-
-def paired(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every page, lag and correction that has two seeds at least: the mean difference of the measure from lag 0,
-    half of its 95% interval, and the number of seeds."""
-    found = {tuple(row[name] for name in KEY): row[MEASURE] for row in rows}
-    made = []
-    for page, lag, correction in product(PAGES, LAGS, CORRECTIONS):
-        pairs = [(found.get((page, seed, lag, correction)), found.get((page, seed, 0, "none"))) for seed in SEEDS]
-        differences = [late - base for late, base in pairs if late is not None and base is not None]
-        if (num := len(differences)) > 1:
-            half = T_95[num] * statistics.stdev(differences) / math.sqrt(len(differences))
-            mean = statistics.fmean(differences)
-            case = {"page": page, "lag": lag, "correction": correction, "seeds": num}
-            made.append(case | {"difference": mean, "half": half})
-    return made
 
 
 def main(arguments: list[str]) -> int:
