@@ -1,11 +1,14 @@
 """The tables of drawing one iteration ahead: forecasts, real computation on two ranks, and what a lag costs."""
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.cells import number
-from bench.lag_pairs import paired
 
 Columns = dict[str, Callable[[dict], str]]
+MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite
 
 
@@ -34,6 +37,24 @@ def words_of(overrides: str) -> str:
     mean, _, sigma = options["forecast_lengths"].partition(",")
     lengths = f"lognormal, mean {mean}, sigma {sigma}" if sigma else f"all {mean}"
     return f"{lengths}; epochs {options['ppo.epochs']}"
+
+
+def paired(rows: Sequence[Mapping]) -> list[dict]:
+    """Of every algorithm, lag and correction that has two seeds at least: the mean difference of the measure from lag
+    0, half of its 95% interval, and the number of seeds."""
+    base = {(row["page"], row["seed"]): row[MEASURE] for row in rows if row["lag"] == 0}
+    found: dict[tuple, list[float]] = {}
+    for row in rows:
+        if row["lag"] and (row["page"], row["seed"]) in base:
+            differences = found.setdefault((row["page"], row["lag"], row["correction"]), [])
+            differences.append(row[MEASURE] - base[row["page"], row["seed"]])
+    made = []
+    for (page, lag, correction), differences in found.items():
+        if (num := len(differences)) > 1:
+            half = T_95[num] * statistics.stdev(differences) / math.sqrt(num)
+            case = {"page": page, "lag": lag, "correction": correction, "seeds": num}
+            made.append(case | {"difference": statistics.fmean(differences), "half": half})
+    return made
 
 
 FORECAST: Columns = {

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.lag_pairs import CORRECTIONS, LAGS, PAGES, paired
+from bench.ahead_tables import paired
+from bench.numbers.lag import CORRECTIONS, LAGS, PAGES
 from bench.plots import plain
 from rlhf_spmd.runtime.pictures.palette import RULE, SYSTEMS, Style
 from rlhf_spmd.runtime.pictures.picture import Area, Picture

@@ -122,12 +122,11 @@ SHARED = tuple(
         "plots",
         "evidence",
         "trl_table",
+        "ahead_tables",
         "baseline_tables",
         "stage_tables",
         "planner_tables",
         "recipe_tables",
-        "lag_pairs",
-        "ahead_tables",
         "columns",
         "tables",
     )

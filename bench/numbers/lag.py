@@ -22,13 +22,22 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from bench.lag_pairs import CORRECTIONS, KEY, LAGS, MEASURE, PAGES, SEEDS, paired
+from bench.ahead_tables import MEASURE, paired
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
 
 ON_A_RANK = "--on-a-rank"
+PAGES, LAGS, SEEDS = ("grpo", "ppo"), (1, 2, 4), (0, 1, 2, 3, 4)
+WEIGHTED = ("old_logprobs=recompute", "importance_weights=token")
+CORRECTIONS = {  # options of the page
+    "none": ("old_logprobs=generator",),  # ratios against the generator are clipped
+    "TIS": WEIGHTED,
+    "IcePop": (*WEIGHTED, "importance_cap=none", "rejection=token"),
+    "decoupled": (*WEIGHTED, "importance_cap=none"),
+}
 SIZES = {"grpo": ("rollout_batch=32",), "ppo": ("rollout_batch=256",)}  # both 256 responses, in four steps
 ACTOR_LR = 1e-4  # a third of the preset's, with which an iteration moves a token's logprob by 0.2 nats; with this, 0.03
 SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4", f"optimizer.actor_lr={ACTOR_LR}")
+KEY = ("page", "seed", "lag", "correction")
 LIMIT_S = 3600.0
 
 
