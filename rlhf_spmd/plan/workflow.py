@@ -263,7 +263,7 @@ class Workflow:
 
     def train_call(self, model: str) -> Train | None:
         """The call that trains a model, or None."""
-        return next((call for call in self.train_calls if call.model == model), None)
+        return next((call for call in self.calls if call.model == model and isinstance(call, Train)), None)
 
     def producer(self, key: str) -> Call | None:
         """The call that makes a key; None for given keys."""

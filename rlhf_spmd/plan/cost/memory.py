@@ -187,7 +187,8 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
             total[kind] = max(total[kind], num_bytes)
         total["gathered"] = max(total["gathered"], loaded_bytes(program, call, rank))
     total["KV cache"] = most_alive_bytes(program, rank, cache_bytes)
-    total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)
+    if program.workload.adds_adapters:
+        total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)
     total["rows"] = rows_bytes(program, rank)
     return total
 
