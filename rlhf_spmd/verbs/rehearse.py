@@ -10,8 +10,10 @@ import shutil
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 MOST_BUSY = 0.6  # share of the cores above which processes wait for a core, and not only for one another
 BYTES_PER_RANK = 64 * 2**20  # with its two supervisors
+MOST_LINKS = 4  # that are shown
 PROCESSES_PER_RANK, FILES_PER_RANK = 3, 8  # the launcher holds the files
 
 
@@ -203,16 +206,24 @@ def draw(folder: Path, records: Sequence[Mapping[str, object]], title: str, prog
 def summary(
     seconds: Sequence[float],
     busy_s: Sequence[float],
-    answers: Sequence[Mapping[str, int]],
+    answers: Sequence[Mapping[str, Sequence[Sequence[int]]]],
     forecast_s: float,
     factor: float,
 ) -> dict[str, Any]:
     """Prints what a rehearsal found, and returns it. seconds, busy_s: of the iterations, there and here."""
     median_s, cores = statistics.median(seconds), len(os.sched_getaffinity(0))
     share = sum(busy_s) * factor / sum(seconds) / cores
-    within, between = (sum(answer[key] for answer in answers) for key in ("within", "between"))
+    links: Counter[tuple[int, int]] = Counter()  # nodes of sender and receiver -> bytes
+    for source, destination, size in (one for answer in answers for one in answer["sent_bytes"]):
+        links[source, destination] += size
+    within = sum(size for (source, destination), size in links.items() if source == destination)
+    between = {link: size for link, size in links.items() if link[0] != link[1]}
     print(f"median {median_s:.4g} s, forecast {forecast_s:.4g} s: {median_s / forecast_s - 1:+.1%}")
-    print(f"messages of an iteration: {format_bytes(within)} within nodes, {format_bytes(between)} between nodes")
+    print(
+        f"messages of an iteration: {format_bytes(within)} within nodes, {format_bytes(sum(between.values()))} between"
+    )
+    for (source, destination), size in sorted(between.items(), key=itemgetter(1), reverse=True)[:MOST_LINKS]:
+        print(f"  node {source} to node {destination}: {format_bytes(size)}")
     print(f"processors: {sum(busy_s):.1f} s of all ranks, {share:.0%} of {cores} cores", end="")
     print("; that is too much to trust the seconds: give a larger --seconds" if share > MOST_BUSY else "")
     print("No rank hung, and every row was there when it was read.")
@@ -222,5 +233,6 @@ def summary(
         "processor_s": sum(busy_s),
         "processor_share": share,
         "bytes_within_nodes": within,
-        "bytes_between_nodes": between,
+        "bytes_between_nodes": sum(between.values()),
+        "bytes_of_links": {f"{source}-{destination}": size for (source, destination), size in sorted(between.items())},
     }

@@ -82,7 +82,7 @@ class Rehearsal(InstructionLoop):
         }
         self.pending: dict[int, Operation] = {}
         self.chains: dict[int, Iterator[Operation]] = {}  # transfer of weights -> its steps that are left
-        self.sent_bytes: Counter[bool] = Counter()  # whether between nodes -> bytes
+        self.sent_bytes: Counter[tuple[int, int]] = Counter()  # node of the sender and of the receiver -> bytes
         self.begin()
 
     def begin(self) -> None:
@@ -216,7 +216,7 @@ class Rehearsal(InstructionLoop):
     def _count(self, transfer: Transfer) -> None:
         node_of = self.program.cluster.node_of
         for message in transfer.sent_by(self.world.rank):
-            self.sent_bytes[node_of(message.source) != node_of(message.destination)] += message.num_bytes
+            self.sent_bytes[node_of(message.source), node_of(message.destination)] += message.num_bytes
 
     def _name(self, text: str, data: Rehearsed) -> int:
         """A number for a message or meeting of an iteration, the same on all its ranks."""
@@ -270,7 +270,7 @@ class Rehearsal(InstructionLoop):
         """Takes no time."""
 
     def agree(self, data: Rehearsed, what: str) -> list[dict[str, Any]]:
-        """All ranks tell what they sent."""
-        sent = {"within": self.sent_bytes[False], "between": self.sent_bytes[True]}
-        answers: list[dict[str, Any]] = self.world.allgather(sent, what)
+        """All ranks tell what they sent: nodes of sender and receiver, bytes."""
+        sent = [[*link, size] for link, size in self.sent_bytes.items()]
+        answers: list[dict[str, Any]] = self.world.allgather({"sent_bytes": sent}, what)
         return answers
