@@ -66,10 +66,10 @@ def add(name: str, rows: list[dict]) -> Path:
     return write(name, (read_rows(path) if path.exists() else []) + rows)
 
 
-def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0) -> None:
-    """Starts `python -m bench ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
+def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0, package: str = "bench") -> None:
+    """Starts `python -m PACKAGE ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
     mpirun = str(Path(sys.executable).with_name("mpirun"))
-    command = [mpirun, "-n", str(num_ranks), sys.executable, "-m", "bench", *arguments]
+    command = [mpirun, "-n", str(num_ranks), sys.executable, "-m", package, *arguments]
     subprocess.run(command, cwd=REPOSITORY, timeout=limit_s, check=True)
 
 

@@ -58,7 +58,7 @@ def commands(runs: Path, ranks: int, sizes: Sizes) -> dict[str, list[str]]:
         "sft": [*train, "sft", "--algorithm", "sft", *sizes.sft],
         "samples": [*mpirun, "generate", "--model", sft, "--prompts", f"{data}/prompts.jsonl"]
         + ["--out", f"{runs}/samples.jsonl", *sizes.samples, "generation.max_new_tokens=24"],
-        "pairs": ["python", "-m", "bench", "rank-pairs", f"{runs}/samples.jsonl"]
+        "pairs": ["python", "-m", "tools", "rank-pairs", f"{runs}/samples.jsonl"]
         + ["--out", f"{runs}/pairs.jsonl", "--held-out", f"{runs}/pairs_held_out.jsonl"],
         "reward model": [*train, "rm", "--algorithm", "reward_model", f"models.reward={sft}", *pairs]
         + ["reward_model.foresight_coef=0.1", *sizes.reward_model],

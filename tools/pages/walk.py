@@ -132,7 +132,7 @@ def stacks() -> dict[str, list[list[str]]]:
     """Runs one iteration of the demo -> the frames of each way; of several, the same one every time."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", "--preset", "tiny", "--strategy", "separation", "--runs", folder, "iterations=1"]
-        on_ranks(RANKS, ["walk", ON_A_RANK, folder, *words])
+        on_ranks(RANKS, ["walk", ON_A_RANK, folder, *words], package="tools")
         notes = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.json")]
     return {heading: min(one[heading] for one in notes if heading in one) for heading in WAYS}
 
@@ -166,5 +166,5 @@ def main(arguments: list[str]) -> int:
         return program()
     ways = stacks()
     PAGE.write_text(page(ways), encoding="utf-8")
-    print(json.dumps({"bench": "walk", "ok": True}))
+    print(json.dumps({"tool": "walk", "ok": True}))
     return 0

@@ -84,7 +84,7 @@ def test_episodes_stand_beside_their_forecast():
     hands = AtHand(machine(), machine(), HERE)
     spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
     records = [{"rank": 0, "host": "", "spans": spans}]
-    compared = compare(program, hands, records, ((5,), (7,)), found)
+    compared = compare(program, hands, records, ((5, 5), (7, 9)), found)
     assert compared.to_json()["episodes"]["measured"]["turns"] == 3.5
     measured, _, forecast_text = compared.note.partition("; forecast: ")
     assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.5 s" in forecast_text
