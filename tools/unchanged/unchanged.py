@@ -158,7 +158,7 @@ def sha_of(commit: str) -> str:
     try:
         sha = git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except subprocess.CalledProcessError:
-        sys.exit(f"tools unchanged: {commit} is no commit of this repository")
+        sys.exit(f"tools unchanged: {commit} is not a commit of this repository")
     if not git("ls-tree", sha, "tools/__main__.py", "bench/numbers/unchanged.py"):
         sys.exit(f"tools unchanged: {commit} does not have this tool; compare with a later commit")
     return sha

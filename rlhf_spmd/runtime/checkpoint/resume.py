@@ -37,7 +37,8 @@ MAY_CHANGE = (
     "environment_workers",
     "episode.on_failure",  # a group that is dropped makes a run inexact anyway
     "reward_timeout_s",  # a response that runs out makes a run inexact anyway
-    "forecast_",
+    "forecast_lengths",
+    "forecast_episodes",
     "micro_batch",
     "generation.max_sequences",
     "generation.block_size",

@@ -133,7 +133,7 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
 
 def _made_by(found: Any) -> Any:
     """The class of the environments that a factory makes, as TRL's environment_factory does: a partial call of the
-    class, or a function that is annotated to return it. None: it is no factory."""
+    class, or a function that is annotated to return it. None: it is not a factory."""
     if isinstance(found, functools.partial) and inspect.isclass(found.func):
         return found.func
     if not inspect.isfunction(found):
