@@ -34,8 +34,8 @@ def config_of(of: GivenWork, model: str, folder: Path, *more: str) -> Config:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     micro_batch = given_work.MICRO_BATCH // of.sequences_per_row
     words = [f"data.prompts={path}", f"rollout_batch={len(rows)}", f"mini_batch={len(rows)}", "iterations=10000"]
-    words += [f"micro_batch={micro_batch}", "dtype=float32", "data.max_prompt=64"]
-    words += [f"generation.max_new_tokens={given_work.MOST_TOKENS - 64}"]
+    words += [f"micro_batch={micro_batch}", "dtype=float32", "data.max_prompt=32"]
+    words += [f"generation.max_new_tokens={given_work.MOST_TOKENS - 32}"]
     words += [f"optimizer.{'reward' if of.page == 'reward_model' else 'actor'}_lr={given_work.LR}"]
     return presets.load("model", [*words, *more], model, algorithm=of.page)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,7 +51,8 @@ class Worker:
         return self.answer()
 
     def tell(self, **told) -> None:
-        self._process.stdin.write(json.dumps(told) + "\n")
+        with suppress(BrokenPipeError):  # answer() says why
+            self._process.stdin.write(json.dumps(told) + "\n")
 
     def answer(self) -> dict:
         """The worker's next line. Raises if the process has ended."""
@@ -60,7 +62,8 @@ class Worker:
         return json.loads(line)
 
     def end(self) -> None:
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait(timeout=60)
 
 
