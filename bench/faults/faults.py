@@ -69,7 +69,7 @@ class Slow(Table):
 """
 # What depends on when answers come: the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads; and the calls that were under way.
-TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated")
+TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated", "tool_s", "tool_p95_s")
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
