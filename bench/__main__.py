@@ -59,8 +59,9 @@ ROOMS = {
         "tables": "the tables of README.md, RESULTS.md and docs/recipes.md, written anew from bench/results/",
     },
 }
+SHARED = dict.fromkeys(("demo-seeds", "demo-grpo-seeds", "demo-tools-seeds"), "seeds")  # modules of several benches
 MODULES = {
-    name: ".".join(filter(None, ("bench", room, name.replace("-", "_"))))
+    name: ".".join(filter(None, ("bench", room, SHARED.get(name, name.replace("-", "_")))))
     for room, names in ROOMS.items()
     for name in names
 }
@@ -71,7 +72,8 @@ def main() -> int:
         lines = [f"python -m bench {name:<14} {what}" for names in ROOMS.values() for name, what in names.items()]
         print("\n".join(lines))
         return 2
-    return importlib.import_module(MODULES[sys.argv[1]]).main(sys.argv[2:])
+    name = sys.argv[1]
+    return importlib.import_module(MODULES[name]).main(sys.argv[1:] if name in SHARED else sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ begin with a checkpoint, while whose files are written the training goes on, aga
 Cost: six minutes. Command: python -m bench guards
 """
 
+import argparse
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.rows import write
-from bench.tables import measured_on_ranks
+from bench.rows import one_world, rows_of_ranks, write
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -33,26 +33,29 @@ MOST_GUARDS, MOST_STALL = 0.02, 0.05  # shares of an iteration
 
 
 def main(arguments: list[str]) -> int:
-    if arguments != ["--on-ranks"]:
-        assert not arguments, "guards takes no options"
-        return measured_on_ranks("guards", NUM_RANKS)
+    parser = argparse.ArgumentParser(prog="bench guards", description=__doc__)
+    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.on_ranks:
+        run_cases(parsed.on_ranks)
+        return 0
+    rows = rows_of_ranks("guards", NUM_RANKS)
+    write("guards", rows)
+    return ended("guards", rows)
+
+
+def run_cases(file: Path) -> None:
+    """The main function of each rank."""
     from rlhf_spmd.runtime.guard.supervise import supervised
 
-    world, rows = World.discover(flight=supervised()), []
-    world.use_device("cpu")
-    try:
+    rows: list[dict] = []
+    with one_world(file, rows, flight=supervised()) as world:
         config = presets.load("tiny", ["num_samples=0"])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))
         programs = {name: load_strategy(name).compile(make_workload(config), cluster, {}) for name in STRATEGIES}
         world.start_torch(*communicators(programs.values()))
         for name, program in programs.items():
             rows.append({"bench": "guards", "strategy": name, "ranks": world.size, **measure(config, program, world)})
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
-    if world.rank == 0:
-        write("guards", rows)
-    return 0
 
 
 def measure(config: Config, program: Program, world: World) -> dict:
@@ -117,7 +120,3 @@ def shares(name: str, with_it: list[float], without: list[float]) -> dict[str, f
     ratios = [a / b - 1 for a, b in zip(with_it, without, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {name: middle, f"{name}_low": low, f"{name}_high": high}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

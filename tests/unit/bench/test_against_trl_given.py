@@ -69,9 +69,8 @@ def test_rows_of_conversations_mark_the_turns_of_the_assistant(tmp_path):
     taken = ours.one_step(case, equality.words_of(setting, case, tmp_path))
     said = [message["content"] for row in rows for message in row["messages"][1::2]]
     learned = sum(len(text.split()) + 1 for text in said)  # with an end of sequence
-    assert sum(sum(marks) for row in taken.rows for _, marks in row) == learned and {
-        len(row["messages"]) for row in rows
-    } == {2, 4, 6}
+    assert sum(sum(marks) for row in taken.rows for _, marks in row) == learned
+    assert {len(row["messages"]) for row in rows} == {2, 4, 6}
 
 
 def test_rows_are_the_same_in_any_order():
