@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.against_trl import against_trl, equality, our_steps, ours, steps, work
-from bench.against_trl.cases import CUT, GIVEN_LOSSES, ROWS, SMOOTHED
+from bench.against_trl.cases import GIVEN_LOSSES, ROWS
 from bench.against_trl.equality import METRICS, SMALL, WITH_CASTS
 from bench.against_trl.work import WORKS
 from bench.columns import ERRORS, JOINED
@@ -56,7 +56,7 @@ def test_our_half(name, tmp_path):
         torch.testing.assert_close(taken.after[key], start - gradient, rtol=0, atol=1e-15)
     about = equality.about_given(case, taken, {"metrics": taken.metrics, "rows": taken.rows}, 0.0)
     assert about["same_tokens"] and about["rows"] == ROWS
-    assert (about["longest"] == CUT) == ("cut" in name)
+    assert (about["longest"] == GIVEN_LOSSES["SFT, texts that are cut"].theirs["max_length"]) == ("cut" in name)
     for row in taken.rows:
         assert len(row) == (1 if case.page == "sft" else 2)
         for tokens, marks in row:
@@ -94,15 +94,16 @@ def test_metrics_are_found_by_their_aliases():
 def test_the_mixture_of_trls_losses_is_cdpo():
     """The weights that the comparison gives to TRL's `sigmoid` and `robust`, against our loss."""
     case = GIVEN_LOSSES["cDPO"]
+    smoothed = case.theirs["label_smoothing"]
     chosen, rejected = (torch.linspace(-2, 1, 5, dtype=torch.float64)[:, None] * scale for scale in (1.0, 0.3))
     mask, zeros = torch.ones(5, 1, dtype=torch.bool), torch.zeros(5, 1, dtype=torch.float64)
     mine, _ = direct_preference_loss(
-        chosen, rejected, mask, mask, zeros, zeros, beta=case.theirs["beta"], label_smoothing=SMOOTHED
+        chosen, rejected, mask, mask, zeros, zeros, beta=case.theirs["beta"], label_smoothing=smoothed
     )
     right, wrong = (
         -torch.nn.functional.logsigmoid(sign * case.theirs["beta"] * (chosen - rejected)) for sign in (1, -1)
     )
-    losses = {"sigmoid": right, "robust": ((1 - SMOOTHED) * right - SMOOTHED * wrong) / (1 - 2 * SMOOTHED)}
+    losses = {"sigmoid": right, "robust": ((1 - smoothed) * right - smoothed * wrong) / (1 - 2 * smoothed)}
     weights = dict(zip(case.theirs["loss_type"], case.theirs["loss_weights"], strict=True))
     assert mine.item() == pytest.approx(sum(weights[name] * losses[name].sum().item() for name in losses), rel=1e-12)
 
