@@ -15,7 +15,6 @@ ROOMS = {
         "tool-waits": "episodes whose tools only sleep against the same rows without waiting: tokens/s",
         "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the "
         "device; with --static, what they take of an H100, without one",
-        "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
     },
     "forecast": {
         "validate": "the simulator against published measurements of PPO iterations: error per row",
@@ -55,7 +54,6 @@ ROOMS = {
         "against-vllm": "generation against vLLM's CPU backend on the same weights; needs `make peers-vllm`",
     },
     "": {
-        "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",
         "tables": "the tables of README.md, RESULTS.md and docs/recipes.md, written anew from bench/results/",
     },
 }

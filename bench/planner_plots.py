@@ -1,5 +1,5 @@
 """Pictures about the planner: its methods from 8 to 1,024 devices, and the timeline of a case in which separation stays
-behind. Drawn from committed rows by `python -m bench pictures`."""
+behind. Drawn from committed rows by `python -m tools pictures`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,5 +1,5 @@
 """Pictures of rows, one per question; each says in its title what is asked and in its subtitle what kind of number it
-shows. `python -m bench pictures` draws them from bench/results/."""
+shows. `python -m tools pictures` draws them from bench/results/."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

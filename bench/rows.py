@@ -109,12 +109,12 @@ def rows_of_ranks(bench: str, num_ranks: int, arguments: Sequence[str] = ()) -> 
 
 
 @contextmanager
-def one_world(file: Path, measured: list[dict], **more: Any) -> Iterator[Any]:
+def one_world(file: Path, measured: list[dict]) -> Iterator[Any]:
     """The world of a rank that `rows_of_ranks` has started, on CPUs; what fails on one rank ends all. In the end rank 0
-    writes what was measured into the file. more: of World.discover."""
+    writes what was measured into the file."""
     from rlhf_spmd.runtime.world.world import World
 
-    world = World.discover(**more)
+    world = World.discover()
     world.use_device("cpu")
     try:
         yield world

@@ -1,6 +1,6 @@
 """All pictures of the documents, drawn from bench/results/ and from what the code computes; nothing is measured.
 
-Cost: seconds. Command: python -m bench pictures
+Cost: seconds. Command: python -m tools pictures
 """
 
 import argparse
@@ -8,10 +8,11 @@ import hashlib
 import json
 from pathlib import Path
 
-from bench import diagrams, planner_plots, plots
+from bench import planner_plots, plots
 from bench.plots import TIMELINES
 from bench.rows import RESULTS, read_rows
 from rlhf_spmd.__main__ import main as run
+from tools.pictures import diagrams
 
 DRAWN_FROM = RESULTS / "pictures.json"
 ROWS = ("scan", "validate", "faults", "plan_methods")
@@ -44,8 +45,8 @@ def sources() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench pictures", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    argparse.ArgumentParser(prog="tools pictures", description=__doc__.partition("\n")[0]).parse_args(arguments)
     drawn = draw()
     DRAWN_FROM.write_text(json.dumps(sources(), indent=2) + "\n", encoding="utf-8")  # a test finds old pictures
-    print(json.dumps({"bench": "pictures", "files": [path.name for path in drawn], "ok": True}))
+    print(json.dumps({"tool": "pictures", "files": [path.name for path in drawn], "ok": True}))
     return 0
