@@ -10,6 +10,7 @@ import functools
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 
 import torch
 from datasets import Dataset
@@ -88,19 +89,11 @@ class Timed(GRPOTrainer):
         with self._noted("reference"):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
-    def _noted(self, name: str) -> "Clock":
-        return Clock(self.phases, name)
-
-
-class Clock:
-    def __init__(self, into: dict[str, float], name: str):
-        self.into, self.name = into, name
-
-    def __enter__(self):
-        self.started = time.process_time()
-
-    def __exit__(self, *_):
-        self.into[self.name] = self.into.get(self.name, 0.0) + time.process_time() - self.started
+    @contextmanager
+    def _noted(self, name: str):
+        started = time.process_time()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.process_time() - started
 
 
 class GrpoOnCommand(OnCommand):

@@ -11,7 +11,6 @@ Command: python -m bench demo-seeds (demo-grpo-seeds, demo-tools-seeds) [--missi
 """
 
 import argparse
-import json
 import math
 import resource
 import statistics
@@ -23,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from bench.rows import RESULTS, fill, read_rows, run, train
-from bench.tables import text_table
+from bench.tables import ended
 from rlhf_spmd import embedded
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -135,8 +134,5 @@ def main(arguments: list[str]) -> int:
     if not parsed.missing:
         (RESULTS / f"{name}.jsonl").unlink(missing_ok=True)
     rows = fill(name, [{"seed": seed} for seed in SEEDS], partial(measured, demo=demo, overrides=parsed.overrides))
-    print(text_table(name, rows))
-    median_s = statistics.median(row.get("command_s", 0.0) for row in rows)
-    ok = all(row["ok"] for row in rows) and median_s <= demo.most_s
-    print(json.dumps({"bench": parsed.bench, "passed": sum(row["ok"] for row in rows), "median_s": median_s, "ok": ok}))
-    return 0 if ok else 1
+    median_s, passed = statistics.median(row.get("command_s", 0.0) for row in rows), [row["ok"] for row in rows]
+    return ended(parsed.bench, rows, ok=all(passed) and median_s <= demo.most_s, passed=sum(passed), median_s=median_s)

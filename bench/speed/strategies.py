@@ -18,6 +18,7 @@ from pathlib import Path
 from bench import plots
 from bench.rows import provenance, train, write
 from bench.speed.shares import shares
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.cluster_file import read_cluster
@@ -57,7 +58,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
     quick = parser.parse_args(arguments).quick
     rows, drawn, demo = [], {}, []
-    print("ranks  strategy        iteration s  computing  waiting  control")
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks, name, options in QUICK if quick else CASES:
             row, records, median = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
@@ -67,20 +67,15 @@ def main(arguments: list[str]) -> int:
             elif (num_ranks, name, options) == DEMO:
                 demo = of_iterations(records, sorted({span[4] for span in records[0]["spans"]})[-2:])
             rows.append(row)
-            parts = (row[f"{kind}_share"] for kind in KINDS)
-            words = "  ".join("       -" if share is None else f"{100 * share:7.1f}%" for share in parts)
-            print(f"{num_ranks:5}  {name:<14}  {row['iteration_s']:11.2f}  {words}  {' '.join(options)}", flush=True)
+            print(f"{num_ranks} ranks, {name} {' '.join(options)}: {row['iteration_s']:.2f} s", flush=True)
     if quick:
-        print(json.dumps({"bench": "strategies", "ok": True}))
-        return 0
+        return ended("strategies", rows, ok=True)
     about = f"Measured ({provenance()['hardware']}): the embedded model, the median iteration of each run."
     found = {"kind": "measured", "about": about, "strategies": drawn, "demo": demo}
     plots.TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
     plots.timelines()
     write("strategies", rows)
-    ok = all(row["ok"] for row in rows)
-    print(json.dumps({"bench": "strategies", "ok": ok}))
-    return 0 if ok else 1
+    return ended("strategies", rows)
 
 
 KINDS = ("compute", "waiting", "control")
