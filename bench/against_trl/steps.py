@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -62,7 +63,8 @@ class Worker:
         return self.answer()
 
     def tell(self, **told) -> None:
-        self._process.stdin.write(json.dumps(told) + "\n")
+        with suppress(BrokenPipeError):  # `answer` says why
+            self._process.stdin.write(json.dumps(told) + "\n")
 
     def answer(self) -> dict:
         """The worker's next line. Raises if the process has ended."""
