@@ -17,6 +17,7 @@ from rlhf_spmd.runtime.records.software import commit, version_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
+TIMELINES = RESULTS / "timelines.json"  # what `bench strategies` recorded of the runs that are drawn
 PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
 STRATEGIES = (
     "flattening",

@@ -118,7 +118,6 @@ SHARED = tuple(
     for name in (
         "rows",
         "cells",
-        "plots",
         "evidence",
         "ahead_tables",
         "baseline_tables",

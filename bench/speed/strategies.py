@@ -2,8 +2,8 @@
 ranks are, the control plane's share.
 
 At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on two cores. Of the runs at 2 ranks the
-median iterations are drawn below each other on one axis; of the demo's strategy at 4, two iterations. What is drawn is
-kept in bench/results/timelines.json. Run it on a machine with nothing else to do.
+median iterations are kept in bench/results/timelines.json, and of the demo's strategy at 4 two iterations, which
+`python -m tools pictures` draws. Run it on a machine with nothing else to do.
 
 Cost: eight minutes on two cores; half a minute with --quick (three short cases, which judge and write nothing).
 Command: python -m bench strategies [--quick]
@@ -15,8 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench import plots
-from bench.rows import provenance, train, write
+from bench.rows import TIMELINES, provenance, train, write
 from bench.speed.shares import shares
 from bench.tables import ended
 from rlhf_spmd.config import presets
@@ -72,8 +71,7 @@ def main(arguments: list[str]) -> int:
         return ended("strategies", rows, ok=True)
     about = f"Measured ({provenance()['hardware']}): the embedded model, the median iteration of each run."
     found = {"kind": "measured", "about": about, "strategies": drawn, "demo": demo}
-    plots.TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    plots.timelines()
+    TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
     write("strategies", rows)
     return ended("strategies", rows)
 

@@ -8,11 +8,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from bench import planner_plots, plots
-from bench.plots import TIMELINES
-from bench.rows import RESULTS, read_rows
+from bench.rows import RESULTS, TIMELINES, read_rows
 from rlhf_spmd.__main__ import main as run
-from tools.pictures import diagrams
+from tools.pictures import diagrams, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
 ROWS = ("scan", "validate", "faults", "plan_methods")

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots
-from bench.plots import TIMELINES
-from bench.rows import RESULTS, read_rows
+from bench.rows import RESULTS, TIMELINES, read_rows
 from bench.speed.strategies import median_iteration, of_iterations
 from rlhf_spmd.runtime.pictures import picture
 from tests.programs import make_workload
-from tools.pictures import diagrams, pictures
+from tools.pictures import diagrams, pictures, plots
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]

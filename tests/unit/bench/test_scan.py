@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from bench import plots
 from bench.baseline_tables import BASELINES
 from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
@@ -25,6 +24,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.proof.memory_check import memory
 from tests.programs import weight_bytes
+from tools.pictures import plots
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
 A100 = load_calibration("a100-80g")

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.rows import RESULTS, STRATEGIES
+from bench.rows import RESULTS, STRATEGIES, TIMELINES
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.runtime.pictures import palette
@@ -36,7 +36,6 @@ PHASES = {
 DRAWN_LAYOUT = {"llama-7b": "1x8", "llama-13b": "2x8", "llama-33b": "4x8", "llama-65b": "8x8"}  # where most fit
 FORECAST = "Forecast by calibration a100-80g; nothing has validated its network between nodes."
 MARKERS = "os^D"
-TIMELINES = RESULTS / "timelines.json"  # what was recorded of the runs that are drawn
 Panel = Callable[[Axes, Sequence[Mapping]], None]
 
 
