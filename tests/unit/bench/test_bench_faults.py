@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from bench.faults.faults import outcome, summary
+from bench.faults.faults import summary
 from bench.tables import text_table
+from tests.started import outcome
 
 POINT = {
     "algorithm": "ppo",
