@@ -36,7 +36,7 @@ WORD_MASK = 0xFFFFFFFF
 
 
 def depth(num_leaves: int) -> int:
-    """Levels of the smallest tree with at least `num_leaves` leaves."""
+    """Returns levels of the smallest tree with at least `num_leaves` leaves."""
     levels = 0
     while FANOUT**levels < num_leaves:
         levels += 1
@@ -44,7 +44,7 @@ def depth(num_leaves: int) -> int:
 
 
 def levels_over(vocab_size: int) -> int:
-    """Levels between the root and the blocks."""
+    """Returns levels between the root and the blocks."""
     return depth(-(-vocab_size // BLOCK))
 
 
@@ -52,7 +52,7 @@ LEVELS_INSIDE = depth(BLOCK)  # between a block and its tokens
 
 
 def level_uniforms(bits_B: Tensor, num_levels: int) -> Tensor:
-    """The number of each level, float64 [B, L] in [0, 1), from random bits int64 [B]."""
+    """Returns the number of each level, float64 [B, L] in [0, 1), from random bits int64 [B]."""
     assert bits_B.dtype == torch.int64, bits_B.dtype
     levels_L = torch.arange(num_levels, device=bits_B.device) * 0x9E3779B9 & WORD_MASK
     x_BL = (bits_B >> 32 & WORD_MASK)[:, None] ^ levels_L
@@ -117,7 +117,7 @@ def descend(masses_BN: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
 
 
 def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
-    """The same draw if only a few listed leaves have mass: ids [B, C] and their masses, 0 for excluded ones.
+    """Returns the same draw if only a few listed leaves have mass: ids [B, C] and their masses, 0 for excluded ones.
 
     One pass over the lists per level; no array is as wide as the tree.
     """
@@ -138,7 +138,7 @@ def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.nda
 
 @triton.jit
 def level_number(bits, LEVEL: tl.constexpr):
-    """One of level_uniforms, float64, from a scalar."""
+    """Returns one of level_uniforms, float64, from a scalar."""
     if LEVEL == 0:
         x = bits.to(tl.uint64) & 0xFFFFFFFF
     else:

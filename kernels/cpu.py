@@ -38,12 +38,12 @@ _native, COLUMNS, INSTRUCTIONS, _problem = _load()
 
 
 def problem() -> str:
-    """Why this machine cannot use them; empty if it can."""
+    """Returns why this machine cannot use them; empty if it can."""
     return _problem
 
 
 def is_missing() -> bool:
-    """Whether an installation with a compiler would have them."""
+    """Returns whether an installation with a compiler would have them."""
     return problem() == NOT_COMPILED and platform.machine() in ("x86_64", "AMD64")
 
 
@@ -55,7 +55,7 @@ def use(dtypes: Collection[torch.dtype]) -> None:
 
 
 def used_for(x: Tensor) -> bool:
-    """Whether this process uses them for a tensor like x."""
+    """Returns whether this process uses them for a tensor like x."""
     return x.dtype in _used and x.device.type == "cpu"
 
 
@@ -68,7 +68,7 @@ class Panels:
 
 
 def pack(weight_OI: Tensor) -> Panels:
-    """A copy of the weights in that order."""
+    """Returns a copy of the weights in that order."""
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = weight_OI.new_empty(-(-num_out // COLUMNS) * COLUMNS, num_in)

@@ -149,7 +149,7 @@ def decode_attention_ref(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """The reference: row by row, token by token, in float32 or wider."""
+    """Returns the reference: row by row, token by token, in float32 or wider."""
     wide = torch.promote_types(q_BHd.dtype, torch.float32)
     block_size, group = keys_nKsd.shape[2], q_BHd.shape[1] // keys_nKsd.shape[1]
     out_BHd = torch.zeros_like(q_BHd)
@@ -327,8 +327,8 @@ def decode_attention_triton(
     window: int | None = None,
     num_parts: int | None = None,
 ) -> Tensor:
-    """The launcher. num_parts: a power of two; None: chosen from the shapes. Only the last dim of q and of the cache
-    must be contiguous."""
+    """Returns the launcher. num_parts: a power of two; None: chosen from the shapes. Only the last dim of q and of the
+    cache must be contiguous."""
     (num_rows, num_heads, head_dim), (_, num_kv_heads, block_size, _) = q_BHd.shape, keys_nKsd.shape
     assert keys_nKsd.shape == values_nKsd.shape and keys_nKsd.shape[3] == head_dim, (q_BHd.shape, keys_nKsd.shape)
     assert q_BHd.dtype == keys_nKsd.dtype == values_nKsd.dtype, "queries and cache have one dtype"
@@ -373,11 +373,11 @@ def decode_attention_triton(
 
 
 def choose_parts(num_pairs: int, longest: int, num_processors: int) -> int:
-    """Parts that a row is split into, a power of two: about enough programs to fill the device, with MIN_TOKENS to
-    MAX_TOKENS each. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have.
+    """Returns parts that a row is split into, a power of two: about enough programs to fill the device, with MIN_TOKENS
+    to MAX_TOKENS each. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have.
 
-    The number that fills the device is rounded to the nearest power of two, not up: parts cost bytes, which the
-    second kernel reads again, and a full device gains nothing from twice as many programs."""
+    The number that fills the device is rounded to the nearest power of two, not up: parts cost bytes, which the second
+    kernel reads again, and a full device gains nothing from twice as many programs."""
     exactly = num_processors * PROGRAMS_PER_PROCESSOR / num_pairs
     to_fill = 1 << max(round(math.log2(exactly)), 0)
     wanted = max(min(to_fill, longest // MIN_TOKENS), -(-longest // MAX_TOKENS), 1)

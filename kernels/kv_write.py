@@ -16,8 +16,8 @@ from rlhf_spmd.kernels.triton_import import tl, triton
 
 
 def heads_of(slots_T: Tensor, cache_nKsd: Tensor) -> Tensor | None:
-    """The row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K], computed once for
-    all layers; no slot may be -1. None if `kv_write` needs no such rows for this cache."""
+    """Returns the row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K], computed
+    once for all layers; no slot may be -1. None if `kv_write` needs no such rows for this cache."""
     if cache_nKsd.is_cuda or cpu.used_for(cache_nKsd):
         return None
     num_heads, block_size = cache_nKsd.shape[1:3]

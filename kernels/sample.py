@@ -38,7 +38,8 @@ BLOCKS = 8  # blocks per program of the first kernel
 def sample_ref(
     logits_BV: Tensor, bits_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
 ) -> Sampled:
-    """The reference of sample(): sorts whole rows; excluded tokens have mass 0 in a tree over the whole vocabulary."""
+    """Returns the reference of sample(): sorts whole rows; excluded tokens have mass 0 in a tree over the whole
+    vocabulary."""
     rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
     vocab_size = logits_BV.shape[1]
     z_BV = logits_BV.to(rules.temperature_B.dtype) / rules.temperature_B[:, None]
@@ -108,7 +109,7 @@ def _merge_kernel(
 
 @triton.jit
 def _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES: tl.constexpr):
-    """Block masses relative to the row's largest logit, float64, and that logit."""
+    """Returns block masses relative to the row's largest logit, float64, and that logit."""
     leaf_N = tl.arange(0, LEAVES)
     there_N = leaf_N < num_blocks
     max_N = tl.load(max_ptr + row * num_blocks + leaf_N, mask=there_N, other=float("-inf"))

@@ -103,7 +103,7 @@ def _draw_open(
 
 
 def _block_logits(logits_BV: Tensor, blocks_B: Tensor) -> Tensor:
-    """The logits of one block of each row [B, K], -inf beyond the vocabulary."""
+    """Returns the logits of one block of each row [B, K], -inf beyond the vocabulary."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     if vocab_size % BLOCK == 0:
         return logits_BV.unflatten(1, (-1, BLOCK))[torch.arange(len(blocks_B), device=device), blocks_B]

@@ -54,7 +54,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def silu_mul_ref(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """The reference: the formula, in float32 or wider, with one rounding before the product."""
+    """Returns the reference: the formula, in float32 or wider, with one rounding before the product."""
     wide_NI = gate_NI.to(torch.promote_types(gate_NI.dtype, torch.float32))
     return (wide_NI / (1.0 + (-wide_NI).exp())).to(gate_NI.dtype) * up_NI
 
@@ -84,7 +84,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """The launcher: a program per TILE numbers of a row. Only the last dims must be contiguous."""
+    """Returns the launcher: a program per TILE numbers of a row. Only the last dims must be contiguous."""
     assert gate_NI.shape == up_NI.shape and gate_NI.dim() == 2 and gate_NI.dtype == up_NI.dtype, gate_NI.shape
     assert gate_NI.stride(1) == up_NI.stride(1) == 1
     assert gate_NI.dtype in (torch.float32, torch.bfloat16, torch.float16), gate_NI.dtype

@@ -35,7 +35,7 @@ HIGHEST, TOTAL, WEIGHTED, TOKEN = range(4)  # a row's statistics
 
 
 def _pieces(logits_NC: Tensor) -> list[slice]:
-    """Slices of rows that fit a CPU's cache; a GPU takes all rows at once."""
+    """Returns slices of rows that fit a CPU's cache; a GPU takes all rows at once."""
     rows = len(logits_NC) if logits_NC.is_cuda else CACHED_BYTES // (4 * logits_NC.shape[1])
     rows = max(rows, 1)
     return [slice(start, start + rows) for start in range(0, len(logits_NC), rows)]
@@ -80,7 +80,7 @@ def gradients_ref(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """The logits' gradients, written to `out` (which may be the logits): [N, C].
+    """Returns the logits' gradients, written to `out` (which may be the logits): [N, C].
 
     log_total_N: highest + log total over the whole vocabulary; +inf for a row without token. entropy_N and its
     gradient: None if entropy was not requested.
@@ -105,7 +105,7 @@ def gradients_ref(
 
 
 def _inside(tokens_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Which tokens are columns of the chunk, and an index [N, 1] for gather, clamped into range."""
+    """Returns which tokens are columns of the chunk, and an index [N, 1] for gather, clamped into range."""
     return (tokens_N >= 0) & (tokens_N < num_columns), tokens_N.clamp(0, num_columns - 1)[:, None]
 
 

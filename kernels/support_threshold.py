@@ -40,14 +40,14 @@ class Support(NamedTuple):
 
 @triton.jit
 def image(z):
-    """A float's bits as an integer with the same order; -0 equals 0."""
+    """Returns a float's bits as an integer with the same order; -0 equals 0."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value(image):
-    """The float of an `image`."""
+    """Returns the float of an `image`."""
     bits = image.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -56,7 +56,7 @@ def value(image):
 def load_tile(
     row_ptr, order_ptr, start, num, vocab_size, temperature, highest, floor, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Blocks order[start], order[start + 1], ... below num -> ids, logits and images of their tokens [T]."""
+    """Returns blocks order[start], order[start + 1], ... below num -> ids, logits and images of their tokens [T]."""
     place_T = tl.arange(0, TILE)
     slot_T = start + place_T // BLOCK
     block_T = tl.load(order_ptr + slot_T, mask=slot_T < num, other=0).to(tl.int32)
@@ -85,7 +85,8 @@ def _search(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The largest image t with at least `goal` tokens (or mass) at or above it; lo has enough, hi has not (int64)."""
+    """Returns the largest image t with at least `goal` tokens (or mass) at or above it; lo has enough, hi has not
+    (int64)."""
     step_P = tl.arange(0, PIVOTS) + 1
     turn = 0
     while hi - lo > 1:
@@ -164,7 +165,7 @@ def _last_id(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The smallest id such that `quota` tokens with the image `least` have ids up to it."""
+    """Returns the smallest id such that `quota` tokens with the image `least` have ids up to it."""
     num = tl.sum((block_images_N >= least).to(tl.int32), axis=0)
     step_P = tl.arange(0, PIVOTS) + 1
     lo = tl.full([], -1, tl.int64)  # too few up to here

@@ -19,7 +19,7 @@ def random_responses(num_rows: int, num_positions: int, seed: int = 0) -> Tensor
 
 
 def bits_of(top_B, below_B=0) -> Tensor:
-    """Random bits with a given number for the top level, in [0, 1), and a given word for all other levels."""
+    """Returns random bits with a given number for the top level, in [0, 1), and a given word for all other levels."""
     top_B = (torch.as_tensor(top_B, dtype=torch.float64) * 2**32).long()
     assert ((top_B >= 0) & (top_B < 2**32)).all()
     return top_B | torch.as_tensor(below_B) << 32

@@ -36,7 +36,7 @@ def pytest_configure(config):
 
 
 def summary(path: Path) -> Sequence[str]:
-    """The slowest tests, and the other ones that take longer than LONG_S."""
+    """Returns the slowest tests, and the other ones that take longer than LONG_S."""
     tests = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     tests.sort(key=lambda entry: -entry[2])
     num_shown = max(NUM_SLOWEST, sum(seconds > LONG_S for _, _, seconds in tests))

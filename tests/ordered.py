@@ -51,7 +51,7 @@ class Finish:
 
 
 def expanded(program: Program, rng: random.Random) -> Program:
-    """The program with bodies of random sizes in the place of its Runs with stages."""
+    """Returns the program with bodies of random sizes in the place of its Runs with stages."""
     chosen: dict[Run, int] = {}
 
     def choose(step: Run) -> int:
@@ -64,7 +64,7 @@ def expanded(program: Program, rng: random.Random) -> Program:
 
 
 def actions(program: Program, rank: int) -> Iterator[Start | Finish]:
-    """What a rank of an expanded program does, as far as others have to do with it."""
+    """Yields what a rank of an expanded program does, as far as others have to do with it."""
     for position, step in enumerate(program.instructions[rank]):
         if isinstance(step, Run) and step.group is not None:
             yield from _collective(step.group, step, program.groups.get(step.group, (rank,)), position)
@@ -176,7 +176,7 @@ class Machine:
         return True
 
     def _carry_out(self) -> bool:
-        """What stands first in each queue begins, and is over if all that it needs has begun, in random order."""
+        """Returns what stands first in each queue begins, and is over if all that it needs has begun, in random order."""
         happened, keys = False, [key for key, queue in self.queues.items() if queue]
         self.rng.shuffle(keys)
         for rank, name in keys:
@@ -194,14 +194,16 @@ class Machine:
         return happened
 
     def crossed(self) -> list[tuple]:
-        """Pairs whose messages did not leave and arrive in one order."""
+        """Returns pairs whose messages did not leave and arrive in one order."""
         pairs = {key[:3] for key in self.order}
         return [pair for pair in pairs if self.order.get((*pair, "source")) != self.order.get((*pair, "destination"))]
 
 
 def standing(program: Program, rng: random.Random, **options) -> dict[int, str]:
-    """Where ranks are left standing in one random schedule of a program without bodies in it; {} if all lists end.
-    options: of the Machine."""
+    """Returns where ranks are left standing in one random schedule of a program without bodies in it; {} if all lists
+    end.
+    options: of the Machine.
+    """
     machine = Machine(expanded(program, rng), rng, **options)
     found = machine.run()
     assert found or not machine.crossed(), machine.crossed()

@@ -87,7 +87,7 @@ class OrderedGroup(HostGroup):
         return None
 
     def batched(self, post: Callable[[], None]) -> dist.Work:
-        """Messages that `post` queues, as one operation."""
+        """Returns messages that `post` queues, as one operation."""
         self._batch = []
         post()
         batch, self._batch = self._batch, None

@@ -101,7 +101,8 @@ def global_batch(step: int, rows: int = 11) -> Batch:
 
 
 def shares(batch: Batch, *, size: int, rank: int, num_micro: int) -> list[Batch]:
-    """Uneven shares: the first rank gets half the rows, the last none (from three ranks on), the others the rest."""
+    """Returns uneven shares: the first rank gets half the rows, the last none (from three ranks on), the others the
+    rest."""
     rows = len(batch.tokens_BT)
     cuts = [0, *(rows // 2 + (rows - rows // 2) * i // max(size - 2, 1) for i in range(size - 1)), rows]
     own = batch.tokens_BT[cuts[rank] : cuts[rank + 1]]
@@ -130,8 +131,8 @@ class Run:
 def single_process(
     steps: int, *, clip: float | None, dtype=torch.float32, seed=1, lr=LR, decay=0.0, bare=(), rounded=False
 ) -> Run:
-    """The same training without any of our code. bare: parts of the names of weights without weight decay. rounded:
-    start from weights rounded to bfloat16."""
+    """Returns the same training without any of our code. bare: parts of the names of weights without weight decay.
+    rounded: start from weights rounded to bfloat16."""
     model = tiny(seed)
     if rounded:
         model.bfloat16()
@@ -155,7 +156,7 @@ def single_process(
 
 
 def whole_weights(engine: TrainEngine) -> dict[str, Tensor]:
-    """All weights of a model in training. Collective at stage 3."""
+    """Returns all weights of a model in training. Collective at stage 3."""
     with engine.gathered():
         return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 

@@ -8,7 +8,7 @@ OF_A_START = (".lock",)  # what every start writes, also one that is refused
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256 of a file, or target of a link, but for what every start writes."""
+    """Returns relative path -> SHA-256 of a file, or target of a link, but for what every start writes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -68,7 +68,7 @@ def serve() -> int:
 
 
 def _wait(child: int) -> int | None:
-    """Its status; None if it did not end within the limit and was killed with all that it started."""
+    """Returns its status; None if it did not end within the limit and was killed with all that it started."""
     end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         process, status = os.waitpid(child, os.WNOHANG)

@@ -35,7 +35,7 @@ def shaped_scores(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> Tensor:
-    """The score that enters the rewards: (score - mean) / std, then clipped to +-clip_score: [B].
+    """Returns the score that enters the rewards: (score - mean) / std, then clipped to +-clip_score: [B].
 
     A truncated response has no meaningful score. It gets the fixed `truncation_penalty` ([N+]; neither normalised nor
     clipped), or 0 under "bootstrap", where `gae` adds its last value. "score" keeps the score, for tasks whose
@@ -74,7 +74,7 @@ def gae(
     lam: float = 0.95,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimates and returns, both [B, G] and 0 outside the mask ([GAE] eq. 16).
+    """Returns generalized advantage estimates and returns, both [B, G] and 0 outside the mask ([GAE] eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lam A_{t+1},     R_t = A_t + V_t
 
@@ -104,7 +104,7 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_and_variance(moments_3: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and *population* variance (divided by N); both 0 if the count is 0."""
+    """Returns mean and *population* variance (divided by N); both 0 if the count is 0."""
     count, total, squares = moments_3.unbind()
     mean = total / count.clamp(min=1.0)
     return mean, (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0)
@@ -136,8 +136,8 @@ def estimate_advantages(
     clip_score: float | None,
     normalize_scores: bool,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The sum
-    used_score is over the responses with a meaningful score, for `score_moments`."""
+    """Returns rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The
+    sum used_score is over the responses with a meaningful score, for `score_moments`."""
     shaped_B = shaped_scores(
         scores_B,
         ended_B,
@@ -178,5 +178,5 @@ def estimate_advantages_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
 def estimate_advantages_finish(
     advantages_BG: Tensor, returns_BG: Tensor, mask_BG: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Whitened advantages, and unchanged returns."""
+    """Returns whitened advantages, and unchanged returns."""
     return whitened(advantages_BG, mask_BG, sums), returns_BG

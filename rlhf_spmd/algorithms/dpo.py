@@ -55,7 +55,7 @@ def workflow(
 
 
 def problem(options: Options) -> str:
-    """Why these options make no sense together; empty if they do."""
+    """Returns why these options make no sense together; empty if they do."""
     if options.loss == "ipo" and options.label_smoothing:
         return "label_smoothing belongs to loss=sigmoid, and loss=ipo has no use for it; leave one of them out"
     return ""

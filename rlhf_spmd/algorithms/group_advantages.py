@@ -40,8 +40,8 @@ def group_advantages(
     overlong_penalty: float = 1.0,
     drop_equal_groups: bool = False,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """A = (r - mean of the group) / (std of the group + scale_eps) ([GRPO] section 4.1.2): advantages_NS, used_NS,
-    sums.
+    """Returns a = (r - mean of the group) / (std of the group + scale_eps) ([GRPO] section 4.1.2): advantages_NS,
+    used_NS, sums.
 
     The standard deviation is the unbiased one (divided by S - 1). scale "none" leaves the division out ([DR]); "batch"
     divides by the standard deviation of the whole batch, in `group_advantages_finish`. used_NS is 1.0 where a response
@@ -90,8 +90,8 @@ def overlong_rewards(
     overlong_buffer: int,
     overlong_penalty: float,
 ) -> Tensor:
-    """The scores; under "shape" minus a penalty that grows from 0 to overlong_penalty over the last overlong_buffer
-    tokens before the limit ([DAPO] eq. 13)."""
+    """Returns the scores; under "shape" minus a penalty that grows from 0 to overlong_penalty over the last
+    overlong_buffer tokens before the limit ([DAPO] eq. 13)."""
     if overlong != "shape":
         return scores_NS
     begin = mask_NSG.shape[-1] - overlong_buffer
@@ -126,7 +126,7 @@ def group_advantages_finish(
     scale_eps: float = 1e-4,
     min_groups: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages, divided by the batch's standard deviation under scale "batch", and unchanged used_NS. Raises
+    """Returns advantages, divided by the batch's standard deviation under scale "batch", and unchanged used_NS. Raises
     UserError if fewer than min_groups groups are left."""
     num_groups, count, total, squares = sums.tolist()
     if num_groups < min_groups:
@@ -142,12 +142,13 @@ def group_advantages_finish(
 
 
 def turn_advantages(advantages_NS: Tensor, turn_rewards_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
-    """Advantages of turns, for rows that are episodes: what an episode earns from a turn on, minus the mean of the
-    group's *episodes*: advantages_NSG.
+    """Returns advantages of turns, for rows that are episodes: what an episode earns from a turn on, minus the mean of
+    the group's *episodes*: advantages_NSG.
 
     advantages_NS: of episodes, not scaled. turn_rewards_NSG: the reward of each turn, on its last token. The mean is
-    not one over the episodes that still run in a turn: their number is the policy's choice, and such a mean puts a
-    hidden price on another turn."""
+        not one over the episodes that still run in a turn: their number is the policy's choice, and such a mean puts a
+        hidden price on another turn.
+    """
     rewards_NSG = torch.where(mask_NSG, turn_rewards_NSG, 0.0).double()
     earned_NSG = rewards_NSG.cumsum(-1) - rewards_NSG  # by earlier turns
     return torch.where(mask_NSG, advantages_NS[..., None] - earned_NSG, 0.0).to(advantages_NS.dtype)
@@ -192,8 +193,8 @@ def leave_one_out_advantages(
     *,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """A = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum over the
-    response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
+    """Returns a = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum
+    over the response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
     wide_NS, sums = scores_NS.double(), Sums()
     if logprobs_NSG is not None and ref_logprobs_NSG is not None:
         kl_NS = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double().sum(-1)
@@ -229,7 +230,7 @@ def greedy_baseline_advantages(
 
 
 def rewards_to_go(rewards_BG: Tensor) -> Tensor:
-    """The sum of a token's reward and of all later ones, without discount: [..., G]."""
+    """Returns the sum of a token's reward and of all later ones, without discount: [..., G]."""
     return rewards_BG.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -246,9 +247,9 @@ def batch_advantages(
     kl_in: Literal["reward", "loss"] = "reward",
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """Rewards to go ([R++] section 3): advantages_NSG before whitening over the batch, and sums. Token t's reward is
-    -kl_coef times the log-ratio to the reference (kl_in "reward"), plus the score at the last token. baseline "group"
-    first subtracts the group's mean from the scores."""
+    """Returns rewards to go ([R++] section 3): advantages_NSG before whitening over the batch, and sums. Token t's
+    reward is -kl_coef times the log-ratio to the reference (kl_in "reward"), plus the score at the last token. baseline
+    "group" first subtracts the group's mean from the scores."""
     wide_NS, sums = scores_NS.double(), _reward_sums(scores_NS)
     kl_NSG = torch.zeros_like(mask_NSG, dtype=torch.float64)
     if logprobs_NSG is not None and ref_logprobs_NSG is not None and kl_in == "reward":
@@ -267,7 +268,7 @@ def batch_advantages_sums(advantages_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
 
 
 def batch_advantages_finish(advantages_NSG: Tensor, mask_NSG: Tensor, sums: Tensor) -> Tensor:
-    """Advantages whitened over all tokens of the batch."""
+    """Returns advantages whitened over all tokens of the batch."""
     return whitened(advantages_NSG, mask_NSG, sums)
 
 
@@ -310,7 +311,7 @@ def _reward_sums(scores: Tensor) -> Sums:
 
 
 def _kl_sums(kl: Tensor, mask: Tensor) -> Sums:
-    """Nats per response and per token, from the sums over responses: [B] or [N, S]."""
+    """Returns nats per response and per token, from the sums over responses: [B] or [N, S]."""
     num_tokens = mask.sum(-1).double()
     if kl.dim() == 1:
         return {"kl": (kl.sum(), len(kl)), "kl_per_token": (kl.sum(), num_tokens.sum())}

@@ -66,8 +66,8 @@ def bradley_terry_loss(
 
 
 def foresight(values_BG1: Tensor, scores_B: Tensor, mask_BG: Tensor) -> Tensor:
-    """The mean over the tokens of a response of (value before the token - its score)^2, [B]. The score is the target
-    alone, without gradient."""
+    """Returns the mean over the tokens of a response of (value before the token - its score)^2, [B]. The score is the
+    target alone, without gradient."""
     error_BG = torch.where(mask_BG, values_BG1[:, :-1] - scores_B.detach()[:, None], 0.0)
     return error_BG.square().sum(1) / mask_BG.sum(1).clamp(min=1)
 
@@ -88,7 +88,7 @@ def direct_preference_loss(
     label_smoothing: float = 0.0,
     per_token: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The loss of each pair, summed, and sums for the log. With d the log-ratio of the chosen response to the
+    """Returns the loss of each pair, summed, and sums for the log. With d the log-ratio of the chosen response to the
     reference, less that of the rejected one,
 
         sigmoid   -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d),   e = label_smoothing ([DPO], [cDPO])
@@ -126,7 +126,7 @@ def direct_preference_loss(
 
 
 def _right(difference_B: Tensor, real_B: Tensor) -> Tensor:
-    """How many pairs have a better chosen response; equal ones, such as all before training, count half."""
+    """Returns how many pairs have a better chosen response; equal ones, such as all before training, count half."""
     return _sum((difference_B > 0).double() + 0.5 * (difference_B == 0).double(), real_B)
 
 

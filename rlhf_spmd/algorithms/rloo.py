@@ -42,7 +42,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def problem(options: Options, *, samples_per_prompt: int) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     if samples_per_prompt < 2:
         return "the baseline is the mean of a prompt's other samples: set samples_per_prompt=4, or at least 2"
     return policy_gradient.loss_problem(options)

@@ -58,12 +58,13 @@ def surrogate_loss(
     rejection_range: tuple[float, float] | None = None,
     lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
-    """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
+    """Returns the loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token
+    [B, G].
 
     ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product" their
     product: the response is one action ([RLOO]). kl_unbiased: the KL term is multiplied by the ratio, with its
-    gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
-    estimate). generator_logprobs: those of drawing, where old_logprobs are others. lag_share: as of `proximal`.
+        gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
+        estimate). generator_logprobs: those of drawing, where old_logprobs are others. lag_share: as of `proximal`.
     """
     old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
@@ -174,14 +175,14 @@ def policy_loss(
 
 
 def policy_loss_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """Sum and sum of squares of the advantages of a mini-batch, float64 [2]."""
+    """Returns sum and sum of squares of the advantages of a mini-batch, float64 [2]."""
     return moments(advantages_BG, mask_BG)[1:]
 
 
 def policy_loss_prepare(
     advantages_BG: Tensor, mask_BG: Tensor, sums: Tensor, divisor: Tensor, *, whiten: Literal["mini_batch", "batch"]
 ) -> dict[str, Tensor]:
-    """Advantages whitened over the global mini-batch, unless the whole batch has been ([N+])."""
+    """Returns advantages whitened over the global mini-batch, unless the whole batch has been ([N+])."""
     if whiten != "mini_batch":
         return {}
     return {"advantages": whitened(advantages_BG, mask_BG, torch.cat((divisor[None], sums)))}
@@ -242,9 +243,9 @@ def cispo(
 
 
 def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:
-    """An estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2 / 2, or
-    exp(-d) - 1 + d, where k3 and its gradient are held at d = -20. As a term of the loss, only k2 has the gradient of
-    the KL on samples of the actor itself, and that of k1 does not depend on the reference."""
+    """Returns an estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2
+    / 2, or exp(-d) - 1 + d, where k3 and its gradient are held at d = -20. As a term of the loss, only k2 has the
+    gradient of the KL on samples of the actor itself, and that of k1 does not depend on the reference."""
     if estimator == "k1":
         return difference_BG
     if estimator == "k2":
@@ -254,9 +255,9 @@ def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:
 
 
 def aggregated(loss_BG: Tensor, mask_BG: Tensor, aggregation: Aggregation) -> Tensor:
-    """The sum of a loss over sequences: of its tokens (`token-mean`, to be divided by tokens; [DAPO] eq. 12), of
-    its mean per token (`seq-mean-token-mean`, by the sequences; [GRPO] eq. 3) or of its sum over tokens divided by G,
-    the limit of a response (`seq-mean-token-sum-norm`, by the sequences; [DR] section 3.2)."""
+    """Returns the sum of a loss over sequences: of its tokens (`token-mean`, to be divided by tokens; [DAPO] eq. 12),
+    of its mean per token (`seq-mean-token-mean`, by the sequences; [GRPO] eq. 3) or of its sum over tokens divided by
+    G, the limit of a response (`seq-mean-token-sum-norm`, by the sequences; [DR] section 3.2)."""
     loss_BG = torch.where(mask_BG, loss_BG, 0.0)
     if aggregation == "token-mean":
         return loss_BG.sum()

@@ -20,9 +20,10 @@ import numpy as np
 
 
 def epoch_order(seed: int, iteration: int, epoch: int, num_rows: int, mini_batch: int, *, group: int = 1) -> np.ndarray:
-    """Row numbers, int64 [num_mini_batches, mini_batch]; every row 0 .. num_rows-1 appears exactly once.
+    """Returns row numbers, int64 [num_mini_batches, mini_batch]; every row 0 .. num_rows-1 appears exactly once.
 
-    group: this many neighbouring rows, the samples of one prompt, stay side by side in epoch 0."""
+    group: this many neighbouring rows, the samples of one prompt, stay side by side in epoch 0.
+    """
     assert num_rows % mini_batch == 0, f"{num_rows} rows do not divide into mini-batches of {mini_batch}"
     shape = (num_rows // mini_batch, mini_batch)
     groups = np.argsort(_random_bits(seed, iteration, 0, num_rows // group), kind="stable")

@@ -139,7 +139,7 @@ def _json_as_yaml(text: str) -> str:
 
 
 def _problem(path: str, text: str, error: Any) -> str:
-    """A message for a file that is no YAML."""
+    """Returns a message for a file that is no YAML."""
     mark = getattr(error, "problem_mark", None)
     line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
     lines = text.split("\n")
@@ -154,7 +154,7 @@ def _problem(path: str, text: str, error: Any) -> str:
 
 
 def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
-    """The options of a mapping, by dotted keys."""
+    """Yields the options of a mapping, by dotted keys."""
     seen: dict[str, int] = {}
     for key_node, value in node.value:
         where = f"{path}, line {key_node.start_mark.line + 1}"
@@ -179,7 +179,7 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
 
 
 def _value(where: str, key: str, node: Any) -> str | list[str] | None:
-    """A text, the texts of a list, or None for null."""
+    """Returns a text, the texts of a list, or None for null."""
     if isinstance(node.value, str):
         return _text(where, key, node)
     items = [_text(where, key, item) if _is_text(item) else None for item in node.value]
@@ -190,7 +190,7 @@ def _value(where: str, key: str, node: Any) -> str | list[str] | None:
 
 
 def _text(where: str, key: str, node: Any) -> str | None:
-    """A text, or None for null."""
+    """Returns a text, or None for null."""
     if not _is_text(node):
         raise UserError(f"{where}: {key} has the tag {node.tag}, which is not read: write the value alone")
     if node.style is None and node.value in NULLS:
@@ -203,8 +203,8 @@ def _text(where: str, key: str, node: Any) -> str | None:
 
 
 def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
-    """What a node means in YAML: a mapping, a list, a truth value (also `off`), a number, null, or text. number: of the
-    values so far, which aliases can multiply."""
+    """Returns what a node means in YAML: a mapping, a list, a truth value (also `off`), a number, null, or text.
+    number: of the values so far, which aliases can multiply."""
     if next(number) > MOST_VALUES:
         raise UserError(f"{where}: {key} holds more than {MOST_VALUES} values")
     if node.tag.endswith(":map") and isinstance(node.value, list):
@@ -231,7 +231,7 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """Whether this is a scalar without a tag of its own."""
+    """Returns whether this is a scalar without a tag of its own."""
     return isinstance(node.value, str) and node.tag.removeprefix("tag:yaml.org,2002:") in TAGS
 
 
@@ -243,8 +243,8 @@ def _kind(node: Any) -> str:
 
 
 def to_text(values: Mapping[str, Any]) -> str:
-    """Plain values, options in their groups (`config.resolved`), as a file that can be given back. Needs no PyYAML,
-    whose import takes longer than the rest of `check`'s output."""
+    """Returns plain values, options in their groups (`config.resolved`), as a file that can be given back. Needs no
+    PyYAML, whose import takes longer than the rest of `check`'s output."""
     lines = []
     for key, value in values.items():
         group = value if isinstance(value, Mapping) else {}
@@ -254,7 +254,7 @@ def to_text(values: Mapping[str, Any]) -> str:
 
 
 def _scalar(value: Any, *, may_be_plain: bool = True) -> str:
-    """A value in one line. may_be_plain: texts need no quotes where they can be nothing else."""
+    """Returns a value in one line. may_be_plain: texts need no quotes where they can be nothing else."""
     if isinstance(value, Mapping):  # as _object reads it
         parts = (f"{_quoted(name)}: {_scalar(inner, may_be_plain=False)}" for name, inner in value.items())
         return "{" + ", ".join(parts) + "}"
@@ -271,5 +271,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(char: str) -> str:
-    """A character inside double quotes."""
+    """Returns a character inside double quotes."""
     return "\\" + char if char in '"\\' else char if char.isprintable() else f"\\U{ord(char):08x}"

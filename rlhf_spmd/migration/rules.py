@@ -132,7 +132,7 @@ class Here:
 
 
 def layout_of(source: Source) -> tuple[int, int]:
-    """Nodes, and devices of a node."""
+    """Returns nodes, and devices of a node."""
     if source.program == "verl":
         return int(source.number("trainer.nnodes", 1)), int(source.number("trainer.n_gpus_per_node", 8))
     if source.program == "openrlhf":
@@ -141,7 +141,7 @@ def layout_of(source: Source) -> tuple[int, int]:
 
 
 def has_option(algorithm: Algorithm, key: str) -> bool:
-    """Whether an option of an algorithm, such as grpo.clip_low, is one of this; true for all other options."""
+    """Returns whether an option of an algorithm, such as grpo.clip_low, is one of this; true for all other options."""
     group, _, leaf = key.partition(".")
     if group == algorithm.name:
         return leaf in algorithm.options.__dataclass_fields__
@@ -153,12 +153,12 @@ def _each(here: Here, value: Value) -> Options:
 
 
 def copied(here: Here, value: Value) -> Options:
-    """The value as it is."""
+    """Returns the value as it is."""
     return _each(here, text_of(value))
 
 
 def number(here: Here, value: Value) -> Options:
-    """A number; it is left out where none is set."""
+    """Returns a number; it is left out where none is set."""
     text = text_of(value)
     if not text:
         raise Differs("no_effect", "it is not set")
@@ -168,14 +168,14 @@ def number(here: Here, value: Value) -> Options:
 
 
 def numbers(here: Here, value: Value) -> Options:
-    """Numbers, separated by commas."""
+    """Returns numbers, separated by commas."""
     if not text_of(value):
         raise Differs("no_effect", "it is not set")
     return _each(here, text_of(value).replace(" ", ","))
 
 
 def mapping(here: Here, value: Value) -> Options:
-    """A mapping."""
+    """Returns a mapping."""
     if not isinstance(value, Mapping):
         raise Differs("no_effect" if not text_of(value) else "unavailable", "it is not a mapping")
     return _each(here, value)
@@ -185,7 +185,7 @@ def mapping(here: Here, value: Value) -> Options:
 
 
 def folder(here: Here, value: Value) -> Options | Later:
-    """A folder of a model; a name of the hub must be downloaded first."""
+    """Returns a folder of a model; a name of the hub must be downloaded first."""
     text = text_of(value)
     key = here.ours[0].removeprefix("--")
     if key.startswith("models.") and key.removeprefix("models.") not in here.algorithm.roles:
@@ -196,7 +196,7 @@ def folder(here: Here, value: Value) -> Options | Later:
 
 
 def files(here: Here, value: Value) -> Options | Later:
-    """Files of prompts; data sets of the hub must be written to files first."""
+    """Returns files of prompts; data sets of the hub must be written to files first."""
     texts = [one.strip(" '\"[]") for one in text_of(value).split(",")]
     texts = [one for one in texts if one]
     if not texts:
@@ -208,7 +208,7 @@ def files(here: Here, value: Value) -> Options | Later:
 
 
 def _has_data(text: str) -> bool:
-    """Whether this names files of data, a folder of them, or a pattern."""
+    """Returns whether this names files of data, a folder of them, or a pattern."""
     try:
         return all(path.is_file() for path in files_of(text))
     except UserError:
@@ -216,7 +216,7 @@ def _has_data(text: str) -> bool:
 
 
 def mixture(here: Here, value: Value) -> Options | Later:
-    """Several data sets with weights."""
+    """Returns several data sets with weights."""
     sets = value.get("datasets", []) if isinstance(value, Mapping) else []
     ids = [text_of(one.get("id")) for one in sets]
     weights = [text_of(one.get("weight", 1)) for one in sets]
@@ -226,7 +226,7 @@ def mixture(here: Here, value: Value) -> Options | Later:
 
 
 def truncation(here: Here, value: Value) -> Options:
-    """What verl does with prompts that are too long, where they are not filtered."""
+    """Returns what verl does with prompts that are too long, where they are not filtered."""
     if here.source.text("data.filter_overlong_prompts") == "true" or text_of(value) == "error":
         raise Differs("no_effect", "prompts that are too long are filtered, or an error, as by default")
     if text_of(value) != "left":
@@ -235,7 +235,7 @@ def truncation(here: Here, value: Value) -> Options:
 
 
 def column(here: Here, value: Value) -> Options:
-    """A column of the data set, which has a fixed name here."""
+    """Returns a column of the data set, which has a fixed name here."""
     names = {"chosen_key": ["chosen"], "rejected_key": ["rejected"], "output_key": ["completion"]}
     names |= {"label_key": ["label", "labels"], "prompt_key": ["prompt"]}
     if text_of(value) in ("", *names[here.key]):
@@ -244,7 +244,7 @@ def column(here: Here, value: Value) -> Options:
 
 
 def reward_function(here: Here, value: Value) -> Options | Later:
-    """Functions: of a file, of modules, or names that another program knows."""
+    """Returns functions: of a file, of modules, or names that another program knows."""
     text = text_of(value)
     if text.startswith("http"):
         return Later({"reward_function": "FILE.py:score"}, f"write `score = rlhf_spmd.rewards.remote({text!r})`")
@@ -260,7 +260,7 @@ def reward_function(here: Here, value: Value) -> Options | Later:
 
 
 def verl_reward_function(here: Here, value: Value) -> Options | Later:
-    """A function of a file."""
+    """Returns a function of a file."""
     text = text_of(value)
     if not text:
         raise Differs("no_effect", "it is not set")
@@ -278,7 +278,7 @@ def _function(path: str, name: str) -> Options | Later:
 
 
 def total_length(here: Here, value: Value) -> Options:
-    """A limit of prompt and response together: what the prompt leaves, or a half for each."""
+    """Returns a limit of prompt and response together: what the prompt leaves, or a half for each."""
     total = int(number_of(value))
     if total < 2:
         raise Differs("no_effect", "it is not set")
@@ -293,38 +293,38 @@ def openrlhf_epochs(here: Here, value: Value) -> Options:
 
 
 def iterations(here: Here, value: Value) -> Options:
-    """A step there is an iteration here."""
+    """Returns a step there is an iteration here."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "no limit")
     return {"iterations": text_of(value)}
 
 
 def optimizer_steps(here: Here, value: Value) -> Options:
-    """Optimizer steps there are iterations here, of one or more steps."""
+    """Returns optimizer steps there are iterations here, of one or more steps."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "no limit")
     return {"iterations": str(max(1, round(number_of(value) / here.steps)))}
 
 
 def episodes(here: Here, value: Value) -> Options:
-    """Responses of the whole run."""
+    """Returns responses of the whole run."""
     return {"iterations": str(max(1, round(number_of(value) / (here.rollout_batch * here.samples))))}
 
 
 def rollout_batch(here: Here, value: Value) -> Options:
-    """Prompts of an iteration."""
+    """Returns prompts of an iteration."""
     return {"rollout_batch": str(here.rollout_batch)}
 
 
 def mini_batch(here: Here, value: Value) -> Options:
-    """Sequences of an optimizer step over all devices."""
+    """Returns sequences of an optimizer step over all devices."""
     found = {"mini_batch": str(here.mini_batch)}
     alone = here.source.program == "trl" or here.learns_given  # no option there says it
     return {**found, "rollout_batch": str(here.rollout_batch)} if alone else found
 
 
 def micro_batch(here: Here, value: Value) -> Options:
-    """Sequences of a forward pass on one device."""
+    """Returns sequences of a forward pass on one device."""
     if here.source.program == "trl":
         return {**mini_batch(here, value), "micro_batch": text_of(value)}
     of_all = "actor_rollout_ref.actor.ppo_micro_batch_size" in here.source.values
@@ -332,7 +332,7 @@ def micro_batch(here: Here, value: Value) -> Options:
 
 
 def every(here: Here, value: Value) -> Options:
-    """Iterations between two; -1 is never."""
+    """Returns iterations between two; -1 is never."""
     text = text_of(value)
     what = here.ours[0]
     if here.source.program == "trl":
@@ -350,14 +350,14 @@ def every(here: Here, value: Value) -> Options:
 
 
 def before_training(here: Here, value: Value) -> Options:
-    """Whether a run evaluates before training."""
+    """Returns whether a run evaluates before training."""
     if text_of(value) == "true":
         raise Differs("no_effect", "that is the default")
     return {"eval.at_start": "false"}
 
 
 def each_iteration(here: Here, value: Value) -> Options:
-    """Something that is written in every iteration."""
+    """Returns something that is written in every iteration."""
     if not text_of(value):
         raise Differs("no_effect", "it is not set")
     return _each(here, "1")
@@ -373,7 +373,7 @@ def learning_rate(here: Here, value: Value) -> Options:
 
 
 def warmup_steps(here: Here, value: Value) -> Options:
-    """Optimizer steps; verl counts iterations."""
+    """Returns optimizer steps; verl counts iterations."""
     if 0 < number_of(value) < 1:  # transformers takes a share, too
         return warmup_ratio(here, value)
     if number_of(value) <= 0:
@@ -383,7 +383,7 @@ def warmup_steps(here: Here, value: Value) -> Options:
 
 
 def warmup_ratio(here: Here, value: Value) -> Options:
-    """A share of the run's optimizer steps."""
+    """Returns a share of the run's optimizer steps."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "it is off")
     steps = [here.source.number(key) for key in ("warmup_steps", "actor_rollout_ref.actor.optim.lr_warmup_steps")]
@@ -401,7 +401,7 @@ def schedule(here: Here, value: Value) -> Options:
 
 
 def min_lr_ratio(here: Here, value: Value) -> Options:
-    """The least learning rate as a share of the largest; where it is a rate itself, that of the model is known."""
+    """Returns the least learning rate as a share of the largest; where it is a rate itself, that of the model is known."""
     source, what, options = here.source, here.key.rpartition(".")[2], value
     if not isinstance(options, Mapping):
         options = {what: value}
@@ -428,14 +428,14 @@ def min_lr_ratio(here: Here, value: Value) -> Options:
 
 
 def adamw(here: Here, value: Value) -> Options:
-    """The only optimizer is AdamW, with 32-bit states."""
+    """Returns the only optimizer is AdamW, with 32-bit states."""
     if text_of(value).lower() in ("", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim"):
         raise Differs("no_effect", "AdamW is the only optimizer")
     raise Differs("unavailable", f"the optimizer {text_of(value)}: it is AdamW")
 
 
 def betas(here: Here, value: Value) -> Options:
-    """Two numbers."""
+    """Returns two numbers."""
     texts = re.findall(r"[\d.e-]+", text_of(value))
     if len(texts) != len(here.ours):
         raise Differs("unavailable", "it is not two numbers")
@@ -453,7 +453,7 @@ def weight_decay_of_matrices(here: Here, value: Value) -> Options:
 
 
 def algorithm(here: Here, value: Value) -> Options:
-    """The algorithm, with options that its name there stands for."""
+    """Returns the algorithm, with options that its name there stands for."""
     name, options = ALGORITHMS[text_of(value)]
     return {"algorithm": name, **options}
 
@@ -471,14 +471,14 @@ def kl_of(here: Here, value: Value) -> Options:
 
 
 def verl_kl_loss(here: Here, value: Value) -> Options:
-    """The KL divergence in the loss."""
+    """Returns the KL divergence in the loss."""
     if here.source.text("actor_rollout_ref.actor.use_kl_loss") != "true" or number_of(value) == 0:
         raise Differs("no_effect", "the loss has no KL divergence")
     return _kl(here, value, "loss")
 
 
 def verl_kl_reward(here: Here, value: Value) -> Options:
-    """The KL divergence in the reward."""
+    """Returns the KL divergence in the reward."""
     in_loss = here.source.text("actor_rollout_ref.actor.use_kl_loss") == "true"
     in_reward = here.source.text("algorithm.use_kl_in_reward", "" if in_loss else "true") == "true"
     if not in_reward or number_of(value) == 0:
@@ -506,7 +506,7 @@ def beta(here: Here, value: Value) -> Options:
 
 
 def clip(here: Here, value: Value) -> Options:
-    """The range of ratios, on both sides unless another option gives the upper one."""
+    """Returns the range of ratios, on both sides unless another option gives the upper one."""
     lower = ("actor_rollout_ref.actor.clip_ratio_low",)
     upper = ("epsilon_high", "actor_rollout_ref.actor.clip_ratio_high")
     given = {"clip_low": lower, "clip_high": upper}
@@ -517,7 +517,7 @@ def clip(here: Here, value: Value) -> Options:
 
 
 def clip_pair(here: Here, value: Value) -> Options:
-    """Both sides of the range of ratios."""
+    """Returns both sides of the range of ratios."""
     texts = re.findall(r"[\d.e-]+", text_of(value))
     if here.algorithm.name == "ppo":
         if len({*texts}) > 1:
@@ -542,7 +542,7 @@ def aggregation(here: Here, value: Value) -> Options:
 
 
 def trl_loss_type(here: Here, value: Value) -> Options:
-    """Losses of DPO and GRPO."""
+    """Returns losses of DPO and GRPO."""
     text = text_of(value)
     found = {key.replace("*", here.algorithm.name): one for key, one in LOSSES.get(text, {}).items()}
     if not found or not all(has_option(here.algorithm, key) for key in found):
@@ -553,7 +553,7 @@ def trl_loss_type(here: Here, value: Value) -> Options:
 
 
 def importance_weights(here: Here, value: Value) -> Options:
-    """Weights of generator's against recomputed logprobs."""
+    """Returns weights of generator's against recomputed logprobs."""
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
     if {here.source.text("importance_sampling_level"), here.source.text("policy_loss_type")} & {"sequence", "gspo"}:
@@ -565,13 +565,13 @@ def importance_weights(here: Here, value: Value) -> Options:
 
 
 def overlong(here: Here, value: Value) -> Options:
-    """A penalty of long responses."""
+    """Returns a penalty of long responses."""
     _need_overlong(here)
     return {f"{here.algorithm.name}.overlong_buffer": text_of(value), f"{here.algorithm.name}.overlong": "shape"}
 
 
 def overlong_penalty(here: Here, value: Value) -> Options:
-    """Its size."""
+    """Returns its size."""
     _need_overlong(here)
     return number(here, value)
 
@@ -601,7 +601,7 @@ def eval_temperature(here: Here, value: Value) -> Options:
 
 
 def wandb_project(here: Here, value: Value) -> Options | Later:
-    """Where the log goes to Weights & Biases."""
+    """Returns where the log goes to Weights & Biases."""
     used = [here.source.text(key) for key in ("trainer.logger", "report_to", "use_wandb")]
     found = {"wandb": text_of(value)}
     logs = "wandb" in ",".join(used) or here.source.text("use_wandb") not in ("", "false")
@@ -609,7 +609,7 @@ def wandb_project(here: Here, value: Value) -> Options | Later:
 
 
 def run_name(here: Here, value: Value) -> Options:
-    """The name of the run folder."""
+    """Returns the name of the run folder."""
     text = text_of(value)
     if not FREE.fullmatch(text):
         raise Differs("unavailable", f"{text!r} is not the name of a folder")
@@ -627,7 +627,7 @@ def dtype(here: Here, value: Value) -> Options:
 
 
 def recompute(here: Here, value: Value) -> Options:
-    """Activations are computed again."""
+    """Returns activations are computed again."""
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
     return {"strategy.recompute": "true"}
@@ -637,7 +637,7 @@ def recompute(here: Here, value: Value) -> Options:
 
 
 def adapters(here: Here, value: Value) -> Options:
-    """Their rank, or TRL's switch: with scale and targets, whose defaults are other ones there."""
+    """Returns their rank, or TRL's switch: with scale and targets, whose defaults are other ones there."""
     group, rank, alpha, targets = _adapters(here)
     found = {f"{group}.rank": rank, f"{group}.alpha": alpha, f"{group}.targets": targets}
     of_critic = [here.source.number(f"critic.model.{one}") for one in ("lora_rank", "lora.rank")]
@@ -648,7 +648,7 @@ def adapters(here: Here, value: Value) -> Options:
 
 
 def of_adapters(here: Here, value: Value) -> Options:
-    """Their scale, layers, or rank beside TRL's switch."""
+    """Returns their scale, layers, or rank beside TRL's switch."""
     group, rank, alpha, targets = _adapters(here)
     of_key = {"alpha": alpha, "modules": targets, "r": rank}
     return {f"{group}.{here.ours[0].rpartition('.')[2]}": of_key[re.split(r"[._]", here.key)[-1]]}
@@ -671,7 +671,7 @@ def joined(here: Here, value: Value) -> Options:
 
 
 def _adapters(here: Here) -> tuple[str, str, str, str]:
-    """The group of their options here, rank, alpha and targets. Raises Differs if there are none."""
+    """Returns the group of their options here, rank, alpha and targets. Raises Differs if there are none."""
     source, program = here.source, here.source.program
     of_critic = here.key.startswith("critic.")
     if of_critic and "critic" not in here.algorithm.trained_roles:
@@ -694,7 +694,7 @@ def _adapters(here: Here) -> tuple[str, str, str, str]:
 
 
 def _targets(here: Here, text: str) -> str:
-    """The names of layers. Raises Differs for one that has no adapters here."""
+    """Returns the names of layers. Raises Differs for one that has no adapters here."""
     given = [one.strip(" '\"[]") for one in re.split(r"[,\s]+", text) if one.strip(" '\"[]")]
     if not given:
         return "q_proj,v_proj" if here.source.program == "trl" else "all-linear"
@@ -705,7 +705,7 @@ def _targets(here: Here, text: str) -> str:
 
 
 def parallel(here: Here, value: Value) -> Options:
-    """Parallel sizes, which the strategy `reallocation` takes for training and generation apart."""
+    """Returns parallel sizes, which the strategy `reallocation` takes for training and generation apart."""
     if number_of(value, 1) <= 1:
         raise Differs("no_effect", "it is 1")
     if here.learns_given:
@@ -714,7 +714,7 @@ def parallel(here: Here, value: Value) -> Options:
 
 
 def token_budget(here: Here, value: Value) -> Options:
-    """Tokens of a forward pass, an option of every strategy."""
+    """Returns tokens of a forward pass, an option of every strategy."""
     source = here.source
     used = source.text("actor_rollout_ref.actor.use_dynamic_bsz"), source.text("use_dynamic_batch")
     if "true" not in used:
@@ -723,7 +723,7 @@ def token_budget(here: Here, value: Value) -> Options:
 
 
 def layout(here: Here, value: Value) -> Options:
-    """Nodes and devices."""
+    """Returns nodes and devices."""
     return {"layout": "{}x{}".format(*layout_of(here.source))}
 
 
@@ -756,7 +756,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def from_values(here: Here, value: Value) -> Options:
-    """A value of the table of the entry; an empty one is the default here."""
+    """Returns a value of the table of the entry; an empty one is the default here."""
     text = text_of(value)
     known: Sequence[str] = [*here.name.values]
     if text not in known:

@@ -96,7 +96,7 @@ class Packed:
 
 
 def has_packed_kernel(q_NHd: Tensor) -> bool:
-    """Whether torch's kernel for packed sequences supports these: flash attention, so half precision on a GPU."""
+    """Returns whether torch's kernel for packed sequences supports these: flash attention, so half precision on a GPU."""
     fits = q_NHd.dtype.itemsize == 2 and q_NHd.shape[2] % 8 == 0 and q_NHd.shape[2] <= 256
     if q_NHd.device.type != "cuda" or not fits or torch.version.hip:
         return False
@@ -116,8 +116,8 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
 
 
 def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K). window: number of
-    tokens that each query sees, including its own."""
+    """Returns causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K). window:
+    number of tokens that each query sees, including its own."""
     num_tokens, group = q_BHTd.shape[2], q_BHTd.shape[1] // k_BKTd.shape[1]
     mask_TT = None
     if window is not None and num_tokens > window:
@@ -131,6 +131,6 @@ def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = 
 
 
 def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:
-    """Whether a kernel reads grouped heads in place: on a CPU, and flash attention on a GPU (half precision, no mask).
-    Otherwise torch would materialise the T x T matrix, which repeating keys and values avoids."""
+    """Returns whether a kernel reads grouped heads in place: on a CPU, and flash attention on a GPU (half precision, no
+    mask). Otherwise torch would materialise the T x T matrix, which repeating keys and values avoids."""
     return q_BHTd.device.type == "cpu" or (q_BHTd.dtype.itemsize == 2 and not masked)

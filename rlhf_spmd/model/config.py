@@ -52,8 +52,8 @@ _DEFAULTS = {
 
 
 def read_json(path: Path, *, any_size: bool = False) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object. any_size: of
-    whole numbers, see json_value."""
+    """Returns the object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object.
+    any_size: of whole numbers, see json_value."""
     try:
         values = json_value(read_bytes(path), any_size=any_size)
     except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +69,7 @@ def read_json(path: Path, *, any_size: bool = False) -> dict[str, Any]:
 
 
 def how_to_get(folder: Path) -> str:
-    """Advice for a missing model folder: a model of the Hugging Face hub must be downloaded first."""
+    """Returns advice for a missing model folder: a model of the Hugging Face hub must be downloaded first."""
     if len(folder.parts) == 2 and not is_folder(folder) and folder.parts[0] not in ("..", folder.root):
         return (
             f"if {folder} is a model of the Hugging Face hub, download it first on a machine with a network "
@@ -106,8 +106,8 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_config_json(path: Path) -> "ModelConfig":
-    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for a
-    folder with an adapter."""
+    """Returns the model that a config.json describes. Raises UserError naming the file and the key that is wrong, and
+    for a folder with an adapter."""
     refuse_adapter(path.parent)
     refuse_pipes(path.parent)
     values = read_json(path, any_size=True)  # from_hf names the key of a wrong one
@@ -197,12 +197,12 @@ class ModelConfig:
         return scaling.get("rope_type") or scaling.get("type") or "default"
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query in this layer sees, including its own; None: all of them."""
+        """Returns how many tokens a query in this layer sees, including its own; None: all of them."""
         return self.sliding_window if layer in self.sliding_layers else None
 
 
 def from_hf(values: dict[str, Any]) -> ModelConfig:
-    """The contents of a config.json of transformers 4 or 5 -> ModelConfig.
+    """Returns the contents of a config.json of transformers 4 or 5 -> ModelConfig.
 
     Raises UserError naming the key for unsupported families and features, and for values of the wrong type.
     """
@@ -288,7 +288,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
 
 
 def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face's eos_token_id (none, one or several ids) -> a tuple."""
+    """Returns hugging Face's eos_token_id (none, one or several ids) -> a tuple."""
     if eos is None:
         return ()
     ids = tuple(eos) if isinstance(eos, list) else (eos,)
@@ -309,7 +309,7 @@ def _token_id(values: dict[str, Any], name: str) -> int | None:
 
 
 def _number(values: dict[str, Any], name: str, *, zero: bool = False) -> float:
-    """A positive number; with `zero`, one that may be zero."""
+    """Returns a positive number; with `zero`, one that may be zero."""
     value = values[name]
     if not _is_number(value) or value < 0 or (value == 0 and not zero):
         raise UserError(f"{name!r} is {value!r}, but must be a positive number")

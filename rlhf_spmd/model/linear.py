@@ -95,7 +95,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def factors(self, own: Sequence[Tensor], copy: Copy | None = None) -> Factors:
-        """What `products` takes, rounded to the precision of the weights. own: as of the property."""
+        """Returns what `products` takes, rounded to the precision of the weights. own: as of the property."""
         copy, dtype = copy or _itself, self.layers[0].weight.dtype
         As, Bs = own[: len(own) // 2], [B_OR.to(dtype) for B_OR in own[len(own) // 2 :]]
         A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale).to(dtype)
@@ -234,7 +234,7 @@ class _Weights:
 
 
 def sum_bytes(model: nn.Module) -> int:
-    """Bytes of the copies of a model's weights with adapters in them, and of those that are joined with these."""
+    """Returns bytes of the copies of a model's weights with adapters in them, and of those that are joined with these."""
     sets = [parts for layer in model.layers.values() for parts in (*_siblings(layer), *([one] for one in _rest(layer)))]
     adapted = [parts for parts in sets if any(isinstance(part, Adapted) for part in parts)]
     return sum(part.weight.nbytes for parts in adapted for part in parts)
@@ -263,13 +263,13 @@ def lay_adjacent(layers: Iterable[nn.Module]) -> None:
 
 
 def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """The matrices of a layer that read the same input: q, k and v, and gate and up."""
+    """Returns the matrices of a layer that read the same input: q, k and v, and gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
 def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
-    """The matrices of a layer that are the only ones with their input."""
+    """Returns the matrices of a layer that are the only ones with their input."""
     return layer.self_attn.o_proj, layer.mlp.down_proj
 
 
@@ -284,7 +284,7 @@ def _joined(copy: Copy, parts: Sequence[nn.Linear], read: Read) -> tuple[Weight,
 
 
 def _is_adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether weights lie one behind the other, so that they can be read as one."""
+    """Returns whether weights lie one behind the other, so that they can be read as one."""
     return all(
         one.is_contiguous()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

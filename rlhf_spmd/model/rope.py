@@ -88,7 +88,7 @@ def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _llama3(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> Tensor:
-    """Llama 3.1: wavelengths above trained/low are divided by the factor, those below trained/high are kept."""
+    """Returns llama 3.1: wavelengths above trained/low are divided by the factor, those below trained/high are kept."""
     factor, low, high = (scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     plain_f = _plain(config.rope_theta, config.head_dim, dtype)

@@ -29,7 +29,7 @@ Gathered = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]  # modu
 
 
 def lengths_of(prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
-    """Tokens of each row; both are padded with -1."""
+    """Returns tokens of each row; both are padded with -1."""
     return ((prompts_BP >= 0).sum(1) + (responses_BG >= 0).sum(1)).tolist()
 
 
@@ -65,19 +65,19 @@ class Sequences:
 
     @classmethod
     def of(cls, tokens_BT: Tensor) -> "Sequences":
-        """Whole sequences to score, padded with -1 on the right: prompts without responses."""
+        """Returns whole sequences to score, padded with -1 on the right: prompts without responses."""
         return cls.join(tokens_BT, tokens_BT.new_empty(len(tokens_BT), 0))
 
     def context(self, model: Transformer) -> Packed:
-        """The attention context of these sequences, padded as the model wants it."""
+        """Returns the attention context of these sequences, padded as the model wants it."""
         return Packed(self.lengths, device=self.tokens_N.device, num_tokens=model.padded(len(self.tokens_N)))
 
     def last_B(self) -> Tensor:
-        """Index into N of each row's last token."""
+        """Returns index into N of each row's last token."""
         return torch.tensor(self.lengths, device=self.tokens_N.device).cumsum(0) - 1
 
     def spread(self, x_R: Tensor) -> Tensor:
-        """One number per response token -> [B, G], 0 on padding."""
+        """Returns one number per response token -> [B, G], 0 on padding."""
         flat = x_R.new_zeros(self.responses_BG.numel())
         return flat.index_copy(0, self.slots_R, x_R).view_as(self.responses_BG)
 
@@ -90,10 +90,10 @@ def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = Non
 
 
 def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered: Gathered) -> Iterator[Tensor]:
-    """The output of each batch on the only stage, the same bits as `forward`; each layer runs on all batches before the
-    next one. `gathered(modules)` is a context in which these modules have their weights, so a rank holds those of
-    one layer and of the modules besides the layers at a time, however many batches there are; inside, the heads below
-    may be called. For inference."""
+    """Yields the output of each batch on the only stage, the same bits as `forward`; each layer runs on all batches
+    before the next one. `gathered(modules)` is a context in which these modules have their weights, so a rank holds
+    those of one layer and of the modules besides the layers at a time, however many batches there are; inside, the
+    heads below may be called. For inference."""
     with gathered(model.besides_layers()):
         contexts = [batch.context(model) for batch in batches]
         states = [model.embedded(batch.tokens_N, context) for batch, context in zip(batches, contexts, strict=True)]

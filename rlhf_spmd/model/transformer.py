@@ -106,7 +106,7 @@ class RowLinear(nn.Linear):
         return self.summed(product(x, weight), packed=packed)
 
     def summed(self, part: Tensor, *, packed: bool) -> Tensor:
-        """The sum of the ranks' products, and the bias."""
+        """Returns the sum of the ranks' products, and the bias."""
         y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
         return y if self.bias is None else y + self.bias
 
@@ -297,8 +297,8 @@ class Transformer(nn.Module):
         parallel: Parallel | None = None,
         head: Head | None = None,
     ) -> "Transformer":
-        """A model on the weights of this one, which both then have in common, with adapters (None: without), whose
-        scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard. head:
+        """Returns a model on the weights of this one, which both then have in common, with adapters (None: without),
+        whose scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard. head:
         another one (None: this one's); a scalar head that this model lacks begins at zero."""
         parallel, head = parallel or self.parallel, head or self.head
         assert parallel.shard == self.parallel.shard, (parallel.shard, self.parallel.shard)
@@ -319,7 +319,7 @@ class Transformer(nn.Module):
         return made.requires_grad_(False)
 
     def trained_names(self) -> set[str]:
-        """The parameters that training changes: all, or with adapters these, and a scalar head."""
+        """Returns the parameters that training changes: all, or with adapters these, and a scalar head."""
         names = {name for name, _ in self.named_parameters()}
         return names if self.adapters is None else {one for one in names if is_factor(one) or one == "score.weight"}
 
@@ -392,7 +392,7 @@ class Transformer(nn.Module):
         return self.norm(x, fast=context.cached) if self.parallel.is_last else x
 
     def embedded(self, tokens: Tensor | None, context: AttentionContext, hidden: Tensor | None = None) -> Tensor:
-        """What the first layer of this stage reads."""
+        """Returns what the first layer of this stage reads."""
         if not self.parallel.is_first:
             return hidden
         assert tokens is not None and hidden is None, "the first stage begins with tokens"
@@ -406,15 +406,15 @@ class Transformer(nn.Module):
         return rope.cos_sin(context.positions, frequencies_f, factor, dtype, fast=context.cached)
 
     def besides_layers(self) -> list[nn.Module]:
-        """The modules with weights that are no layers: embedding, final norm, head."""
+        """Returns the modules with weights that are no layers: embedding, final norm, head."""
         return [module for name, module in self.named_children() if name != "layers"]
 
     def padded(self, num_tokens: int) -> int:
-        """The number N of tokens of a packed pass, including padding: a multiple of the tp ranks."""
+        """Returns the number N of tokens of a packed pass, including padding: a multiple of the tp ranks."""
         return -(-rows_for(num_tokens, self.dtype) // self.parallel.shard.tp) * self.parallel.shard.tp
 
     def output_shape(self, num_tokens: int) -> tuple[int, int]:
-        """The shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
+        """Returns the shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
         return self.padded(num_tokens) // self.parallel.shard.tp, self.config.hidden_size
 
     def through_stages(self, tokens: Tensor, context: AttentionContext) -> Tensor:
@@ -446,7 +446,7 @@ class Transformer(nn.Module):
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
 
     def _rope(self, positions: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
-        """The frequencies, computed once per device and precision."""
+        """Returns the frequencies, computed once per device and precision."""
         length = 0
         if self.config.rope_type == "dynamic":
             trained = self.config.max_position_embeddings

@@ -43,7 +43,7 @@ class Name:
 
 @cache
 def names() -> tuple[Name, ...]:
-    """The table, in the order of its file."""
+    """Returns the table, in the order of its file."""
     table = tomllib.loads(resources.files(__package__).joinpath("other_names.toml").read_text(encoding="utf-8"))
     return tuple(_name(kind, row) for kind in KINDS for row in table[kind])
 
@@ -55,7 +55,7 @@ def _name(kind: Kind, row: Mapping[str, Any]) -> Name:
 
 
 def find(program: str, key: str) -> Name | None:
-    """The entry of an option of another program; names count before patterns."""
+    """Returns the entry of an option of another program; names count before patterns."""
     known = [(pattern, name) for name in names() for pattern in name.theirs[program]]
     exact = (name for pattern, name in known if pattern == key)
     return next(exact, None) or next((name for pattern, name in known if fnmatchcase(key, pattern)), None)
@@ -63,7 +63,8 @@ def find(program: str, key: str) -> Name | None:
 
 @cache
 def elsewhere() -> dict[str, list[Name]]:
-    """Name of an option there, whole and without its groups -> its entries, for suggestions; patterns are left out."""
+    """Returns name of an option there, whole and without its groups -> its entries, for suggestions; patterns are left
+    out."""
     found: dict[str, list[Name]] = {}
     for name in names():
         every = [one for theirs in name.theirs.values() for one in theirs] + [*name.also]

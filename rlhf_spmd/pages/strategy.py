@@ -57,7 +57,7 @@ class Strategy:
         return placement
 
     def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
-        """The program of the placement. A UserError names this strategy."""
+        """Returns the program of the placement. A UserError names this strategy."""
         placement = self.placement(workload, cluster, options)
         try:
             return compile_program(workload, placement, cluster)
@@ -65,7 +65,8 @@ class Strategy:
             raise UserError(f"strategy {self.name}: {error}") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
+        """Returns options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong
+        one."""
         known, typed = self.parameters, {}
         for name, value in options.items():
             if name not in known:
@@ -79,7 +80,7 @@ class Strategy:
 
 
 def strategy_names() -> list[str]:
-    """The strategies that come with the package."""
+    """Returns the strategies that come with the package."""
     return modules_in("rlhf_spmd.strategies")
 
 

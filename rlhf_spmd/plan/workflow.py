@@ -235,13 +235,13 @@ class Workflow:
         return tuple(call for call in found if set(call.inputs) <= set(self.given))
 
     def without(self, calls: Sequence[Call]) -> "Workflow":
-        """The workflow in which the results of these calls are given."""
+        """Returns the workflow in which the results of these calls are given."""
         outputs = tuple(key for call in calls for key in call.outputs)
         left = tuple(call for call in self.calls if call not in calls)
         return replace(self, calls=left, given=(*self.given, *outputs))
 
     def independent(self, calls: Sequence[Call]) -> bool:
-        """Whether none of these calls depends on another one of them, directly or through other calls."""
+        """Returns whether none of these calls depends on another one of them, directly or through other calls."""
         made: set[str] = set()
         names = {call.name for call in calls}
         for call in self.calls:
@@ -252,21 +252,21 @@ class Workflow:
         return True
 
     def call(self, name: str) -> Call:
-        """The call of a name. Raises KeyError if there is none."""
+        """Returns the call of a name. Raises KeyError if there is none."""
         return self._by_name[name]
 
     def placed_call(self, name: str) -> ModelCall:
-        """The call of a model that has a name. Raises KeyError if there is none."""
+        """Returns the call of a model that has a name. Raises KeyError if there is none."""
         call = self._by_name[name]
         assert not isinstance(call, Compute), f"{name} has no model"
         return call
 
     def train_call(self, model: str) -> Train | None:
-        """The call that trains a model, or None."""
+        """Returns the call that trains a model, or None."""
         return next((call for call in self.calls if call.model == model and isinstance(call, Train)), None)
 
     def producer(self, key: str) -> Call | None:
-        """The call that makes a key; None for given keys."""
+        """Returns the call that makes a key; None for given keys."""
         return next((call for call in self.calls if key in call.outputs), None)
 
     def consumers(self, keys: tuple[str, ...]) -> tuple[Call, ...]:
@@ -275,8 +275,9 @@ class Workflow:
 
 
 def trains(call: Call, workflow: Workflow) -> bool:
-    """Whether a call belongs to the training of a batch: it trains, it infers with the weights with which training
-    begins, or it is a compute that only such calls read, which therefore has the state of the iteration that trains."""
+    """Returns whether a call belongs to the training of a batch: it trains, it infers with the weights with which
+    training begins, or it is a compute that only such calls read, which therefore has the state of the iteration that
+    trains."""
     if not isinstance(call, Compute):
         return isinstance(call, Train) or is_current(call)
     readers = workflow.consumers(call.outputs)
@@ -284,17 +285,17 @@ def trains(call: Call, workflow: Workflow) -> bool:
 
 
 def is_current(call: Call) -> bool:
-    """Whether a call infers with the weights with which the training of its batch begins."""
+    """Returns whether a call infers with the weights with which the training of its batch begins."""
     return isinstance(call, Infer) and call.current
 
 
 def is_gate(call: Call) -> bool:
-    """Whether a call only compares the generator's logprobs with its own, for the first mini-batch."""
+    """Returns whether a call only compares the generator's logprobs with its own, for the first mini-batch."""
     return isinstance(call, Infer) and not call.outputs
 
 
 def is_read_by_both(call: Call, workflow: Workflow) -> bool:
-    """Whether a compute is read by calls that train a batch and by calls that draw one."""
+    """Returns whether a compute is read by calls that train a batch and by calls that draw one."""
     readers = {trains(reader, workflow) for reader in workflow.consumers(call.outputs)}
     return isinstance(call, Compute) and len(readers) == 2
 
@@ -312,7 +313,7 @@ class Recorder:
     calls: list[Call] = field(default_factory=list)
 
     def model(self, name: str) -> "Model":
-        """A symbolic model. Raises UserError if no role has this name."""
+        """Returns a symbolic model. Raises UserError if no role has this name."""
         if name not in self.roles:
             raise UserError(f"the workflow uses the model {name!r}; ROLES has {', '.join(self.roles)}")
         return Model(name, self)
@@ -326,13 +327,14 @@ class Recorder:
                 raise UserError(f"{call}: {what} is not a {shape}; the order is prompts, then responses")
 
     def turns_of(self, keys: Iterable[str], *, rewards: bool = False) -> tuple[str, ...]:
-        """The keys that say which tokens of responses were drawn and, on request, the rewards of turns; none where
-        responses have one turn. keys: any."""
+        """Returns the keys that say which tokens of responses were drawn and, on request, the rewards of turns; none
+        where responses have one turn. keys: any."""
         wanted = (of(key) for of in (actions_of, *([rewards_of] if rewards else [])) for key in keys)
         return tuple(key for key in wanted if key in self.shapes)
 
     def tokens_of(self, call: str, prompts: Data, responses: Sequence[Data]) -> tuple[str, ...]:
-        """The keys of the sequences that a call reads. Raises UserError for two episodes, which have two prompts."""
+        """Returns the keys of the sequences that a call reads. Raises UserError for two episodes, which have two
+        prompts."""
         opened = [key for key in (opened_of(one.key) for one in responses) if key in self.shapes]
         if opened and len(responses) > 1:
             raise UserError(
@@ -357,12 +359,12 @@ class Recorder:
     def compute(
         self, function: str, *, makes: Mapping[str, Shape], scope: Scope = "row", sums: bool = False, **arguments: Data
     ) -> Data | tuple[Data, ...]:
-        """A pure computation on data, e.g. advantages, on the ranks that read its results.
+        """Returns a pure computation on data, e.g. advantages, on the ranks that read its results.
 
         function: its name; `advantages.estimate_advantages` is that of a file. makes: key -> shape of each result.
         arguments: parameter of the function -> data. scope: the rows that the function must see at once: one, all
-        samples of a prompt, a mini-batch, the batch. sums: the results become final in `FUNCTION_finish`, which gets
-        the sums of `FUNCTION_sums` over the batch.
+            samples of a prompt, a mini-batch, the batch. sums: the results become final in `FUNCTION_finish`, which
+            gets the sums of `FUNCTION_sums` over the batch.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
@@ -412,9 +414,9 @@ class Model:
     def infer(
         self, function: str, prompts: Data, *responses: Data, output: str | None = None, current: bool = False
     ) -> Data:
-        """A forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or `scores` of a
-        scalar one); output: its key. current: with the weights with which training begins, also where the responses
-        are drawn with older ones."""
+        """Returns a forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or
+        `scores` of a scalar one); output: its key. current: with the weights with which training begins, also where the
+        responses are drawn with older ones."""
         head, shape = READOUTS.get(function, ("", "row"))
         own = self.recorder.roles[self.name].head
         if head != own:

@@ -35,8 +35,8 @@ class ModelShape:
     adapters: Adapters | None = None
 
     def slice_sizes(self, tp: int, index: int) -> tuple[int, int, int]:
-        """Attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last slice is
-        the largest."""
+        """Returns attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last
+        slice is the largest."""
         kv_heads = len(split(self.num_kv_heads, tp, index))
         heads = kv_heads * (self.num_heads // self.num_kv_heads)
         return heads, kv_heads, len(split(self.intermediate_size, tp, index))
@@ -168,29 +168,29 @@ class Workload:
         return max(1, round(sum(prompts) / len(prompts))), max(1, round(self.forecast_lengths.mean))
 
     def row_shape(self, key: str) -> tuple[int, ...]:
-        """The shape of one row of a data key; () for a single number."""
+        """Returns the shape of one row of a data key; () for a single number."""
         shapes = {"prompt": (self.max_prompt,), "token+1": (self.max_response + 1,), "row": ()}
         shapes["kept"] = (self.max_response, self.max_kept)
         return shapes.get(self.workflow.shapes[key], (self.max_response,))
 
     def row_bytes(self, key: str) -> int:
-        """Bytes of one row of a data key on the wire: int32 or float32."""
+        """Returns bytes of one row of a data key on the wire: int32 or float32."""
         return 4 * prod(self.row_shape(key))
 
     def needs_batch(self, call: Call) -> bool:
-        """Whether a call needs all rows of the iteration: no mini-batch holds the scope of a compute, or it infers with
-        the weights with which training begins."""
+        """Returns whether a call needs all rows of the iteration: no mini-batch holds the scope of a compute, or it
+        infers with the weights with which training begins."""
         if not isinstance(call, Compute):
             return is_current(call)
         return call.sums or call.scope == "batch" or self._splits_groups(call)
 
     def _splits_groups(self, call: Compute) -> bool:
-        """Whether a call reads groups that begin in one mini-batch and end in the next."""
+        """Returns whether a call reads groups that begin in one mini-batch and end in the next."""
         return call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
 
     def columns_seen(self, call: Call, columns: range) -> range:
-        """The columns that a call must see to make some columns: more than these if its scope is larger than a row. The
-        samples of a prompt are neighbours."""
+        """Returns the columns that a call must see to make some columns: more than these if its scope is larger than a
+        row. The samples of a prompt are neighbours."""
         if not isinstance(call, Compute) or call.scope == "row" or not columns:
             return columns
         if call.scope != "group" or self._splits_groups(call):
@@ -199,7 +199,8 @@ class Workload:
         return range(columns.start // group * group, -(-columns.stop // group) * group)
 
     def largest_tp(self, cluster: Cluster, *, pp: int = 1) -> int:
-        """The largest tp that the key-value heads of every model, every node, and all ranks with pp stages allow."""
+        """Returns the largest tp that the key-value heads of every model, every node, and all ranks with pp stages
+        allow."""
         num_ranks = cluster.num_devices
         heads = min((shape.num_kv_heads for shape in self.models.values() if shape), default=1)
         devices = min(node.num_devices for node in cluster.nodes)
@@ -207,12 +208,12 @@ class Workload:
         return max(sizes, default=1)
 
     def shape(self, model: str) -> ModelShape:
-        """The shape of a model that has weights."""
+        """Returns the shape of a model that has weights."""
         shape = self.models[model]
         assert shape is not None, f"{model} has no weights"
         return shape
 
     def trained_number_bytes(self, model: str) -> int:
-        """Bytes of a number that training changes: of a weight in the compute precision, or of an adapter."""
+        """Returns bytes of a number that training changes: of a weight in the compute precision, or of an adapter."""
         shape = self.models[model]
         return NUMBER_BYTES if shape is not None and shape.adapters is not None else self.param_bytes

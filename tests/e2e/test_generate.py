@@ -100,7 +100,7 @@ def test_greedy_is_what_transformers_generates(warm, tmp_path):
 
 
 def cut(row: list[int]) -> list[int]:
-    """The tokens up to and including the EOS."""
+    """Returns the tokens up to and including the EOS."""
     (eos,) = read_config(ACTOR).eos_token_ids
     return row[: row.index(eos) + 1] if eos in row else row
 

@@ -58,7 +58,7 @@ def command_for_two() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What a user has after the sections about data and configuration."""
+    """Returns what a user has after the sections about data and configuration."""
     folder = tmp_path_factory.mktemp("gsm8k")
     rows = [
         {

@@ -118,7 +118,7 @@ def test_signals_and_another_number_of_ranks(overrides, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(overrides, tmp_path_factory) -> Path:
-    """A run of three iterations on one rank, with checkpoints of the last two."""
+    """Returns a run of three iterations on one rank, with checkpoints of the last two."""
     folder = tmp_path_factory.mktemp("runs")
     done(1, *overrides, "iterations=3", "num_samples=0", "--runs", folder, "--name", "finished")
     return folder / "finished"

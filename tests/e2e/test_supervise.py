@@ -67,7 +67,7 @@ time.sleep(0.3)
 
 
 def marked(name: str) -> list[int]:
-    """The processes that live and have this in their environment."""
+    """Returns the processes that live and have this in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

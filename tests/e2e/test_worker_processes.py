@@ -64,7 +64,7 @@ def words(tmp_path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """A run on two ranks whose function changes nothing, without workers."""
+    """Returns a run on two ranks whose function changes nothing, without workers."""
     folder = tmp_path_factory.mktemp("alone")
     return trained(words_in(folder), 2, folder / "alone")
 
@@ -161,7 +161,7 @@ def processes() -> list[int]:
 
 
 def command_of(process: int) -> bytes:
-    """Empty for a process that has ended."""
+    """Returns empty for a process that has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:

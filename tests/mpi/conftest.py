@@ -61,13 +61,13 @@ def _named_ranks(size: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def named_ranks(world):
-    """The ranks of the named groups that every test may use; some hold one rank, `the_same` those of `all`."""
+    """Returns the ranks of the named groups that every test may use; some hold one rank, `the_same` those of `all`."""
     return _named_ranks(world.size)
 
 
 @pytest.fixture(scope="session")
 def world():
-    """The ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
+    """Yields the ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
     global _world
     _world = World.discover(deadline_s=DEADLINE_S)
     _world.use_device("auto")
@@ -102,7 +102,7 @@ def make_group(world):
 
 @pytest.fixture(scope="module")
 def shared_folder(world):
-    """A folder that all ranks see (they share a machine), gone behind the last test of a file."""
+    """Yields a folder that all ranks see (they share a machine), gone behind the last test of a file."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(world.bcast(name, what="the folder"))
         world.barrier("the end of the folder")

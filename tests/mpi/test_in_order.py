@@ -51,7 +51,7 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
-    """Checkpoints of models with four layers, and prompts."""
+    """Returns checkpoints of models with four layers, and prompts."""
     if world.rank == 0:
         write_model(shared_folder / "actor", num_layers=4)
         write_model(shared_folder / "reward", num_layers=4, head="scalar", seed=1)

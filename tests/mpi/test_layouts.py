@@ -57,7 +57,7 @@ def grid(ranks, **options) -> Layout:
 
 
 def everywhere(num: int, *, frozen: dict | None = None, **options):
-    """One layout for all calls of all models; `frozen` changes that of reference and reward."""
+    """Returns one layout for all calls of all models; `frozen` changes that of reference and reward."""
 
     def place(workload: Workload, cluster: Cluster) -> Placement:
         trained = grid(range(num), **options)
@@ -78,7 +78,7 @@ def everywhere(num: int, *, frozen: dict | None = None, **options):
 
 
 def by_kind(num: int, *, generate: Layout, train: Layout, infer: Layout | None = None, critic: Layout | None = None):
-    """Generation, training and inference each in a layout."""
+    """Returns generation, training and inference each in a layout."""
 
     def place(workload: Workload, cluster: Cluster) -> Placement:
         layouts = {}
@@ -160,7 +160,7 @@ LONGEST = "reallocation zero 3"  # only in `make test-slow`
 
 
 def smallest(placement: str) -> int:
-    """The number of ranks of the smallest launch that has enough of them."""
+    """Returns the number of ranks of the smallest launch that has enough of them."""
     return min(size for size in NUM_RANKS if size >= PLACEMENTS[placement][0])
 
 
@@ -196,7 +196,7 @@ def write_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
-    """Checkpoints with enough heads and layers for the largest grids."""
+    """Returns checkpoints with enough heads and layers for the largest grids."""
     if world.rank == 0:
         write_models(shared_folder)
     world.barrier("the checkpoints")
@@ -304,7 +304,7 @@ def test_the_world_still_works(world):
 
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
-    """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
+    """Returns one epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
     settings = with_value(settings, "ppo.epochs", 1)
     monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(parity_gate.PARITY_TOLERANCE, "float64", 1e-4)

@@ -99,7 +99,7 @@ def fits(team: Team, name: str) -> None:
 
 
 def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tuple[Transformer, Transformer]:
-    """Random everywhere, norms and biases too."""
+    """Returns random everywhere, norms and biases too."""
     config = make_config(name)
     whole = Transformer(config, head=head, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +114,8 @@ def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tu
 
 
 def make_batch(num: int = 5, seed: int = 7, stop: int = 29) -> tuple[Sequences, Tensor]:
-    """Odd lengths, one-token prompts, a row without response; the sampling supports hold each token and some others."""
+    """Returns odd lengths, one-token prompts, a row without response; the sampling supports hold each token and some
+    others."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, 1 + (i * 3 + seed) % 4).tolist() for i in range(num)]
     responses = [rng.integers(4, stop, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist() for i in range(num)]
@@ -331,7 +332,7 @@ def test_draws_only_known_tokens(team, name, options):
 
 
 def drawn_alike(team, name: str, options: dict) -> Tensor:
-    """The responses, after a comparison of the shards with the whole model."""
+    """Returns the responses, after a comparison of the shards with the whole model."""
     whole, mine = whole_and_shard(team, name, "lm", torch.float32)
     rng = np.random.default_rng(3)
     prompts_BP = pad([rng.integers(0, VOCAB, 1 + 2 * i % 5).tolist() for i in range(6)])

@@ -41,14 +41,14 @@ def chain(site):
 
 
 def models(site, name) -> dict[str, bytes]:
-    """What the stages have written."""
+    """Returns what the stages have written."""
     runs = {stage: site.runs / f"{name}-{stage}" / role for stage, role in STAGES.items()}
     return {stage: (folder / "model.safetensors").read_bytes() for stage, folder in runs.items()}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(site, chain):
-    """The models of a chain that nothing disturbs."""
+    """Returns the models of a chain that nothing disturbs."""
     jobs, _ = chain("alone")
     assert list(jobs) == list(STAGES)
     for job in jobs.values():

@@ -66,7 +66,7 @@ def add(a: int, b: int, *, carries: bool = True) -> int:
 
 
 def problems() -> list[tuple[int, int]]:
-    """All problems in random order."""
+    """Returns all problems in random order."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(SEEDS["problems"]).shuffle(pairs)
     return pairs
@@ -102,7 +102,7 @@ def write_problems(path: Path, some: list[tuple[int, int]], answer_of, column: s
 
 
 def new_actor(folder: Path, recipe: Recipe) -> Transformer:
-    """A model with random weights, with its tokenizer, in a folder."""
+    """Returns a model with random weights, with its tokenizer, in a folder."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=3 + len(CHARACTERS),

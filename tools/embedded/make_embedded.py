@@ -106,14 +106,14 @@ def train_tokenizer(folder: Path, recipe: Recipe) -> None:
 
 
 def next_token_loss(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, without padding."""
+    """Returns mean cross-entropy in nats per token, without padding."""
     logits_BTV = model.logits(model(tokens_BT[:, :-1]))
     return cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten(), ignore_index=-1)
 
 
 @torch.no_grad()
 def held_out_loss(folder: Path, tokenizer, num: int = 512) -> float:
-    """Nats per token of a model on fresh scenes."""
+    """Returns nats per token of a model on fresh scenes."""
     rng = random.Random(SEEDS["held_out"])
     tokens_BT = pad_rows([encode(tokenizer, *grammar.scene(rng)) for _ in range(num)])
     return next_token_loss(load_model(str(folder), head="lm"), tokens_BT).item()
@@ -130,7 +130,7 @@ def round_weights(model: Transformer) -> None:
 
 
 def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
-    """A freshly initialised model of the recipe's shape."""
+    """Returns a freshly initialised model of the recipe's shape."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.vocab_size,
@@ -163,7 +163,7 @@ def shipped(trained_folder: Path, head: str, folder: Path, tokenizer) -> None:
 
 
 def scenes(seed: int, num: int, damage: int = 0) -> Iterator[dict]:
-    """Rows of a text each. damage: how often each is damaged."""
+    """Yields rows of a text each. damage: how often each is damaged."""
     rng = random.Random(seed)
     for _ in range(num):
         text = "".join(grammar.scene(rng))

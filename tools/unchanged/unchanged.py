@@ -124,7 +124,7 @@ def assert_from(tree: Path) -> None:
 
 
 def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
-    """The results of a tree by its own copy of this tool, and the seconds that it took."""
+    """Returns the results of a tree by its own copy of this tool, and the seconds that it took."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unchanged_") as folder:
         run_in(tree, ["unchanged", "--write", folder, "--only", part])
@@ -154,7 +154,7 @@ def git(*words: str) -> str:
 
 
 def sha_of(commit: str) -> str:
-    """The full hash of a commit that has this tool."""
+    """Returns the full hash of a commit that has this tool."""
     try:
         sha = git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except subprocess.CalledProcessError:
@@ -178,7 +178,7 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
-    """What a commit computes, and the seconds that it took: 0 where it comes from the cache."""
+    """Returns what a commit computes, and the seconds that it took: 0 where it comes from the cache."""
     path = CACHE / commit / f"{part}.json"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -192,7 +192,7 @@ def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
 
 
 def machine() -> dict[str, str]:
-    """The properties of the machine on which bits may depend."""
+    """Returns the properties of the machine on which bits may depend."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     told = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in info}
     about = {name: told.get(name, "") for name in ("model name", "flags")}

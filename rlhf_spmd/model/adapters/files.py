@@ -118,7 +118,7 @@ def check_rank_of_layer(path: str, rank: int, shape: Size) -> None:
 
 
 def _is_layer(name: str, shape: Size) -> bool:
-    """Whether a tensor is the weight of a linear layer that can be adapted: not the embeddings, and no head."""
+    """Returns whether a tensor is the weight of a linear layer that can be adapted: not the embeddings, and no head."""
     return name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
 
 

@@ -43,7 +43,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def no_chat_template(where: str, folder: str | Path) -> UserError:
-    """The error for a row that is a list of messages, if the tokenizer in the folder has no chat template."""
+    """Returns the error for a row that is a list of messages, if the tokenizer in the folder has no chat template."""
     return UserError(
         f"{where}: the prompt is a list of messages, and the tokenizer in {folder} has no chat template; "
         "give data.chat_template=FILE, or write the prompts as text"
@@ -51,9 +51,9 @@ def no_chat_template(where: str, folder: str | Path) -> UserError:
 
 
 def read_backend(folder: Path, *, named: bool = True) -> Any:
-    """The tokenizer of tokenizer.json (of the package `tokenizers`), with the added tokens that the other files list
-    and, if `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token different
-    ids."""
+    """Returns the tokenizer of tokenizer.json (of the package `tokenizers`), with the added tokens that the other files
+    list and, if `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token
+    different ids."""
     from tokenizers import AddedToken, Tokenizer
 
     path = folder / BACKEND
@@ -79,9 +79,9 @@ def read_backend(folder: Path, *, named: bool = True) -> Any:
 
 
 def same_behaviour(one: Path, other: Path) -> bool:
-    """Whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, and how texts become
-    tokens and tokens texts. How the files are written, chat templates and the names of special tokens (`eos_token`) do
-    not count, as they change no token. False for a folder without a tokenizer."""
+    """Returns whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, and how
+    texts become tokens and tokens texts. How the files are written, chat templates and the names of special tokens
+    (`eos_token`) do not count, as they change no token. False for a folder without a tokenizer."""
     if not (_has_tokenizer(one) and _has_tokenizer(other)):
         return False
     if one.resolve() == other.resolve() or _hash(one) == _hash(other):
@@ -118,7 +118,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """The text of a token that is given as text, or as an object with its flags; empty for anything else."""
+    """Returns the text of a token that is given as text, or as an object with its flags; empty for anything else."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
@@ -131,7 +131,7 @@ def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_name(settings: Mapping[str, Any]) -> list[Any]:
-    """The other special tokens."""
+    """Returns the other special tokens."""
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
     return [token for token in more if _text(token)] if isinstance(more, list) else []
 
@@ -219,7 +219,7 @@ def _hash_at(folder: str, stamp: tuple) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _behaviour(folder: str, stamp: tuple) -> str:
-    """A hash of what the tokenizer does."""
+    """Returns a hash of what the tokenizer does."""
     path = Path(folder)
     about = _of_vocabularies(path)
     if (path / BACKEND).is_file():  # a name may make a new token, but does not make another one of an old token
@@ -228,7 +228,7 @@ def _behaviour(folder: str, stamp: tuple) -> str:
 
 
 def _of_backend(backend: Any) -> dict[str, Any]:
-    """What a tokenizer does, whatever version of its package wrote it."""
+    """Returns what a tokenizer does, whatever version of its package wrote it."""
     values = json.loads(backend.to_str())
     for key in ("version", "truncation", "padding", "post_processor"):
         values.pop(key, None)
@@ -250,7 +250,7 @@ def _without_offsets(values: Any) -> Any:
 
 
 def _of_vocabularies(folder: Path) -> dict[str, Any]:
-    """What is known of a tokenizer without tokenizer.json."""
+    """Returns what is known of a tokenizer without tokenizer.json."""
     settings = _settings(folder)
     found = {key: settings.get(key) for key in OF_CLASS} | {"listed": _listed(folder, {})}
     found["tokenizer_class"] = str(settings.get("tokenizer_class")).removesuffix("Fast")

@@ -39,13 +39,13 @@ class Curve:
             raise UserError(f"a curve needs at least two amounts that ascend, not {list(self.amounts)}")
 
     def at(self, amount: float) -> float:
-        """Seconds at an amount."""
+        """Returns seconds at an amount."""
         end = min(max(bisect_left(self.amounts, amount), 1), len(self.amounts) - 1)
         (x, y), (next_x, next_y) = ((self.amounts[i], self.seconds[i]) for i in (end - 1, end))
         return max(0.0, y + (amount - x) / (next_x - x) * (next_y - y))
 
     def times(self, factor: float) -> "Curve":
-        """All seconds multiplied by a factor."""
+        """Returns all seconds multiplied by a factor."""
         return replace(self, seconds=tuple(factor * second for second in self.seconds))
 
 
@@ -57,11 +57,11 @@ class Layered:
     rest: Curve
 
     def at(self, num_layers: int, amount: float, *, rest: bool = True) -> float:
-        """Seconds of so many layers, with the rest or, for a stage before the last one, without."""
+        """Returns seconds of so many layers, with the rest or, for a stage before the last one, without."""
         return num_layers * self.layer.at(amount) + (self.rest.at(amount) if rest else 0.0)
 
     def times(self, factor: float) -> "Layered":
-        """All seconds multiplied by a factor."""
+        """Returns all seconds multiplied by a factor."""
         return Layered(self.layer.times(factor), self.rest.times(factor))
 
 
@@ -81,7 +81,7 @@ class ByLength:
             )
 
     def at(self, num_layers: int, tokens: float, length: float, *, rest: bool = True) -> float:
-        """Seconds of a pass of so many tokens in sequences of one length; rest: see Layered."""
+        """Returns seconds of a pass of so many tokens in sequences of one length; rest: see Layered."""
         length = min(max(length, self.lengths[0]), self.lengths[-1])
         after = max(bisect_left(self.lengths, length), 1)
         if after >= len(self.lengths):
@@ -91,7 +91,7 @@ class ByLength:
         return (1 - share) * before_s + share * after_s
 
     def times(self, factor: float) -> "ByLength":
-        """All seconds multiplied by a factor."""
+        """Returns all seconds multiplied by a factor."""
         return replace(self, tables=tuple(table.times(factor) for table in self.tables))
 
 
@@ -147,14 +147,14 @@ class Device:
             raise UserError(f"reserve {self.reserve:g} is not a share of a device's memory between 0 and 1")
 
     def decode_step_s(self, busy_s: float, num_layers: int, num_reduces: int) -> float:
-        """Seconds of a decode step of so many layers and all-reduces, whose kernels take busy_s: the host starts them
-        while others run, or the device pauses between those of a graph."""
+        """Returns seconds of a decode step of so many layers and all-reduces, whose kernels take busy_s: the host
+        starts them while others run, or the device pauses between those of a graph."""
         if self.graph_layer_s is not None:
             return busy_s + num_layers * self.graph_layer_s
         return max(busy_s, num_layers * self.decode_layer_s + num_reduces * self.decode_reduce_s)
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
-        """The table of a shape with any number of layers."""
+        """Returns the table of a shape with any number of layers."""
         wanted = replace(shape, num_layers=0), tp, param_bytes
         return next((one for one in self.measured if (one.shape, one.tp, one.param_bytes) == wanted), None)
 
@@ -229,7 +229,7 @@ class Calibration:
 
 
 def fit_link(times_s: Sequence[tuple[int, float, float]]) -> Link:
-    """The link that explains measured all-gathers best; times_s: ranks, bytes of the whole, seconds.
+    """Returns the link that explains measured all-gathers best; times_s: ranks, bytes of the whole, seconds.
 
     Least squares of the relative error of (n - 1) latency + (n - 1) / n bytes / bandwidth, the ring of seconds.py.
     """

@@ -35,7 +35,7 @@ class Pieces:
 
 
 def expected(table: Measured, rows: Lengths) -> Pieces:
-    """Seconds of the pieces by a table with prefill and decode; rows: tokens of prompt and response."""
+    """Returns seconds of the pieces by a table with prefill and decode; rows: tokens of prompt and response."""
     assert table.prefill and table.decode
     tokens, prompts = sum(map(sum, rows)), sum(prompt for prompt, _ in rows)
     update_s = table.update.at(replace(table.shape, num_layers=NUM_LAYERS).num_params)
@@ -48,7 +48,7 @@ def expected(table: Measured, rows: Lengths) -> Pieces:
 
 
 def probed_table(device: Device) -> Measured | None:
-    """The table to measure again: of the smallest model that generates, with tp 1; None if there is none."""
+    """Returns the table to measure again: of the smallest model that generates, with tp 1; None if there is none."""
     known = [one for one in device.measured if one.tp == 1 and one.prefill and one.decode]
     return min(known, key=lambda one: replace(one.shape, num_layers=NUM_LAYERS).num_params, default=None)
 
@@ -74,7 +74,7 @@ class Scale:
 
 
 def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
-    """The calibration with the seconds of one type of device scaled."""
+    """Returns the calibration with the seconds of one type of device scaled."""
     before = calibration.devices[device]
     changed = replace(
         before,

@@ -218,7 +218,7 @@ class _Simulation:
             self.at(max(self.now, self.latest.get((rank, transfer), 0.0)), lambda: self._end((rank,)))
 
     def _part(self, transfer: int, rank: int) -> Sequence[Message]:
-        """The messages of a transfer of data that a rank sends or receives."""
+        """Returns the messages of a transfer of data that a rank sends or receives."""
         moved = self.program.transfers[transfer]
         if moved.reallocation is not None:
             return ()

@@ -23,7 +23,7 @@ STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """The workload of a run that draws ahead with its parity gates, and where they run: as the generation whose
+    """Returns the workload of a run that draws ahead with its parity gates, and where they run: as the generation whose
     logprobs training reads."""
     workflow, layouts = workload.workflow, dict(placement.layouts)
     calls: list[Call] = list(workflow.calls)
@@ -49,13 +49,14 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
 
 
 def _repeats(call: Call, train: Train) -> bool:
-    """Whether a call computes the generator's logprobs of what training reads again, with the weights that drew."""
+    """Returns whether a call computes the generator's logprobs of what training reads again, with the weights that
+    drew."""
     is_pass = isinstance(call, Infer) and call.function == LOGPROBS and not call.current
     return is_pass and call.model == train.model and set(train.responses) <= set(call.inputs)
 
 
 def draws(program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction of a step works on the batch that is drawn, and not on the one that trains."""
+    """Returns whether an instruction of a step works on the batch that is drawn, and not on the one that trains."""
     workflow = program.workload.workflow
     if isinstance(instruction, Run):
         return not trains(workflow.call(instruction.call), workflow)
@@ -65,7 +66,7 @@ def draws(program: Program, instruction: Instruction) -> bool:
 
 
 def drawn_by(program: Program, rank: int) -> bool:
-    """Whether a rank makes anything of the batch that a step draws."""
+    """Returns whether a rank makes anything of the batch that a step draws."""
     if not program.placement.ahead:
         return False
     runs = (one for one in program.instructions[rank] if isinstance(one, Run) and draws(program, one))
@@ -73,19 +74,20 @@ def drawn_by(program: Program, rank: int) -> bool:
 
 
 def transfer_draws(program: Program, number: int) -> bool:
-    """Whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
+    """Returns whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
     workflow, transfer = program.workload.workflow, program.transfers[number]
     makers = [workflow.producer(key) for key in transfer.keys]
     return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
 
 
 def is_in(program: Program, instruction: Instruction, part: str) -> bool:
-    """Whether a part of a run executes an instruction of a step."""
+    """Returns whether a part of a run executes an instruction of a step."""
     return part == STEP or isinstance(instruction, Agree) or draws(program, instruction) == (part == PROLOGUE)
 
 
 def part_of(program: Program, part: str) -> Program:
-    """The prologue or the epilogue of the program of a step. What it leaves out of the transfers has no messages."""
+    """Returns the prologue or the epilogue of the program of a step. What it leaves out of the transfers has no
+    messages."""
     if part == STEP:
         return program
     is_prologue = part == PROLOGUE

@@ -124,7 +124,7 @@ class _Compiler:
             instructions.append(Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
-        """The calls before training; those that exchange together form one unit."""
+        """Returns the calls before training; those that exchange together form one unit."""
         workflow = self.workload.workflow
         calls = [call for call in workflow.calls if not isinstance(call, Train)]
         if self.placement.ahead:  # the batch that is drawn comes first
@@ -159,11 +159,11 @@ class _Compiler:
         self._once(rank, Wait(number))
 
     def _number(self, index: int, piece: int | None) -> int:
-        """The transfer of a move; the moves of one mini-batch stand together."""
+        """Returns the transfer of a move; the moves of one mini-batch stand together."""
         return index + (piece or 0) * len(self.moves)
 
     def _arriving(self, consumers: tuple[str, ...]) -> dict[int, list[int]]:
-        """The moves that each rank waits for before some calls, by index."""
+        """Returns the moves that each rank waits for before some calls, by index."""
         arriving: dict[int, list[int]] = {}
         for index, move in enumerate(self.moves):
             if move.consumers == consumers and not self._waits_for_next_step(move):
@@ -172,14 +172,14 @@ class _Compiler:
         return arriving
 
     def _waits_for_next_step(self, move: Move) -> bool:
-        """Whether rows are drawn in this step and trained on in the next one, before which all Waits end."""
+        """Returns whether rows are drawn in this step and trained on in the next one, before which all Waits end."""
         workflow = self.workload.workflow
         made_by, read_by = (workflow.call(names[0]) for names in (move.producers, move.consumers))
         return self.placement.ahead > 0 and trains(read_by, workflow) and not trains(made_by, workflow)
 
     def _is_last(self, number: int) -> bool:
-        """Whether rows move at the end of the step: by NCCL they would have to wait there for ranks that train, and in
-        front of all that their sender sends after them, so that drawing would wait for training."""
+        """Returns whether rows move at the end of the step: by NCCL they would have to wait there for ranks that train,
+        and in front of all that their sender sends after them, so that drawing would wait for training."""
         move = self.moves[number % len(self.moves)]
         by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
         return by_nccl and self._waits_for_next_step(move)
@@ -213,7 +213,7 @@ class _Compiler:
     def _split(
         self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None
     ) -> tuple[Sequence[range | None], Sequence[range | None]]:
-        """The columns to compute before and after the late moves arrive; None means all of them."""
+        """Returns the columns to compute before and after the late moves arrive; None means all of them."""
         if call.name not in self.placement.own_first or group is not None:
             return [], [None]
         messages = [message for index in late for message in self.moves[index].transfer.messages]
@@ -272,7 +272,7 @@ class _Compiler:
                 self._once(rank, Post(number))
 
     def _group(self, ranks: tuple[int, ...] | None, purpose: str = COLLECTIVES) -> str | None:
-        """The name of a group, which is made if it is new; None for a rank alone."""
+        """Returns the name of a group, which is made if it is new; None for a rank alone."""
         if ranks is None or len(ranks) == 1:
             return None
         name = group_name(ranks, purpose)
@@ -307,7 +307,7 @@ class _Compiler:
 
 
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
-    """The models that a rank keeps in host memory between calls, and the calls that use them."""
+    """Returns the models that a rank keeps in host memory between calls, and the calls that use them."""
     users: dict[str, tuple[str, ...]] = {}
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]

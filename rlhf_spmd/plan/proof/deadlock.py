@@ -28,7 +28,7 @@ Hang = tuple[int, int, str]  # rank, position of the instruction in its list, wh
 
 
 def misorders(program: Program) -> list[Hang]:
-    """Ranks that do not post the transfers between calls in one global order for each communicator."""
+    """Returns ranks that do not post the transfers between calls in one global order for each communicator."""
     return [hang for communicator in (WORLD, HOST) for hang in _misorders(program, communicator)]
 
 
@@ -60,8 +60,10 @@ def _misorders(program: Program, communicator: str) -> list[Hang]:
 
 
 def hangs(program: Program) -> list[Hang]:
-    """The deadlocks under in-order semantics, the strictest of any backend; if possible as the simpler problems behind
-    them: orders of posts that do not fit, and deadlocks on any backend."""
+    """Returns the deadlocks under in-order semantics, the strictest of any backend; if possible as the simpler problems
+    behind
+    them: orders of posts that do not fit, and deadlocks on any backend.
+    """
     in_order = deadlocks(program, in_order=True)
     return in_order and ([*misorders(program), *deadlocks(program)] or in_order)
 
@@ -93,7 +95,8 @@ class _Transfers:
         return self._queued(rank, (number, False))
 
     def chain(self, number: int) -> set[int]:
-        """All ranks of a reallocation stand at its Wait. Returns the ranks for which something may have changed."""
+        """Returns all ranks of a reallocation stand at its Wait. Returns the ranks for which something may have
+        changed."""
         chains = (number, True)
         ranks = [rank for rank in self.transfers[number].ranks if (rank, chains) not in self._places]
         return set().union(*(self._queued(rank, chains) for rank in ranks))
@@ -125,7 +128,7 @@ class _Transfers:
         return changed
 
     def _released(self, rank: int, operation: "Operation", *, again: bool) -> Sequence[int]:
-        """The ranks of an operation whose peers have all reached it, now that this one has (again)."""
+        """Returns the ranks of an operation whose peers have all reached it, now that this one has (again)."""
         number, chained = operation
         if chained:  # each is a peer of all others, so all are released by the last one
             ranks = self.transfers[number].ranks
@@ -139,7 +142,7 @@ class _Transfers:
         return [one for one in candidates if not self._left.get((one, operation), len(self._peers(one, operation)))]
 
     def missing(self, rank: int, number: int, *, chained: bool = False) -> set[int]:
-        """The ranks for which a posted transfer still waits."""
+        """Returns the ranks for which a posted transfer still waits."""
         operation = number, chained
         if not self.in_order:
             return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
@@ -157,7 +160,7 @@ class _Transfers:
         return queue[head] if head < len(queue) else None
 
     def _peers(self, rank: int, operation: "Operation") -> set[int]:
-        """The ranks that a rank needs for an operation."""
+        """Returns the ranks that a rank needs for an operation."""
         number, chained = operation
         transfer = self.transfers[number]
         if (rank, operation) not in self._known:
@@ -229,7 +232,7 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
 
 
 def _late(program: Program, rank: int, instruction: Instruction, current: Current, transfers: _Transfers) -> set[int]:
-    """The ranks for which `instruction` still waits."""
+    """Returns the ranks for which `instruction` still waits."""
     if isinstance(instruction, Wait) and not program.moves_weights(instruction):
         return transfers.missing(rank, instruction.transfer)
     late = {member for member in program.together(rank, instruction) if current(member) != instruction}

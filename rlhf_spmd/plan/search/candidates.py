@@ -32,7 +32,7 @@ Allowed = Callable[[ModelCall, Layout, Cluster], bool]
 
 
 def anything(call: ModelCall, layout: Layout, cluster: Cluster) -> bool:
-    """The whole search space."""
+    """Returns the whole search space."""
     return True
 
 
@@ -74,7 +74,7 @@ class Candidate:
         object.__setattr__(self, "copy", (pp, tp, self.first % (pp * tp)))
 
     def on(self, mesh: Mesh) -> "Candidate":
-        """The same on another mesh of its kind. (dataclasses.replace takes four times as long.)"""
+        """Returns the same on another mesh of its kind. (dataclasses.replace takes four times as long.)"""
         return Candidate(
             self.layout,
             mesh.ranks,
@@ -120,7 +120,7 @@ class CallCosts:
         self.updates_s: dict[tuple[object, ...], tuple[float, float]] = {}  # gathering weights, an update
 
     def candidates(self, call: ModelCall) -> tuple[Candidate, ...]:
-        """The candidates of a call that no other one beats in all costs, quick ones first."""
+        """Returns the candidates of a call that no other one beats in all costs, quick ones first."""
         candidates: list[Candidate] = []
         of_kind: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
         for mesh in meshes(self.cost.cluster):
@@ -132,8 +132,8 @@ class CallCosts:
         return tuple(sorted(candidates, key=lambda one: one.seconds))
 
     def _unbeaten(self, call: ModelCall, found: list[Candidate]) -> Iterator[Candidate]:
-        """The unbeaten among candidates on one mesh; if other calls use the model or its base, only candidates with the
-        same grid, ZeRO 3 and offloading compete."""
+        """Yields the unbeaten among candidates on one mesh; if other calls use the model or its base, only candidates
+        with the same grid, ZeRO 3 and offloading compete."""
         calls, bases = self.workload.workflow.placed_calls, self.workload.bases
         same = [one for one in calls if bases.get(one.model, one.model) == bases.get(call.model, call.model)]
         alone = len(same) == 1
@@ -151,7 +151,7 @@ class CallCosts:
                     yield one
 
     def candidate(self, call: ModelCall, mesh: Mesh, layout: Layout) -> Candidate:
-        """A call in a layout on a mesh."""
+        """Returns a call in a layout on a mesh."""
         seconds = {"generate": self._generate_s, "infer": self._infer_s, "train": self._train_s}[call.kind]
         whole_s, piece_s = seconds(call, layout, mesh)
         cost, workload = self.cost, self.workload
@@ -218,13 +218,13 @@ class CallCosts:
         return self.known_s[key]
 
     def _slowdown(self, mesh: Mesh) -> float:
-        """The factor by which ranks that share the cores of a node slow each other down."""
+        """Returns the factor by which ranks that share the cores of a node slow each other down."""
         device, counts = mesh.kind
         workers = self.cost.calibration.devices[device].num_workers
         return max(1.0, max(counts) / workers) if workers else 1.0
 
     def _passes_s(self, call: ModelCall, layout: Layout, mesh: Mesh, num_mini_batches: int) -> tuple[float, int]:
-        """Seconds of the passes over some mini-batches, and the number of micro-batches."""
+        """Returns seconds of the passes over some mini-batches, and the number of micro-batches."""
         rows = -(-self.workload.mini_batch // layout.dp)
         size = min(rows, layout.micro_batch or self.workload.micro_batch)
         number = -(-rows // size)
@@ -282,5 +282,5 @@ class CallCosts:
 
 
 def _ends(layout: Layout) -> tuple[int, ...]:
-    """The stages that may hold the most: the first with the embeddings, the last with the head."""
+    """Returns the stages that may hold the most: the first with the embeddings, the last with the head."""
     return (0, layout.pp - 1) if layout.pp > 1 else (0,)

@@ -39,7 +39,7 @@ class Space:
 
     @classmethod
     def of(cls, model: CallModel) -> "Space":
-        """All candidates, without those that no device can hold even alone, if there are others."""
+        """Returns all candidates, without those that no device can hold even alone, if there are others."""
         candidates = []
         for index, call in enumerate(model.calls):
             every = model.costs.candidates(call)
@@ -101,12 +101,12 @@ def exact(space: Space, best: Best, budget: Budget) -> float:
 
 
 def longest_s(model: CallModel, phases_s: Sequence[float]) -> float:
-    """Seconds of the longest line of phases."""
+    """Returns seconds of the longest line of phases."""
     return max(sum(phases_s[phase] for phase in line) for line in model.lines)
 
 
 def alone_s(space: Space, phase: list[int], budget: Budget) -> float:
-    """A lower bound of a phase's seconds: its best choice if no other call needs memory."""
+    """Returns a lower bound of a phase's seconds: its best choice if no other call needs memory."""
     best = Best(1)
     branches = _Branches(space, best, budget, [0.0] * len(space.model.phases), only=phase)
     return min(branches.search(), best.seconds)
@@ -167,7 +167,7 @@ class _Branches:
         return sorted(groups, key=lambda group: group[2][0][0])
 
     def _by_size(self, index: int) -> tuple[list[int], list[float]]:
-        """Sizes of meshes, and the fewest seconds of a call on meshes no larger than that."""
+        """Returns sizes of meshes, and the fewest seconds of a call on meshes no larger than that."""
         least: dict[int, float] = {}
         for first, stop, group in self.groups[index]:
             least[stop - first] = min(least.get(stop - first, inf), group[0][0])
@@ -175,7 +175,7 @@ class _Branches:
         return sizes, list(accumulate((least[size] for size in sizes), min))
 
     def _within_s(self, index: int, size: int) -> float:
-        """The fewest seconds of a call on so many ranks at most."""
+        """Returns the fewest seconds of a call on so many ranks at most."""
         sizes, seconds = self.quickest[index]
         at = bisect_right(sizes, size)
         return seconds[at - 1] if at else inf
@@ -190,8 +190,8 @@ class _Branches:
         return self.open_s
 
     def _last_phase(self) -> list[int]:
-        """The calls that are chosen last: those of the largest phase that only infers, each with another model; other
-        calls affect them only through memory."""
+        """Returns the calls that are chosen last: those of the largest phase that only infers, each with another model;
+        other calls affect them only through memory."""
 
         def is_last(phase: Sequence[int]) -> bool:
             calls = [self.model.calls[index] for index in phase]
@@ -287,8 +287,9 @@ class _Branches:
         self.chosen[index], self.bounds, self.room = None, saved, room
 
     def _is_beaten(self) -> bool:
-        """One ahead: whether other choices for the calls that train, on the same ranks in the same grids, were as fast
-        and needed no more memory. They matter to the calls that draw through nothing else, as they share no ranks."""
+        """Returns one ahead: whether other choices for the calls that train, on the same ranks in the same grids, were
+        as fast and needed no more memory. They matter to the calls that draw through nothing else, as they share no
+        ranks."""
         model, chosen = self.model, [one if i in self.model.trains else None for i, one in enumerate(self.chosen)]
         ways = [(one.where, one.layout.zero == 3) for one in chosen if one]
         places = sorted({place for one in chosen if one for place in (one.first, one.stop % len(model.limits))})
@@ -321,7 +322,7 @@ class _Branches:
         self.best.offer(seconds, full)
 
     def _bound_s(self) -> float:
-        """A lower bound of all completions of the choice."""
+        """Returns a lower bound of all completions of the choice."""
         if not self.streaming:
             return longest_s(self.model, self.bounds)
         num, model = self.model.workload.num_mini_batches, self.model
@@ -333,13 +334,13 @@ class _Branches:
         return max(self.bounds[0] + after_s, self.bounds[1] + before_s)
 
     def _streamed_s(self) -> float:
-        """A lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
+        """Returns a lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
         if not self.model.streams(self.chosen):
             return inf
         return self.model.streamed_s(self.chosen, [self._length_s(i) / self.times[i] for i in self.calls])
 
     def _room(self) -> int:
-        """The number of ranks that do not train."""
+        """Returns the number of ranks that do not train."""
         taken = {place for i in self.model.trains if (one := self.chosen[i]) for place in range(one.first, one.stop)}
         return len(self.model.limits) - len(taken)
 
@@ -351,7 +352,7 @@ class _Branches:
         return one.piece_s * self.times[index] if self.streaming else one.seconds
 
     def _phase_s(self, number: int) -> float:
-        """A lower bound of a phase's seconds, whatever is chosen for its other calls."""
+        """Returns a lower bound of a phase's seconds, whatever is chosen for its other calls."""
         self.budget.taken += 1
         phase, size = self.phases[number], len(self.model.limits)
         if not phase:
@@ -373,7 +374,7 @@ class _Branches:
         return longest_s
 
     def _apart_s(self, a: int, b: int, size: int) -> float:
-        """The least seconds of two calls without a choice: one after the other, or at once on disjoint meshes."""
+        """Returns the least seconds of two calls without a choice: one after the other, or at once on disjoint meshes."""
         together_s = self._length_s(a) + self._length_s(b)
         for mine, mine_s in zip(*self.quickest[a], strict=True):
             if mine < size:

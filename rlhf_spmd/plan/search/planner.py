@@ -76,11 +76,11 @@ def search(
     ahead: int = 0,
     say: Callable[[str], object] = str,
 ) -> SearchResult:
-    """The best placements of a workload on a cluster. keep: how many are compiled and simulated.
+    """Returns the best placements of a workload on a cluster. keep: how many are compiled and simulated.
     budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
-    looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
-    response in evaluations, for which memory is kept; 0: no evaluation. ahead: as of Placement; 1: all plans draw one
-    iteration ahead. say: called with what is done from now on.
+        looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
+        response in evaluations, for which memory is kept; 0: no evaluation. ahead: as of Placement; 1: all plans draw
+        one iteration ahead. say: called with what is done from now on.
 
     Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
     device type.
@@ -114,7 +114,7 @@ def search(
 
 
 def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best, float | None]:
-    """The best choices of a method, and the optimality gap. budget: of the exact method."""
+    """Returns the best choices of a method, and the optimality gap. budget: of the exact method."""
     if method == "two_phase":
         two_phase(space, best)
         return best, None
@@ -132,7 +132,7 @@ def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best,
 def simulated(
     space: Space, best: Best, method: str, calibration: Calibration, say: Callable[[str], object] = str
 ) -> tuple[Plan, ...]:
-    """The best choices of a method, compiled and simulated; the quickest program first. say: see `search`."""
+    """Returns the best choices of a method, compiled and simulated; the quickest program first. say: see `search`."""
     plans = []
     for number, choice in enumerate(best.choices, 1):
         say(f"simulating plan {number} of {len(best.choices)}")
@@ -146,7 +146,7 @@ def simulated(
 
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
-    """The quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
+    """Returns the quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
     interleaving strategies."""
     placed = replace(model.placement(chosen), ahead=model.ahead)
     name = name_of(placed, model.workload, model.cluster)
@@ -164,7 +164,7 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
 
 
 def _tuned(plan: Plan, calibration: Calibration) -> Plan:
-    """A plan that streams, with the fields of its stream that make its program the quickest, one after another."""
+    """Returns a plan that streams, with the fields of its stream that make its program the quickest, one after another."""
     num = plan.program.workload.num_mini_batches
     for field, values in STREAMS.items():
         others = {min(value, num) for value in (*values, num)} - {getattr(plan.placement, field)}
@@ -179,11 +179,11 @@ def _tuned(plan: Plan, calibration: Calibration) -> Plan:
 
 
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
-    """The strategy that a placement resembles.
+    """Returns the strategy that a placement resembles.
 
     separation: train calls share no rank with the other calls, if there are any; perhaps one iteration ahead.
     flattening: all calls are on all ranks in one grid; reallocation: in several grids. interleaving: trained models are
-    on all ranks, and the frozen models divide the ranks. mixed: anything else.
+        on all ranks, and the frozen models divide the ranks. mixed: anything else.
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
@@ -235,7 +235,7 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
 
 
 def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
-    """Pairs of candidates with which a call uses the weights that its model trains."""
+    """Returns pairs of candidates with which a call uses the weights that its model trains."""
     at: dict[Destination, list[Candidate]] = {}
     for one in users:
         at.setdefault(one.where, []).append(one)
@@ -243,8 +243,8 @@ def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterat
 
 
 def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
-    """The best choice on given meshes that coordinate descent reaches from the choice that needs the least memory; None
-    if that one does not fit."""
+    """Returns the best choice on given meshes that coordinate descent reaches from the choice that needs the least
+    memory; None if that one does not fit."""
     grid = grid_on(space, meshes)
     if not all(grid):
         return None

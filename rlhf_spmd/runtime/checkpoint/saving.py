@@ -38,7 +38,7 @@ class Saver:
         self._error: Exception | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether a checkpoint is due after this many iterations."""
+        """Returns whether a checkpoint is due after this many iterations."""
         return self.options.every > 0 and iteration % self.options.every == 0
 
     def save(

@@ -75,43 +75,43 @@ class PromptSet:
         return len(self.prompts)
 
     def rows(self, key: str) -> TokenRows:
-        """The tokens of a key that the data set has."""
+        """Returns the tokens of a key that the data set has."""
         return self.prompts if key == PROMPTS else self.responses[key]
 
     def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """What some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with 0."""
+        """Returns what some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with 0."""
         rows = self.numbers[key] if key in self.numbers else self.rows(key)
         return rows.padded(index_B, shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
-        """The other columns of these prompts, each with those that its row has."""
+        """Returns the other columns of these prompts, each with those that its row has."""
         return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
 
     def whole_records(self, index_B: Sequence[int]) -> list[Record]:
-        """The same with the columns of all rows: None where a row has none."""
+        """Returns the same with the columns of all rows: None where a row has none."""
         return [dict.fromkeys(self.column_names) | record for record in self.records(index_B)]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
-        """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
+        """Returns indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
         return self._order.batch(iteration, rollout_batch)
 
     def tokens_fingerprint(self) -> str:
-        """Hash of all tokens, in the order of the files."""
+        """Returns hash of all tokens, in the order of the files."""
         return self._hash_of("rows", "", [self.prompts, *self.responses.values()])
 
     def fingerprint(self) -> str:
-        """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), responses
-        and numbers."""
+        """Returns hash of the seed, of what else their order depends on, and of all prompts (length, then tokens),
+        responses and numbers."""
         order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
         rows = [self.prompts, *self.responses.values(), *self.numbers.values()]
         return self._hash_of("tokens", f"{self.seed} {len(self)}{order}", rows)
 
     def columns_fingerprint(self) -> str:
-        """Hash of the other columns, which reward functions and metrics read."""
+        """Returns hash of the other columns, which reward functions and metrics read."""
         return self._hash_of("columns", "", [] if self.columns is None else [self.columns])
 
     def _hash_of(self, name: str, text: str, parts: Sequence[PackedRows]) -> str:
-        """Hash of a text and of rows, computed once."""
+        """Returns hash of a text and of rows, computed once."""
         if name not in self._hashes:
             digest = hashlib.sha256(text.encode())
             for rows in parts:
@@ -120,7 +120,7 @@ class PromptSet:
         return self._hashes[name]
 
     def fingerprints(self, file: str) -> dict[str, str]:
-        """What ranks and checkpoints compare, by name. file: that stands for the set in the names."""
+        """Returns what ranks and checkpoints compare, by name. file: that stands for the set in the names."""
         return {
             f"prompts in {file}": self.fingerprint(),
             f"columns of the prompts in {file}": self.columns_fingerprint(),
@@ -229,9 +229,9 @@ def load_prompts(
 
 
 def _names(parts: Sequence[Path]) -> list[str]:
-    """What stands for each of several files, folders or patterns in the column data_source: its name without the
-    extension, or its path where two have one name. Nothing for a single one. Raises UserError for a file that is named
-    twice."""
+    """Returns what stands for each of several files, folders or patterns in the column data_source: its name without
+    the extension, or its path where two have one name. Nothing for a single one. Raises UserError for a file that is
+    named twice."""
     if len(parts) == 1:
         return [""]
     seen: set[Path] = set()
@@ -316,7 +316,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: l
 
 
 def _as_text(value: Any) -> str:
-    """What JSON has no type for, such as a date, as text; bytes that are no UTF-8 with escapes."""
+    """Returns what JSON has no type for, such as a date, as text; bytes that are no UTF-8 with escapes."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 

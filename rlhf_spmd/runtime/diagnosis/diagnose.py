@@ -99,7 +99,7 @@ class Divergence:
 
 
 def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
-    """The ranks that others wait for; None if, according to the program, no rank waits for another."""
+    """Returns the ranks that others wait for; None if, according to the program, no rank waits for another."""
     by_rank = {one.rank: one for one in states}
     instructions = [(one, _instruction(one, graph)) for one in states]
     missing = {
@@ -118,12 +118,13 @@ def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence
 
 
 def late_ranks(needs: Needs, iteration: int, by_rank: Mapping[int, RankState | RankStatus]) -> tuple[int, ...]:
-    """The ranks in `needs` that have not begun what is needed of them in this iteration; unknown ranks are left out."""
+    """Returns the ranks in `needs` that have not begun what is needed of them in this iteration; unknown ranks are left
+    out."""
     return tuple(rank for rank, place in needs if rank in by_rank and _progress(by_rank[rank]) < (iteration, place))
 
 
 def _progress(one: RankState | RankStatus) -> tuple[int, int]:
-    """A rank's progress, comparable with (iteration, position); between iterations, the end of the list."""
+    """Returns a rank's progress, comparable with (iteration, position); between iterations, the end of the list."""
     return one.iteration, 10**9 if one.position == NOWHERE else one.position
 
 
@@ -135,7 +136,7 @@ def _instruction(one: RankState, graph: WaitGraph | None) -> InstructionNeeds | 
 
 
 def _cycle(missing: Mapping[int, Sequence[int]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Ranks that wait for one another, if every late rank waits itself."""
+    """Returns ranks that wait for one another, if every late rank waits itself."""
     rank = min(missing, key=lambda rank: (not missing[rank], by_rank[rank].iteration, rank))
     walked: list[int] = []
     while rank not in walked:

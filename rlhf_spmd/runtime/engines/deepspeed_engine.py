@@ -235,7 +235,7 @@ class DeepSpeedEngine:
                 deepspeed_state.publish_flat(self.engine.optimizer, group=self._group)
 
     def _shares(self) -> list[Share]:
-        """The intervals of weights that this rank updates, and where they are stored."""
+        """Returns the intervals of weights that this rank updates, and where they are stored."""
         of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
         return of_stage(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())

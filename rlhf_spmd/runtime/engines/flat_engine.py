@@ -90,7 +90,8 @@ class FlatEngine:
         return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self._weights, strict=True)]
 
     def _make_masters(self, shards: int) -> list[nn.Parameter]:
-        """The tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat part."""
+        """Returns the tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat
+        part."""
         if shards == 1:
             if self._wide == self._weights[0].dtype:
                 return self._weights
@@ -146,7 +147,7 @@ class FlatEngine:
             all_reduce_buckets(self._gradients[self._names.index(TIED)].view(-1), group=self._groups.tied)
 
     def _norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each weight counted on one rank."""
+        """Returns the L2 norm of the whole model's gradient, each weight counted on one rank."""
         if self._groups.model is None:
             return norm(self._gradient)
         mine = sum(norm(part) ** 2 for part in self._counted())
@@ -155,7 +156,8 @@ class FlatEngine:
         return math.sqrt(squares.item())
 
     def _counted(self) -> Iterator[Tensor]:
-        """The gradients that this rank counts for its copy of the model, in as few pieces of the buffer as possible."""
+        """Yields the gradients that this rank counts for its copy of the model, in as few pieces of the buffer as
+        possible."""
         start = end = 0
         for name, p in zip(self._names, self._weights, strict=True):
             elsewhere = not is_split(name) and self._groups.tp_index > 0
@@ -183,8 +185,8 @@ class FlatEngine:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _intervals(self, numbers: slice) -> Iterator[tuple[Interval, int, int]]:
-        """The intervals of weights in a part of the flat buffer, each with the place of its master and where it begins
-        in the flattened master."""
+        """Yields the intervals of weights in a part of the flat buffer, each with the place of its master and where it
+        begins in the flattened master."""
         start = 0
         for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
             first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
@@ -194,12 +196,12 @@ class FlatEngine:
             start += p.numel()
 
     def _shares(self, numbers: slice) -> Iterator[Share]:
-        """The intervals of weights in a part of the flat buffer, and where they are stored."""
+        """Yields the intervals of weights in a part of the flat buffer, and where they are stored."""
         for interval, place, offset in self._intervals(numbers):
             yield Share(interval, {"master": self.masters[place], **self._adamw.moments[place]}, offset)
 
     def _own_part(self) -> slice:
-        """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
+        """Returns the part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
         if self._groups.data is None:
             return slice(0, len(self._gradient))
         part = -(-len(self._gradient) // self._replicas)

@@ -39,8 +39,8 @@ class TrainEngine(Protocol):
         is the last one of the step."""
 
     def update(self, *, lr: float) -> float:
-        """One AdamW step on the sum of the gradients over all ranks of the group -> the global L2 norm of the gradient
-        before clipping; if it is not finite, no weight changes. Collective."""
+        """Returns one AdamW step on the sum of the gradients over all ranks of the group -> the global L2 norm of the
+        gradient before clipping; if it is not finite, no weight changes. Collective."""
 
     @property
     def shards_weights(self) -> bool:
@@ -54,13 +54,13 @@ class TrainEngine(Protocol):
         """
 
     def held(self) -> dict[str, Tensor]:
-        """The part of each weight in training that this rank always holds, by parameter name, in the compute dtype; a
-        tied weight once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat
-        part of it."""
+        """Returns the part of each weight in training that this rank always holds, by parameter name, in the compute
+        dtype; a tied weight once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a
+        flat part of it."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """The number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat
-        views; the data-parallel ranks together hold each number of their shard once."""
+        """Returns the number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as
+        flat views; the data-parallel ranks together hold each number of their shard once."""
 
     def load(self, num_steps: int, read: ReadState) -> None:
         """Restores such a state, however it was distributed over ranks. Call it before the first step, then `publish`.

@@ -73,8 +73,8 @@ class Environment:
     key: str = ""  # its name in the column CHOICE, if there are several
 
     def schemas(self, describe: Callable[[Callable[..., Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What chat templates are told of the tools. describe: makes it from a function's signature and docstring, as
-        model.hf.tool_schema does. Raises UserError for a tool without types or docstring."""
+        """Returns what chat templates are told of the tools. describe: makes it from a function's signature and
+        docstring, as model.hf.tool_schema does. Raises UserError for a tool without types or docstring."""
         with naming(f"environment {self.name!r}"):
             return [*self.described.values(), *(describe(function) for function in self.functions.values())]
 
@@ -102,7 +102,7 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
 
 
 def chosen(environments: Mapping[str, Environment], columns: Mapping[str, Any]) -> Environment:
-    """The environment of a row. Raises UserError."""
+    """Returns the environment of a row. Raises UserError."""
     if "" in environments:
         return environments[""]
     name = str(columns.get(CHOICE))
@@ -132,8 +132,8 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
 
 
 def _made_by(found: Any) -> Any:
-    """The class of the environments that a factory makes, as TRL's environment_factory does: a partial call of the
-    class, or a function that is annotated to return it. None: it is not a factory."""
+    """Returns the class of the environments that a factory makes, as TRL's environment_factory does: a partial call of
+    the class, or a function that is annotated to return it. None: it is not a factory."""
     if isinstance(found, functools.partial) and inspect.isclass(found.func):
         return found.func
     if not inspect.isfunction(found):
@@ -223,7 +223,7 @@ def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
 
 
 def _listed_tools(path: str) -> list[VerlTool]:
-    """The tools of a file in verl's form (multi_turn.tool_config_path). Raises UserError."""
+    """Returns the tools of a file in verl's form (multi_turn.tool_config_path). Raises UserError."""
     from rlhf_spmd.config.file import yaml_value
 
     try:

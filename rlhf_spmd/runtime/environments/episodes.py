@@ -55,7 +55,7 @@ class Episodes:
     # ---- the engine's side ------------------------------------------------------------------------------------------
 
     def openings(self) -> list[list[int]]:
-        """The tokens of each prompt, as its environment opens it."""
+        """Returns the tokens of each prompt, as its environment opens it."""
         for number, life in enumerate(self.lives):
             self._go_on(number, self._open(number, life))
         self._wait_for_all()
@@ -76,7 +76,7 @@ class Episodes:
         self._go_on(row, self._turn(row, life, token_ids))
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """What has come back since; waits for so long at most if nothing has."""
+        """Returns what has come back since; waits for so long at most if nothing has."""
         until_s = time.monotonic() + wait_s
         while not self._ready:
             self._out_of_time()
@@ -91,8 +91,8 @@ class Episodes:
         return found
 
     def rewards(self, row: int, reason: str) -> list[float]:
-        """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward
-        in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
+        """Returns the reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own
+        reward in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
         life = self.lives[row]
         if not life.reason and life.work is None:
             life.is_told = True
@@ -104,7 +104,7 @@ class Episodes:
         return found
 
     def results(self) -> list[Result]:
-        """What the episodes came to, all of which are over."""
+        """Returns what the episodes came to, all of which are over."""
         assert all(life.reason for life in self.lives), "an episode is not over"
         return [
             Result(
@@ -123,11 +123,12 @@ class Episodes:
         ]
 
     def is_dropped(self, row: int) -> bool:
-        """Whether an environment of the row's group broke too often; final once the group's rewards have been read."""
+        """Returns whether an environment of the row's group broke too often; final once the group's rewards have been
+        read."""
         return self.lives[row].row.group in self.dropped
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
+        """Returns tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
         episodes. Dropped ones are counted for each of several environments, too."""
         lives = self.lives
         found = {
@@ -147,7 +148,7 @@ class Episodes:
         return counted
 
     def seconds(self) -> list[float]:
-        """Those of each answer that was not in the journal."""
+        """Returns those of each answer that was not in the journal."""
         return [one_s for life in self.lives for one_s in life.seconds]
 
     def close(self) -> None:
@@ -361,7 +362,7 @@ class Episodes:
                 return
 
     def _way(self, life: Life, message: dict[str, Any]) -> list[tuple[dict[str, Any], Any]]:
-        """What brings a new object to where the episode is, and what it answered then."""
+        """Returns what brings a new object to where the episode is, and what it answered then."""
         if message["do"] == "begin":
             return []
         opening = [(self._begin(life), life.opening)]

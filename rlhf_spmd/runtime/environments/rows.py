@@ -86,5 +86,5 @@ class Life:
 
 
 def seed_of(*key: int) -> int:
-    """A number below 2**31 for random generators, the same on any machine."""
+    """Returns a number below 2**31 for random generators, the same on any machine."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big") >> 1

@@ -46,8 +46,8 @@ from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 
 def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | None":
-    """The optimizer step of a Run on its global mini-batch. None if the model's steps have been stopped early, or if
-    there is no row to learn from. Collective over the Run's group."""
+    """Returns the optimizer step of a Run on its global mini-batch. None if the model's steps have been stopped early,
+    or if there is no row to learn from. Collective over the Run's group."""
     number = job.state.steps.get(call.model, 0)
     job.state.steps[call.model] = number + 1
     if call.model in data.stopped:
@@ -137,7 +137,7 @@ class OptimizerStep(Passes):
         batch, is_last = self.batches[index], self.model.parallel.is_last
 
         def through(model: Transformer) -> Tensor:
-            """The output of this stage; of the last one the loss."""
+            """Returns the output of this stage; of the last one the loss."""
             output_nD = sequences.forward(model, batch, received_nD)
             if not is_last:
                 return output_nD
@@ -159,7 +159,7 @@ class OptimizerStep(Passes):
         return None if is_last else output.detach()
 
     def of_lag(self) -> dict[str, float]:
-        """What a loss that interpolates old logprobs gets (importance.proximal)."""
+        """Returns what a loss that interpolates old logprobs gets (importance.proximal)."""
         if not self.call.loglinear:
             return {}
         done = self.run.epoch * self.job.workload.num_mini_batches + (self.run.mini_batch or 0)
@@ -198,8 +198,8 @@ class OptimizerStep(Passes):
             self.meter.add(f"{call.model}_lr", self.rate, 1)
 
     def should_stop(self) -> bool:
-        """Whether a mean of the step exceeds the call's limit, so that the model's other steps of the iteration are
-        left out; the same on every rank of the layout. NaN exceeds any limit."""
+        """Returns whether a mean of the step exceeds the call's limit, so that the model's other steps of the iteration
+        are left out; the same on every rank of the layout. NaN exceeds any limit."""
         if self.call.stop is None:
             return False
         (name, limit), device = self.call.stop, self.job.world.device

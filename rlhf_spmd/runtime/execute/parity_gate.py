@@ -63,7 +63,7 @@ def parity_gate(
 
 
 def _apart(config: Config) -> str:
-    """What helps where copies with adapters were rounded; empty if there are none."""
+    """Returns what helps where copies with adapters were rounded; empty if there are none."""
     if config.lora.generate == "apart":
         return ""
     return f"; lora.generate=joined rounds W + s B A to {config.dtype}, and lora.generate=apart has no such difference"
@@ -79,5 +79,5 @@ def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: 
 
 
 def corrects(call: LossCall) -> bool:
-    """Whether the loss of a call gets the generator's logprobs beside the old ones, to correct the difference."""
+    """Returns whether the loss of a call gets the generator's logprobs beside the old ones, to correct the difference."""
     return (GENERATOR_LOGPROBS, call.drawn) in call.arguments

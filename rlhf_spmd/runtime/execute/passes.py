@@ -30,12 +30,12 @@ class Passes:
         self.job, self.call, self.run, self.model, self.batches = job, call, run, model, batches
 
     def within(self) -> AbstractContextManager[object]:
-        """A context in which the weights are there."""
+        """Returns a context in which the weights are there."""
         return self.job.models.weights(self.call)
 
     def forward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """One micro-batch through this stage. received_nD: the output of the previous stage. Returns this stage's, for
-        the next one; None on the last stage."""
+        """Returns one micro-batch through this stage. received_nD: the output of the previous stage. Returns this
+        stage's, for the next one; None on the last stage."""
         output_nD = forward(self.model, self.batches[index], received_nD)
         if not self.model.parallel.is_last:
             return output_nD
@@ -47,8 +47,8 @@ class Passes:
         raise NotImplementedError
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """The backward pass of one micro-batch. received_nD: the gradient of this stage's output. Returns that of its
-        input; None on the first stage."""
+        """Returns the backward pass of one micro-batch. received_nD: the gradient of this stage's output. Returns that
+        of its input; None on the first stage."""
         raise NotImplementedError
 
     def close(self) -> None:

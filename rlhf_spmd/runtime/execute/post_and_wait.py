@@ -37,8 +37,8 @@ class HostBuffers:
         return torch.empty(num_words, dtype=torch.int32, pin_memory=self._is_pinned)
 
     def take(self, num_words: int) -> torch.Tensor:
-        """A buffer that nothing reads any more. A new one if the device still has to copy all others: it may have to
-        wait for other ranks first, so this rank must not wait for it."""
+        """Returns a buffer that nothing reads any more. A new one if the device still has to copy all others: it may
+        have to wait for other ranks first, so this rank must not wait for it."""
         free = self._free[num_words]
         for place, (buffer, copied) in enumerate(free):
             if copied is None or copied.query():
@@ -54,7 +54,8 @@ class HostBuffers:
 
 
 def most_under_way(program: Program, rank: int) -> Counter[int]:
-    """Words of a message through host memory -> how many such messages a rank has under way at one time, at most."""
+    """Returns words of a message through host memory -> how many such messages a rank has under way at one time, at
+    most."""
     sizes = {
         number: Counter(one.num_bytes // 4 for one in transfer.messages if rank in (one.source, one.destination))
         for number, transfer in enumerate(program.transfers)
@@ -113,8 +114,8 @@ class Transfers:
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving, leaving)
 
     def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
-        """The rows of a message as one buffer of 4-byte words, key after key. Contiguous rows of a single key are sent
-        from the store itself, because a row never changes once it is made."""
+        """Returns the rows of a message as one buffer of 4-byte words, key after key. Contiguous rows of a single key
+        are sent from the store itself, because a row never changes once it is made."""
         place = self._rows(transfer, message)
         if not message.keys:
             return torch.zeros(1, dtype=torch.int32, device=self.world.device)  # a notice, made behind the rows

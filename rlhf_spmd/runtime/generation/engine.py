@@ -107,8 +107,8 @@ class Engine:
     def submit(
         self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
     ) -> range:
-        """Queues requests -> their numbers. prompts: token ids, at least one each. bits_RG: random bits of each token,
-        int64 (philox.random_bits). sampling: for all requests, or one per request."""
+        """Returns queues requests -> their numbers. prompts: token ids, at least one each. bits_RG: random bits of each
+        token, int64 (philox.random_bits). sampling: for all requests, or one per request."""
         numbers = self.requests.add(prompts, bits_RG, sampling)
         keys = self.requests.keys(numbers)
         first: dict[int, int] = {}
@@ -151,7 +151,8 @@ class Engine:
         return responses_RG, logprobs_RG, support_RGK
 
     def _round(self) -> tuple[list[int], int]:
-        """One pass: draws a token for every row, including new ones -> the requests that ended, number of tokens."""
+        """Returns one pass: draws a token for every row, including new ones -> the requests that ended, number of
+        tokens."""
         over, answers = self._answers() if self.scheduler.outside else ([], [])
         preempted = self.scheduler.grow()
         if preempted:
@@ -172,7 +173,8 @@ class Engine:
         return over + self._draw(hidden_BD), num_tokens
 
     def _answers(self) -> tuple[list[int], list[Answer]]:
-        """What has come back to rows outside: the requests that it ends, and the answers with which others go on."""
+        """Returns what has come back to rows outside: the requests that it ends, and the answers with which others go
+        on."""
         assert self.turns is not None
         over: list[int] = []
         going_on: list[Answer] = []
@@ -278,7 +280,7 @@ class Engine:
         return [row.request for row in ended]
 
     def _logits(self, hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
-        """The logits of the known tokens of this rank's slice, -inf for holes between them."""
+        """Returns the logits of the known tokens of this rank's slice, -inf for holes between them."""
         logits_BV = product(hidden_BD, self._copies.head_VD or weight_VD[: self._width])
         logits_BV = logits_BV[:, : len(self._slices[self.parallel.shard.tp_index])]
         return logits_BV if self._holes_H is None else logits_BV.index_fill_(1, self._holes_H, -math.inf)
@@ -296,7 +298,7 @@ class Engine:
         return sample_shard(logits_BV, bits_B, slices=self._slices, group=self.parallel.group, **options)
 
     def _stopped(self, batch: Batch) -> Tensor:
-        """The rows that have just completed one of their stop texts: bool [B]."""
+        """Returns the rows that have just completed one of their stop texts: bool [B]."""
         assert self.decode is not None, "stop texts need a tokenizer"
         requests = self.requests
         stops = [requests.sampling[row.request - requests.first].stop for row in self.scheduler.rows]
@@ -322,13 +324,13 @@ class Engine:
 
 
 def _reach(stop: Sequence[str]) -> int:
-    """Number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per byte), and
-    some decoders change the first characters of a text."""
+    """Returns number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per
+    byte), and some decoders change the first characters of a text."""
     return 4 * max(map(len, stop)) + 8 if stop else 0
 
 
 def _smallest(number: int, parallel: Parallel, device: torch.device) -> int:
-    """The minimum over all ranks of one copy."""
+    """Returns the minimum over all ranks of one copy."""
     smallest = torch.tensor(number, device=device)
     for group in (parallel.group, parallel.stages):
         if group is not None:

@@ -78,15 +78,15 @@ def release_unused(device: torch.device) -> None:
 
 
 def token_bytes(model: Transformer) -> int:
-    """Bytes per token in the cache on this rank."""
+    """Returns bytes per token in the cache on this rank."""
     config, shard = model.config, model.parallel.shard
     layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
     return 2 * len(layers) * len(heads) * config.head_dim * model.dtype.itemsize
 
 
 def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: int, free_bytes: float) -> int:
-    """How many of the `wanted` blocks fit into free_bytes. Raises UserError if one sequence of `longest` tokens does
-    not fit."""
+    """Returns how many of the `wanted` blocks fit into free_bytes. Raises UserError if one sequence of `longest` tokens
+    does not fit."""
     fit = int(min(free_bytes / (block_size * token_bytes(model)), wanted))
     least = -(-longest // block_size)
     if free_bytes < least * block_size * token_bytes(model):
@@ -99,7 +99,7 @@ def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: i
 
 
 def slots_of(blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> Tensor:
-    """The slot of each token of packed sequences: block * s + offset, int64 [N]. blocks: of each sequence."""
+    """Returns the slot of each token of packed sequences: block * s + offset, int64 [N]. blocks: of each sequence."""
     widest = max(map(len, blocks))
     tables_AM = torch.tensor([[*row, *[0] * (widest - len(row))] for row in blocks])
     lengths_A = torch.tensor(lengths)

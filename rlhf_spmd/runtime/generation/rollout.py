@@ -42,7 +42,7 @@ class Rollout:
         self.num = len(self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling))
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The responses of these mini-batches, as `generate_rows` returns them."""
+        """Returns the responses of these mini-batches, as `generate_rows` returns them."""
         requests = self._requests(mini_batches)
         self.engine.run(requests)
         return self.engine.results(requests)
@@ -57,8 +57,8 @@ class Rollout:
         return actions_BG.to(device), rewards_BG.to(device)
 
     def ends(self, mini_batches: slice) -> list[tuple[str, int]]:
-        """Why each episode of these mini-batches ended that is not dropped, and its number of turns; empty where
-        responses have one."""
+        """Returns why each episode of these mini-batches ended that is not dropped, and its number of turns; empty
+        where responses have one."""
         turns, episodes = self.turns, self.episodes
         if turns is None or episodes is None:
             return []
@@ -66,12 +66,12 @@ class Rollout:
         return [(turns.reason(row), turns.num_turns(row)) for row in kept]
 
     def reasons(self, mini_batches: slice) -> list[str]:
-        """Why each episode of these mini-batches ended, of all rows."""
+        """Returns why each episode of these mini-batches ended, of all rows."""
         assert self.turns is not None
         return [self.turns.reason(row) for row in self._requests(mini_batches)]
 
     def _requests(self, mini_batches: slice) -> range:
-        """The requests of some mini-batches."""
+        """Returns the requests of some mini-batches."""
         return range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
 
     @property

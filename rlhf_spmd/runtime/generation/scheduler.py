@@ -36,7 +36,7 @@ class Blocks:
         return len(self._free)
 
     def needed(self, num_tokens: int) -> int:
-        """Number of blocks that hold `num_tokens` tokens."""
+        """Returns number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.size)
 
     def take(self, count: int) -> list[int]:
@@ -130,7 +130,7 @@ class Scheduler:
         self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
 
     def num_cached(self, row: RunningRequest) -> int:
-        """Number of a row's tokens in the cache."""
+        """Returns number of a row's tokens in the cache."""
         return row.base + self._steps - row.joined
 
     def admit(self) -> list[Admission]:
@@ -175,8 +175,10 @@ class Scheduler:
                 self.moves.append([(index, row.blocks[0], row.base)])
 
     def resume(self, request: int, num_new: int) -> RunningRequest | None:
-        """A row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free for
-        them: then it is the first of the queue, and all its tokens will be prefilled again."""
+        """Returns a row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free
+        for
+        them: then it is the first of the queue, and all its tokens will be prefilled again.
+        """
         row = self._leave(request)
         cached, row.base = row.base, row.base + num_new
         fresh = self.blocks.needed(row.base) - len(row.blocks)
@@ -217,7 +219,8 @@ class Scheduler:
         self.has_new_tables = True
 
     def _donor(self, head: WaitingRequest) -> int | None:
-        """The first row that was prefilled with exactly this request's prompt; None if it has drawn tokens already."""
+        """Returns the first row that was prefilled with exactly this request's prompt; None if it has drawn tokens
+        already."""
         if head.num_tokens > head.num_prompt:
             return None
         fits = (i for i, row in enumerate(self.rows) if row.key == head.key and row.base == row.num_prompt)
@@ -246,7 +249,7 @@ class Scheduler:
         return preempted
 
     def _room(self, row: RunningRequest) -> int:
-        """Number of further tokens that the row's blocks can hold."""
+        """Returns number of further tokens that the row's blocks can hold."""
         return len(row.blocks) * self.blocks.size - self.num_cached(row)
 
     def _preempt(self) -> int:

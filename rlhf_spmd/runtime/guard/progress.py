@@ -69,7 +69,7 @@ def stop() -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people in six places: `45 s`, `12 min`, `3.4 h`, `5 d`, `years`."""
+    """Returns seconds for people in six places: `45 s`, `12 min`, `3.4 h`, `5 d`, `years`."""
     for size, unit, digits, most in ((1, "s", 0, 99.5), (60, "min", 0, 99.5), (3600, "h", 1, 48)):
         if seconds < most * size:
             return f"{seconds / size:.{digits}f} {unit}"
@@ -89,7 +89,7 @@ def _run(over: threading.Event, found: terminal.Terminal | None) -> None:
 
 
 def _shown(columns: int) -> str:
-    """The text on one line."""
+    """Returns the text on one line."""
     text = ""
     with suppress(Exception):  # what it reads may be half made
         text = " ".join(_text().split())

@@ -67,7 +67,7 @@ class Asked:
         handle(number, lambda number, frame: self._seen.add(Signals(number).name))
 
     def take(self) -> list[str]:
-        """The names of the signals received since the last call."""
+        """Returns the names of the signals received since the last call."""
         names = sorted(self._seen)
         self._seen.difference_update(names)
         return names
@@ -89,7 +89,7 @@ def _interrupt(number, frame) -> None:
 
 
 def interrupted() -> bool:
-    """Whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
+    """Returns whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
     return bool(_interrupts) or getsignal(SIGINT) is default_int_handler
 
 

@@ -64,7 +64,7 @@ def without(reason: str, *, speaks: bool = True) -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is open and shows on a terminal."""
+    """Returns whether a stream is open and shows on a terminal."""
     with suppress(OSError, ValueError):
         return stream is not None and stream.isatty()
     return False
@@ -75,12 +75,12 @@ class Styled(str):
 
     @classmethod
     def of(cls, text: str, style: str, reset: str) -> "Styled":
-        """A text between two escapes."""
+        """Returns a text between two escapes."""
         return cls(style + printable(text) + reset)
 
     @classmethod
     def joined(cls, *parts: str) -> "Styled":
-        """Styled and other texts behind each other."""
+        """Returns styled and other texts behind each other."""
         return cls("".join(part if isinstance(part, Styled) else printable(part) for part in parts))
 
 
@@ -137,7 +137,7 @@ def flush() -> None:
 
 
 def kept() -> tuple[Identity, ...]:
-    """What descriptors 0 to 2 are, for `restored`; each is kept open by a copy."""
+    """Returns what descriptors 0 to 2 are, for `restored`; each is kept open by a copy."""
     found = tuple(map(_identity, (INPUT, OUTPUT, ERRORS)))
     for descriptor, identity in enumerate(found):
         if identity is not None and identity not in _copies:
@@ -240,7 +240,7 @@ class _Text(io.TextIOWrapper):
 
 
 def _stream(descriptor: int, lost: Callable[[OSError], None], before: TextIO | None) -> TextIO:
-    """The text stream of a descriptor. before: Python's own, None if the descriptor was closed."""
+    """Returns the text stream of a descriptor. before: Python's own, None if the descriptor was closed."""
     raw = _Output(descriptor, lost)
     at_once = getattr(before, "write_through", False)  # python -u
     return _Text(

@@ -78,7 +78,7 @@ OF_PROCESS = (
 
 
 def _device(torch: ModuleType) -> str:
-    """Where a new tensor is made; a default device may be one that this machine lacks."""
+    """Returns where a new tensor is made; a default device may be one that this machine lacks."""
     try:
         return torch.empty(0).device.type
     except (RuntimeError, AssertionError):
@@ -91,7 +91,7 @@ def _set_inference(torch: ModuleType, is_on: bool) -> None:
 
 
 def _flag(path: str, first: bool) -> Setting:
-    """An attribute of a module of torch."""
+    """Returns an attribute of a module of torch."""
     module, _, name = path.rpartition(".")
     owner = attrgetter(module)
     return Setting(f"torch.{path}", attrgetter(path), lambda torch, value: setattr(owner(torch), name, value), first)

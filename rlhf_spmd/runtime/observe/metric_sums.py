@@ -35,8 +35,8 @@ class Meter:
 
 
 def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
-    """Global means, maxima and minima, and the weight of each mean. Summed in rank order, so all ranks get the same
-    bits."""
+    """Returns global means, maxima and minima, and the weight of each mean. Summed in rank order, so all ranks get the
+    same bits."""
     total = Meter()
     for message in messages:
         for name, (value, weight) in message["sums"].items():

@@ -69,7 +69,7 @@ def _reserved(descriptor: int, num_bytes: int, is_empty: bool) -> int:
 
 
 def open_file(path: str, inode: int) -> int | None:
-    """This process's descriptor of the file; None if it does not see it."""
+    """Returns this process's descriptor of the file; None if it does not see it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -52,7 +52,7 @@ class Tracer:
         self._offset_s = _wall_clock_offset()
 
     def now(self, category: Category) -> object:
-        """Seconds of perf_counter, or a mark of the device; control messages always use the host's clock."""
+        """Returns seconds of perf_counter, or a mark of the device; control messages always use the host's clock."""
         return time.perf_counter() if self.clock is None or category == "control" else self.clock.mark()
 
     def read_marks(self) -> None:
@@ -97,7 +97,7 @@ class Tracer:
 
 
 def _wall_clock_offset() -> float:
-    """Seconds to add to perf_counter to get the wall clock: the most precise of a few measurements."""
+    """Returns seconds to add to perf_counter to get the wall clock: the most precise of a few measurements."""
     brackets = []
     for _ in range(5):
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
@@ -115,7 +115,7 @@ class Lane:
 
 
 def lanes(records: Sequence[Mapping[str, Any]]) -> tuple[Lane, ...]:
-    """Lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
+    """Returns lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
     by_rank = []
     for record in sorted(records, key=lambda record: record["rank"]):
         spans = sorted((Span(*row) for row in record["spans"]), key=lambda span: (span.start_s, -span.end_s))
@@ -152,8 +152,8 @@ def write_chrome(
 
 
 def read_chrome(path: Path) -> list[dict[str, Any]]:
-    """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond. None of a file
-    that is not there or no trace; events that are none are left out. Raises OSError and UserError."""
+    """Returns the records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond. None of a
+    file that is not there or no trace; events that are none are left out. Raises OSError and UserError."""
     records: dict[int, dict[str, Any]] = {}
     events = json_object(path).get("traceEvents")
     for event in events if isinstance(events, list) else ():

@@ -66,7 +66,7 @@ class Judge:
     def scores(
         self, prompts: Sequence[Prompt], lines: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]
     ) -> list[float]:
-        """One score for each response. lines, tokens: of the responses, with `response` and `finish`."""
+        """Returns one score for each response. lines, tokens: of the responses, with `response` and `finish`."""
         responses = [line["response"] for line in lines]
         if self.function is not None:
             columns = [prompt.columns for prompt in prompts]
@@ -87,7 +87,7 @@ class Judge:
         return found
 
     def _of_text(self, texts: RewardTexts, prompt: Prompt, line: Mapping[str, Any], tokens: Sequence[int]) -> list[int]:
-        """The tokens of a reward model with another tokenizer."""
+        """Returns the tokens of a reward model with another tokenizer."""
         text = self.of_responses.decode_pair(prompt.tokens, tokens)[0]
         return texts.tokens(text, line["response"], ended=line["finish"] != "length", columns=prompt.columns)
 

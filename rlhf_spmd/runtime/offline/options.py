@@ -58,7 +58,7 @@ OPTIONS = options_of(GenerateOptions())
 
 
 def load_options(words: Iterable[str], given: Iterable[Setting] = ()) -> GenerateOptions:
-    """The options of KEY=VALUE words; given: of a file, over which words win. Raises UserError."""
+    """Returns the options of KEY=VALUE words; given: of a file, over which words win. Raises UserError."""
     return with_settings(GenerateOptions(), [*given, *settings_of(words)])
 
 

@@ -47,7 +47,7 @@ class Area:
         self.figure.text(*at, words, fontsize=size, color=colour, fontweight=fontweight, ha=ha, va="center")
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes whose corner is at left and top."""
+        """Returns axes whose corner is at left and top."""
         page_width, page_height = self.figure.get_size_inches()
         bottom = self.bottom + self.height - top - height
         return self.figure.add_axes((left / page_width, bottom / page_height, width / page_width, height / page_height))
@@ -100,7 +100,7 @@ class Picture:
         self.add(0.12 + 0.19 * rows, part)
 
     def draw(self) -> Figure:
-        """The figure."""
+        """Returns the figure."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -119,7 +119,7 @@ class Picture:
 
 
 def halo(colour: str) -> list[Any]:
-    """Path effects of words on a colour: a rim of it, so that lines behind them do not cross the letters."""
+    """Returns path effects of words on a colour: a rim of it, so that lines behind them do not cross the letters."""
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=2.4, foreground=colour)]

@@ -60,7 +60,7 @@ def last_iteration(name: str, records: Sequence[Mapping[str, object]]) -> Iterat
 
 
 def timelines(iterations: Sequence[Iteration]) -> str:
-    """The picture, of one iteration at least."""
+    """Returns the picture, of one iteration at least."""
     spans = [span for one in iterations for lane in one.lanes for span in lane.spans]
     models = models_of(spans)
     ticks = ticks_around(0.0, max(one.seconds for one in iterations), most=9)
@@ -95,7 +95,7 @@ def timelines(iterations: Sequence[Iteration]) -> str:
 
 
 def models_of(spans: Iterable[Span]) -> list[str]:
-    """The models of calls, in the order in which their first calls begin."""
+    """Returns the models of calls, in the order in which their first calls begin."""
     calls = [span for span in sorted(spans, key=lambda span: span.start_s) if span.category == "compute"]
     return list(dict.fromkeys(model_of_name(span.name) for span in calls if kind_of_name(span.name)))
 
@@ -115,7 +115,7 @@ def _joined(spans: Sequence[Span], models: Sequence[str], gap_s: float) -> list[
 
 
 def _bar(x: float, y: float, width: float, style: Style) -> str:
-    """A span. Transfers may run beside a call, so they are low; waiting is white with an edge."""
+    """Returns a span. Transfers may run beside a call, so they are low; waiting is white with an edge."""
     top, height = (y + LANE - 5, 3) if style == TRANSFER else (y + 1, LANE - 3)
     edge = f' stroke="{style.edge}" stroke-width="0.5"' if style == WAITING else ""
     place = f'x="{x:.1f}" y="{top:.1f}" width="{max(width, 0.5):.1f}" height="{height}"'

@@ -55,7 +55,7 @@ def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float,
 
 
 def host_messages(clock: Clock, ranks: tuple[int, ...]) -> list[tuple[int, float, float]]:
-    """The same of messages through host memory between two ranks."""
+    """Returns the same of messages through host memory between two ranks."""
     world = clock.world
     points: list[tuple[int, float, float]] = []
     group = world.group(group_name(range(world.size), HOST))

@@ -56,7 +56,7 @@ class Table:
         return Choice(self.library, self.backward, self.plain_s, self.packed_s, self.pack_s)
 
     def exists(self) -> bool:
-        """Whether this machine has these libraries."""
+        """Returns whether this machine has these libraries."""
         return all(LIBRARIES[name].exists(DTYPES[self.dtype]) for name in (self.library, self.backward))
 
     @property
@@ -66,7 +66,7 @@ class Table:
 
 
 def table_of(values: Any, source: str = "the user's cache folder") -> Table:
-    """The table that a file holds. Raises UserError naming `source`."""
+    """Returns the table that a file holds. Raises UserError naming `source`."""
     names = {part.name: part.type for part in fields(Table)}
     kinds: dict[object, type | tuple[type, ...]] = {float: (int, float), int: int, str: str}
     is_table = isinstance(values, Mapping) and values.keys() == names.keys()
@@ -146,7 +146,8 @@ def limit_packing(world: World, table: Table | None, num_bytes: int) -> str:
 
 
 def _fixed(library: str, dtype: str) -> Table:
-    """A library that the user names, also for backward products where it can, as if it took the default seconds."""
+    """Returns a library that the user names, also for backward products where it can, as if it took the default
+    seconds."""
     one = Choice(library, backward=library if library in BACKWARD else LINEAR.name)
     seconds = one.plain_s, one.packed_s, one.pack_s
     return Table(dtype, one.library, one.backward, *seconds, *_kind())
@@ -156,8 +157,8 @@ def _fixed(library: str, dtype: str) -> Table:
 
 
 def of_this_machine(dtype: str) -> Table:
-    """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
-    new, such as kernels that were compiled meanwhile, is another case."""
+    """Returns the fastest library here: as it was measured before, else measured now, and kept for the next time. One
+    that is new, such as kernels that were compiled meanwhile, is another case."""
     if known := _recall(dtype):
         return known
     measured = measure(DTYPES[dtype])
@@ -174,7 +175,7 @@ def _kind() -> tuple[str, str, int]:
 
 
 def _name(dtype: str) -> str:
-    """The name of what is known of this kind of machine."""
+    """Returns the name of what is known of this kind of machine."""
     here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
     return hashlib.sha256(repr([RULES, dtype, *_kind(), here]).encode()).hexdigest()
 
@@ -203,8 +204,8 @@ class Seconds:
 
 
 def fastest(measured: Mapping[str, Seconds]) -> str:
-    """The library with the fewest seconds of a token, F.linear unless another one is faster by MARGIN. Of those that
-    are as fast within MARGIN, one whose rows do not depend on each other."""
+    """Returns the library with the fewest seconds of a token, F.linear unless another one is faster by MARGIN. Of those
+    that are as fast within MARGIN, one whose rows do not depend on each other."""
     linear_s = measured[LINEAR.name].token_s
     faster = {name: one for name, one in measured.items() if one.token_s * MARGIN < linear_s}
     least = min((one.token_s for one in faster.values()), default=0.0)
@@ -214,8 +215,8 @@ def fastest(measured: Mapping[str, Seconds]) -> str:
 
 @torch.inference_mode()
 def measure(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, Seconds]:
-    """The seconds of all libraries that this machine has: the fewest of some repetitions, in which they take turns.
-    Nothing is timed if F.linear is the only one."""
+    """Returns the seconds of all libraries that this machine has: the fewest of some repetitions, in which they take
+    turns. Nothing is timed if F.linear is the only one."""
     libraries = [one for one in LIBRARIES.values() if one.exists(dtype)]
     if libraries == [LINEAR]:
         return {LINEAR.name: Seconds(0.0, 0.0, 0.0)}
@@ -272,7 +273,8 @@ def fastest_backward(seconds: Mapping[str, float]) -> str:
 
 @torch.inference_mode()
 def measure_backward(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """The seconds of the backward products of some layers after a pass over given tokens, as `measure` has them."""
+    """Returns the seconds of the backward products of some layers after a pass over given tokens, as `measure` has
+    them."""
     seconds = {name: math.inf for name in BACKWARD if LIBRARIES[name].exists(dtype)}
     weights = _weights(dtype)
     grads = {num: torch.ones(PASS_ROWS, num, dtype=dtype) for layer in LAYER for num in layer}
@@ -288,7 +290,7 @@ def measure_backward(dtype: torch.dtype, clock: Callable[[], float] = time.perf_
 
 
 def _weights(dtype: torch.dtype) -> list[Tensor]:
-    """Matrices of equal layers, as they lie in memory one after the other."""
+    """Returns matrices of equal layers, as they lie in memory one after the other."""
     generator = torch.Generator().manual_seed(1)
     layer = [torch.randn(shape, generator=generator).to(dtype) for shape in LAYER]
     num_layers = -(-TIMED_BYTES // sum(weight.nbytes for weight in layer))
@@ -296,7 +298,7 @@ def _weights(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _depends(library: Library, weight_OI: Tensor) -> bool:
-    """Whether the bits of a row depend on the rows beside it."""
+    """Returns whether the bits of a row depend on the rows beside it."""
     x_NI = torch.randn(PASS_ROWS, weight_OI.shape[1], generator=torch.Generator().manual_seed(2)).to(weight_OI.dtype)
     wanted_O = library.multiply(x_NI, weight_OI, None)[0]
     return any(not library.multiply(x_NI[:num], weight_OI, None)[0].equal(wanted_O) for num in (2, STEP_ROWS))

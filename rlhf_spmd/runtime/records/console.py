@@ -75,7 +75,7 @@ class Column(NamedTuple):
 
 
 def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns that are shown in so many places, with two spaces between them. The first one always is."""
+    """Returns the columns that are shown in so many places, with two spaces between them. The first one always is."""
     shown = list(columns)
     while len(shown) > 1 and sum(column.width + 2 for column in shown) - 2 > width:
         last = max(range(1, len(shown)), key=lambda index: (shown[index].leaves, index))
@@ -84,7 +84,7 @@ def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def cell(value: float, form: str, width: int) -> str:
-    """A number in so many places: with fewer digits if the format takes more."""
+    """Returns a number in so many places: with fewer digits if the format takes more."""
     scale, unit = (100.0, "%") if form.endswith("%}") else (1.0, "")
     forms = [f"{{:.{digits}g}}" for digits in (6, 5, 4, 3, 2, 1)]
     texts = [formatted(value, form), *(f"{formatted(value * scale, one)}{unit}" for one in ("{:.0f}", *forms))]
@@ -144,7 +144,7 @@ class Console:
         self._print("  ".join(cells))
 
     def left_s(self, number: int, total: int, metrics: Mapping[str, float]) -> float:
-        """Estimated seconds that the iterations after this one take, with what is done between them."""
+        """Returns estimated seconds that the iterations after this one take, with what is done between them."""
         each_s = metrics.get("iteration_s", 0.0)
         if len(self._ended_s) > 1:
             each_s = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)

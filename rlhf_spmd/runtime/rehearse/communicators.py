@@ -73,7 +73,7 @@ class Communicators:
         self.sent: list[tuple[Any, np.ndarray]] = []  # requests whose buffers must live until they are done
 
     def start(self, name: str, operation: Operation) -> Operation:
-        """Queues an operation, and begins it if it is the first."""
+        """Returns queues an operation, and begins it if it is the first."""
         self.queues[name].append(operation)
         self.active.add(name)
         self.advance()
@@ -154,7 +154,7 @@ class Communicators:
         return operation.end_s <= time.monotonic()
 
     def _end_of(self, part: Part, tag: int) -> float | None:
-        """When a message has been transferred; None: it is not known yet. The receiver decides."""
+        """Returns when a message has been transferred; None: it is not known yet. The receiver decides."""
         if part.end_s is not None or not part.request.Test():
             return part.end_s
         wire = part.wire, part.sends
@@ -186,7 +186,8 @@ class Communicators:
         operation.requests = [(self.comm.Irecv(end, first, tag + MET), end)]
 
     def _end_of_meeting(self, operation: Operation, tag: int) -> float | None:
-        """When the slowest rank is done; None: some have not come, or have come to another meeting, and all hang."""
+        """Returns when the slowest rank is done; None: some have not come, or have come to another meeting, and all
+        hang."""
         if operation.end_s is not None or not all(
             request is None or request.Test() for request, _ in operation.requests
         ):

@@ -72,8 +72,9 @@ class RewardWorkers(WorkerPool[RowWorker]):
         self.start(num)
 
     def score(self, rows: Scored) -> tuple[list[Scores], set[int]]:
-        """The scores of each function, as RewardFunction.score gives them for these rows one by one, and the rows that
-        ran out of time, whose scores are None. Raises UserError for errors of the user's code and lost workers."""
+        """Returns the scores of each function, as RewardFunction.score gives them for these rows one by one, and the
+        rows that ran out of time, whose scores are None. Raises UserError for errors of the user's code and lost
+        workers."""
         if not len(rows):
             return [([], {}) for _ in self.specs], set()
         todo = deque((function, row) for function in range(len(self.specs)) for row in range(len(rows)))

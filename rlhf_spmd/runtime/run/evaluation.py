@@ -65,8 +65,8 @@ class Evaluation:
         return bool(self.job.program.workload.workflow.generate_calls)
 
     def run(self, num_done: int) -> tuple[dict[str, float | str], Iteration]:
-        """The metrics, the same on all ranks, and this rank's rows. num_done: iterations before it, which choose its
-        random numbers. Collective."""
+        """Returns the metrics, the same on all ranks, and this rank's rows. num_done: iterations before it, which
+        choose its random numbers. Collective."""
         began = time.perf_counter()
         self.executor.begin()
         data = self._iteration(num_done)
@@ -78,7 +78,7 @@ class Evaluation:
         return metrics | {"evaluation_s": time.perf_counter() - began}, data
 
     def _iteration(self, num_done: int) -> Iteration:
-        """All prompts of the set as one mini-batch."""
+        """Returns all prompts of the set as one mini-batch."""
         job, workload = self.job, self.job.program.workload
         samples = workload.samples_per_prompt
         prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
@@ -97,7 +97,7 @@ class Evaluation:
         )
 
     def _scored(self, data: Iteration) -> np.ndarray:
-        """The scores that this rank reports."""
+        """Returns the scores that this rank reports."""
         program, rank = self.job.program, self.job.world.rank
         call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
         if call is None or not self.scores:
@@ -114,7 +114,7 @@ class Evaluation:
         return found if kept_C is None else found[kept_C.cpu().numpy()]
 
     def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
-        """The metrics of one evaluation, from the scores of all ranks."""
+        """Returns the metrics of one evaluation, from the scores of all ranks."""
         workload = self.job.program.workload
         if not self.scores:
             return dict(combine(answers)[0])
@@ -138,12 +138,12 @@ class Evaluation:
 
 
 def wants_passes(config: Config) -> bool:
-    """Whether pass@k is asked for, whatever the scores are."""
+    """Returns whether pass@k is asked for, whatever the scores are."""
     return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(PASS)
 
 
 def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a run's evaluations, all without pass@k if one has none."""
+    """Returns the rows of a run's evaluations, all without pass@k if one has none."""
     have = [any(name.startswith(PASS) for name in row) for row in rows]
     return rows if all(have) else [without_passes(row) for row in rows]
 
@@ -193,7 +193,7 @@ class Evaluator:
         return self._line(num_done, self.rows[-1])
 
     def is_best(self, num_done: int) -> bool:
-        """Whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
+        """Returns whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
         return (
             bool(self.best and self.rows)
             and self.rows[-1]["iteration"] == num_done
@@ -222,7 +222,7 @@ class Evaluator:
         )
 
     def ends(self) -> dict[str, tuple[float, float]]:
-        """Metric over all prompts -> its first and last value."""
+        """Returns metric over all prompts -> its first and last value."""
         names = self._names if self.rows else []
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
 

@@ -40,15 +40,17 @@ class CallSeconds:
 def token_counts(
     answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of tokens of the prompts, and of the responses, of an iteration. answers: of every rank at its end;
-    prompts: tokens by prompt index."""
+    """Returns numbers of tokens of the prompts, and of the responses, of an iteration. answers: of every rank at its
+    end;
+    prompts: tokens by prompt index.
+    """
     rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
 
 
 def given_counts(data: PromptSet, used: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same of the first rows of a data set with responses: of each row, the mean over its responses. used: the
-    share of the places that have a row; all places together have as many tokens as those."""
+    """Returns the same of the first rows of a data set with responses: of each row, the mean over its responses. used:
+    the share of the places that have a row; all places together have as many tokens as those."""
     rows = range(min(len(data), FIRST_ROWS))
     responses = [[len(of_key.row(row)) for of_key in data.responses.values()] for row in rows]
     prompts = tuple(max(1, round(used * len(data.prompts.row(row)))) for row in rows)
@@ -76,7 +78,7 @@ class Compared:
         return self.whole.forecast_s / self.as_given_s
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON-able values."""
+        """Returns the comparison as JSON-able values."""
         machine, scale = self.found.given.machine, self.found.scale
         return {
             "calibration": self.found.calibration.name,
@@ -145,7 +147,7 @@ def compare(
 
 
 def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:
-    """Seconds of every call in one iteration, on the rank that it keeps busy longest, and of the whole."""
+    """Returns seconds of every call in one iteration, on the rank that it keeps busy longest, and of the whole."""
     workflow = program.workload.workflow
     spans: list[list[Span]] = [[span for span in lane.spans if span.iteration == number] for lane in all_lanes]
     of_rank: dict[tuple[str, int], float] = {}

@@ -63,7 +63,7 @@ class Loop:
                 listener(self.last)
 
     def given(self, number: int) -> Any:
-        """What the executor works on in an iteration, whose data become `now`."""
+        """Returns what the executor works on in an iteration, whose data become `now`."""
         self.now = self.doing = make_iteration(self.job, number)
         return self.now
 
@@ -77,7 +77,7 @@ class Loop:
         return ""
 
     def share_in_flight(self) -> Tensors | None:
-        """What a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
+        """Returns what a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
         return None
 
 

@@ -146,7 +146,7 @@ def _check_groups(job: Job) -> None:
 
 
 def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSet, scorer: Scorer | None) -> Job:
-    """The job with options, program and prompts of the run's evaluations."""
+    """Returns the job with options, program and prompts of the run's evaluations."""
     return replace(
         job,
         config=config,
@@ -176,7 +176,7 @@ def _agree_on_functions(config: Config, world: World) -> None:
 def _scorer(
     config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet, started: str
 ) -> Scorer | None:
-    """The scorer of the judge that is on this rank, if one is."""
+    """Returns the scorer of the judge that is on this rank, if one is."""
     layouts = program.placement.layouts
     judging = [
         call
@@ -191,7 +191,8 @@ def _scorer(
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Order of the mini-batches and prompts of this rank's rows in one iteration: functions of (seed, iteration)."""
+    """Returns order of the mini-batches and prompts of this rank's rows in one iteration: functions of (seed,
+    iteration)."""
     config, workload = job.config, job.program.workload
     if job.steps is not None:
         return _within_budget(job, job.steps, number)
@@ -211,7 +212,7 @@ def make_iteration(job: Job, number: int) -> Iteration:
 
 
 def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:
-    """An iteration whose optimizer steps have a budget of tokens."""
+    """Returns an iteration whose optimizer steps have a budget of tokens."""
     workload = job.program.workload
     num, device = workload.num_mini_batches, job.world.device
     prompt_MC = steps.matrix(number * num, num)
@@ -230,8 +231,8 @@ def given_rows(
     prompt_MC: np.ndarray,
     device: torch.device,
 ) -> Store:
-    """A store with this rank's rows of the data set. columns: that the rank holds of each key. prompt_MC: NO_ROW where
-    a place has none."""
+    """Returns a store with this rank's rows of the data set. columns: that the rank holds of each key. prompt_MC:
+    NO_ROW where a place has none."""
     store = Store(workload, columns, device)
     for key in workload.workflow.given:
         for held in columns.get(key, ()):

@@ -24,7 +24,7 @@ from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
 
 def sample_responses(job: Job) -> list[Shown]:
-    """Responses to the first prompts, always with the same random numbers, and their scores.
+    """Returns responses to the first prompts, always with the same random numbers, and their scores.
 
     Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns the
     same on every rank.
@@ -122,7 +122,7 @@ def _episode_texts(
     actions_BG: Tensor,
     reasons: Sequence[str],
 ) -> list[str]:
-    """Episodes by turns."""
+    """Returns episodes by turns."""
     texts = []
     for row, tokens_G, drawn_G, reason in zip(rows, responses_BG, actions_BG > 0, reasons, strict=True):
         ids = [token for token in tokens_G.tolist() if token >= 0]
@@ -132,7 +132,7 @@ def _episode_texts(
 
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
-    """The responses before and, if there are any, after training, by prompt."""
+    """Returns the responses before and, if there are any, after training, by prompt."""
     later: Sequence[tuple[str | None, float | None, bool]] = after or [(None, None, False)] * len(before)
     return [
         Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2], job.environments is not None)

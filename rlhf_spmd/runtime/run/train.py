@@ -163,12 +163,12 @@ class Running:
         return self.loop.last is not None and END.name in self.loop.last.signals
 
     def is_over(self) -> bool:
-        """Whether the run ends before its last iteration."""
+        """Returns whether the run ends before its last iteration."""
         return self.is_told_to_end or bool(self.evaluator.why_over)
 
     def doing(self) -> str:
-        """What this rank does, for people who wait: in an iteration how far it is, and when the run may be over. Called
-        by another thread."""
+        """Returns what this rank does, for people who wait: in an iteration how far it is, and when the run may be
+        over. Called by another thread."""
         world, data, total = self.job.world, self.loop.doing, self.job.config.iterations
         record = record_in(world.flight.memory)
         if data is None or not record.text.startswith(f"{data.title}: ") or record.position == NOWHERE:

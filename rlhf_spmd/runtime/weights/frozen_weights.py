@@ -34,7 +34,7 @@ class ShardedCopy:
         self._units = {id(p): unit for unit in units for p in unit.weights}
 
     def shards(self) -> list[torch.Tensor]:
-        """What this rank holds of each unit."""
+        """Returns what this rank holds of each unit."""
         return [unit.shard for unit in dict.fromkeys(self._units.values())]
 
     @contextmanager
@@ -140,6 +140,6 @@ def unpin(flat: torch.Tensor) -> None:
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """The tensors of these shapes in a flat one, which may end in padding."""
+    """Returns the tensors of these shapes in a flat one, which may end in padding."""
     sizes = [shape.numel() for shape in shapes]
     return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]

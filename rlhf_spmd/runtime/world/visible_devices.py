@@ -63,8 +63,8 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
-    """The threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first number.
-    None if it is not set or blank. Raises UserError."""
+    """Returns the threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first
+    number. None if it is not set or blank. Raises UserError."""
     text = environ.get(THREADS, "")
     if not text.strip():
         return None
@@ -78,8 +78,9 @@ def threads_wanted(environ: Mapping[str, str]) -> int | None:
 
 
 def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> dict[str, Any]:
-    """This rank's report to the others: "seen": its devices, in order (fields of VisibleDevice); "unseen": if there are
-    none, the evidence of some. wanted: the option `device`; threads: of torch on this rank; num_ranks: of the job."""
+    """Returns this rank's report to the others: "seen": its devices, in order (fields of VisibleDevice); "unseen": if
+    there are none, the evidence of some. wanted: the option `device`; threads: of torch on this rank; num_ranks: of the
+    job."""
     evidence = hints(os.environ)
     if wanted == "cpu" or wanted == "auto" and not evidence:
         return {"seen": [], "unseen": ""}
@@ -99,7 +100,7 @@ def parse_reports(reports: Sequence[Mapping[str, Any]]) -> tuple[list[list[Visib
 
 
 def visible_devices(torch: Any, host: str) -> list[VisibleDevice]:
-    """The devices that torch sees, in order."""
+    """Returns the devices that torch sees, in order."""
     devices = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -108,7 +109,7 @@ def visible_devices(torch: Any, host: str) -> list[VisibleDevice]:
 
 
 def hints(environ: Mapping[str, str]) -> list[str]:
-    """Evidence that this process has GPUs; empty if they are hidden from it."""
+    """Returns evidence that this process has GPUs; empty if they are hidden from it."""
     hidden = environ.get(VISIBLE, "all").strip() in NOTHING
     amd_hidden = any(environ.get(name, "all").strip() in NOTHING for name in AMD_VISIBLE)
     if hidden:

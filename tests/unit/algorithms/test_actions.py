@@ -52,7 +52,7 @@ def masks(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spread(x: Tensor, few_BG: Tensor, wide_BG: Tensor, places_BG: Tensor, junk: float) -> Tensor:
-    """A tensor of tokens, or of tokens and one more, with observations between its actions."""
+    """Returns a tensor of tokens, or of tokens and one more, with observations between its actions."""
     more = x.shape[1] - FEW
     found = torch.full((ROWS, WIDE + more), junk, dtype=torch.float64).to(x.dtype)
     found[:, :WIDE][wide_BG] = x[:, :FEW][few_BG]
@@ -147,7 +147,7 @@ def compare(page, workflow, call, numbers, of_masks, norm: float) -> None:
 
 
 def called(function, call, given, numbers, mask_BG) -> Any:
-    """The results, finished by the companions."""
+    """Returns the results, finished by the companions."""
     if isinstance(call, Train):
         sums = None
         divisor = torch.tensor(float(mask_BG.sum()), dtype=torch.float64)

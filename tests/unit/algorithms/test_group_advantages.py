@@ -66,7 +66,7 @@ class Batch:
 
 
 def make_groups(*, noise: float = 0.4, seed: int = 0) -> list[list[Sample]]:
-    """Responses of 1 to LIMIT tokens, the longest cut off; one group has equal scores."""
+    """Returns responses of 1 to LIMIT tokens, the longest cut off; one group has equal scores."""
     rng, groups = np.random.default_rng(seed), []
     for number in range(GROUPS):
         group = []
@@ -128,7 +128,7 @@ def fast_advantages(batch: Batch, rules: Rules, *, min_groups: int = 0) -> tuple
 
 
 def fast_loss(batch: Batch, advantages: Tensor, used: Tensor, rules: Rules) -> Tensor:
-    """Rows that are left out are taken away; the others lie in two micro-batches."""
+    """Returns rows that are left out are taken away; the others lie in two micro-batches."""
     rows = used.flatten() > 0
     names = ("logprobs", "old", "reference", "generator", "mask")
     tensors = {name: getattr(batch, name).flatten(0, 1)[rows] for name in names}

@@ -40,7 +40,7 @@ FORMULAS: dict[str, Callable[[float, list[float]], float]] = {
 
 
 def recipes() -> dict[str, tuple[str, ...]]:
-    """Name -> options, of the table in the docs."""
+    """Returns name -> options, of the table in the docs."""
     rows = re.findall(
         r"^\| ([\w -]+) \| `((?:importance_weights|rejection)=[^`]*)` \|", PAGE.read_text(encoding="utf-8"), re.M
     )
@@ -56,7 +56,7 @@ def rules_of(words: tuple[str, ...]) -> Rules:
 
 
 def drawn_elsewhere() -> list[list[Sample]]:
-    """Responses of a generator that differs from the old policy by little or by much, by response."""
+    """Returns responses of a generator that differs from the old policy by little or by much, by response."""
     groups = make_groups(seed=3)
     gen = torch.Generator().manual_seed(5)
     for number, one in enumerate(one for group in groups for one in group):

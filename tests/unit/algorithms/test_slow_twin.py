@@ -161,7 +161,7 @@ class SlowRun:
 
     @torch.no_grad()
     def judge(self, prompt: list[int], response: list[int]) -> slow_ppo.Rollout:
-        """What the four models say of a response, rounded to float32, as which the runtime stores it."""
+        """Returns what the four models say of a response, rounded to float32, as which the runtime stores it."""
 
         def stored(numbers: list[Tensor]) -> list[float]:
             return [number.float().item() for number in numbers]
@@ -212,7 +212,8 @@ class SlowRun:
 
 
 def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
-    """The responses of the runtime's last iteration in row order, judged slowly: as the runtime itself judged them."""
+    """Returns the responses of the runtime's last iteration in row order, judged slowly: as the runtime itself judged
+    them."""
     config, store, number = run.config, run.data.store, run.data.number
     num_rows = config.rollout_batch * config.samples_per_prompt
     first = epoch_order(config.seed, number, 0, num_rows, config.mini_batch).tolist()
@@ -244,7 +245,8 @@ def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
 
 
 def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
-    """One iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow steps."""
+    """Returns one iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow
+    steps."""
     assert run.state.of_algorithm.kl_coef == pytest.approx(slow.kl_coef, rel=1e-5)  # it follows the KL, see below
     metrics = run.iteration()
     rollouts, config = rollouts_of(run, slow), run.config

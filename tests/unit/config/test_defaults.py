@@ -63,7 +63,7 @@ ITS_OWN = {
 
 
 def options_of(config: Config) -> dict:
-    """Every option of these groups."""
+    """Returns every option of these groups."""
     groups = ("ppo", "optimizer", "generation")
     return {key: one.value for key, one in config_options(config).items() if key.partition(".")[0] in groups}
 

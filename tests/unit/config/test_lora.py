@@ -184,7 +184,7 @@ def test_check_says_which_packed_copies_stay():
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """Options of a run whose actor begins with an adapter; its base is not where the adapter says."""
+    """Returns options of a run whose actor begins with an adapter; its base is not where the adapter says."""
     folder = tmp_path_factory.mktemp("adapters")
     found = write_all(folder)
     make_adapter(folder / "adapter", folder / "actor")

@@ -37,7 +37,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def problems(source: str, module: str) -> Iterator[str]:
-    """What in a module could run code that nobody named."""
+    """Yields what in a module could run code that nobody named."""
     for node in ast.walk(ast.parse(source)):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import | ast.ImportFrom):

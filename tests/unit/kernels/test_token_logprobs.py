@@ -43,7 +43,7 @@ class Case:
         return list(found) if isinstance(found, tuple) else [found]
 
     def everything(self, form, **more) -> list[Tensor]:
-        """Outputs, and the gradients of a random combination of them."""
+        """Returns outputs, and the gradients of a random combination of them."""
         outputs = self.outputs(form, **more)
         generator = torch.Generator().manual_seed(5)
         factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs]
@@ -51,7 +51,7 @@ class Case:
 
 
 def make_case(num_rows, size, vocab_size, dtype, device, *, banned=False, kept=False, known=False, **options) -> Case:
-    """Row 1, if there is one, has no token; no token is banned where it stands, and each is in its set."""
+    """Returns row 1, if there is one, has no token; no token is banned where it stands, and each is in its set."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden_ND = torch.randn(num_rows, size, generator=generator, dtype=torch.float64)
     weight_VD = torch.randn(vocab_size, size, generator=generator, dtype=torch.float64)

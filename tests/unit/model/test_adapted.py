@@ -36,7 +36,7 @@ def made(adapters: Adapters, head="lm", dtype=torch.float64, base: Transformer |
 
 
 def dense(model: Transformer) -> dict[str, Tensor]:
-    """Plain weights by name, differentiable in the factors."""
+    """Returns plain weights by name, differentiable in the factors."""
     weights = dict(model.named_parameters())
     layers = [name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A")]
     scale = model.adapters.scale

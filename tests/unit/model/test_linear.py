@@ -116,7 +116,7 @@ SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 70)  # of `small`
 
 
 def program_of(adapters: Adapters | None, *, adds_adapters: bool = False) -> SimpleNamespace:
-    """What the bytes of copies depend on."""
+    """Returns what the bytes of copies depend on."""
     shape, call = replace(SHAPE, adapters=adapters), SimpleNamespace(name="generate", model="actor")
     made = {"workflow": SimpleNamespace(generate_calls=[call]), "shape": lambda model: shape, "param_bytes": 4}
     workload = SimpleNamespace(**made, adds_adapters=adds_adapters)

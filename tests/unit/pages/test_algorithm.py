@@ -32,8 +32,8 @@ def refused(path: Path | str, **options) -> str:
 
 
 def variants(options: type[page.Options]) -> list[dict]:
-    """Every value of options that have a choice, one changed at a time; of other options one that is not the default,
-    and a few of both together."""
+    """Returns every value of options that have a choice, one changed at a time; of other options one that is not the
+    default, and a few of both together."""
     choices = {}
     hints = get_type_hints(options)
     for part in dataclasses.fields(options):

@@ -27,8 +27,8 @@ ENVIRONMENT = "environment"  # behind the name of scores in the log: the rewards
 
 
 def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> "Inference | Measurement | None":
-    """The forwards of a Run; None if there is nothing left to do: where a function scores in the place of the model,
-    and where ZeRO 3 shards its weights, so that each layer runs on all rows before the next one."""
+    """Returns the forwards of a Run; None if there is nothing left to do: where a function scores in the place of the
+    model, and where ZeRO 3 shards its weights, so that each layer runs on all rows before the next one."""
     if job.workload.models[call.model] is None:
         keep_scores(job, call, data, job.place(run), None)
         return None
@@ -42,8 +42,8 @@ def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> "Infere
 
 
 def outputs_of(job: Job, call: ModelCall, batches: Sequence[Sequences]) -> Iterator[Tensor]:
-    """The output of each batch on this stage, without gradients. Collective where ranks share the model: ZeRO 3 gathers
-    weights also where there is no batch."""
+    """Yields the output of each batch on this stage, without gradients. Collective where ranks share the model: ZeRO 3
+    gathers weights also where there is no batch."""
     if (sharded := job.models.sharded_by_zero(call)) is not None:
         with torch.no_grad():
             yield from forward_by_layer(sharded.model, batches, sharded.gathered)
@@ -68,7 +68,7 @@ class Inference(Passes):
         every = {key: data.store.at(key, self.place) for key in call.inputs} if scorer is not None else {}
 
         def rows_of(row: int, columns: Tensor) -> tuple:
-            """What the input of some rows is made of."""
+            """Returns what the input of some rows is made of."""
             rows = prompts[row, columns], responses[row, columns]
             if scorer is None:
                 return rows
@@ -138,7 +138,7 @@ class Measurement(Passes):
 
 
 def judges(job: Job, call: ModelCall) -> bool:
-    """Whether a call scores whole responses, so that the reward function's scores are added."""
+    """Returns whether a call scores whole responses, so that the reward function's scores are added."""
     return call.function == SCORES and job.config.algorithm.roles[call.model].judge
 
 
@@ -173,7 +173,7 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
 
 
 def _spread(values: Sequence[float | None], kept: Sequence[bool]) -> list[float | None]:
-    """The numbers of the rows that are kept among those of all rows, of which the others have none."""
+    """Returns the numbers of the rows that are kept among those of all rows, of which the others have none."""
     left = iter(values)
     return [next(left) if is_kept else None for is_kept in kept]
 
@@ -186,9 +186,11 @@ def add_functions(
     index_B: Sequence[int],
     of_model_B: Tensor | None,
 ) -> Judged:
-    """The reward model's scores, if there is one, plus those of the reward functions. A function runs on one rank for
-    each row, which counts it for the log: it may be random or slow, and all ranks with a row must use the same score.
-    index_B: of the prompts in the data set."""
+    """Returns the reward model's scores, if there is one, plus those of the reward functions. A function runs on one
+    rank for each row, which counts it for the log: it may be random or slow, and all ranks with a row must use the same
+    score.
+    index_B: of the prompts in the data set.
+    """
     scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
     scorer = job.scorer
     assert scorer is not None, "this rank judges"
@@ -208,8 +210,8 @@ def add_functions(
 def scores(
     job: Job, call: ModelCall, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]
 ) -> Judged | None:
-    """Scores of whole responses outside an iteration; collective where ranks share the reward model. None on the
-    ranks of a stage before the last one. index_B: of the prompts in the data set."""
+    """Returns scores of whole responses outside an iteration; collective where ranks share the reward model. None on
+    the ranks of a stage before the last one. index_B: of the prompts in the data set."""
     of_model_B = None
     if job.workload.models[call.model] is not None:
         assert job.scorer is not None, "this rank judges"

@@ -34,8 +34,8 @@ def rewrite(path: Path, change, **how) -> None:
 
 
 def copy(folder: Path, source: Path = ACTOR, config=None, names=None, added=None, change=None) -> Path:
-    """The embedded tokenizer of 1,024 tokens with other files. config: over tokenizer_config.json; names, added: what
-    special_tokens_map.json and added_tokens.json hold; change: of tokenizer.json."""
+    """Returns the embedded tokenizer of 1,024 tokens with other files. config: over tokenizer_config.json; names,
+    added: what special_tokens_map.json and added_tokens.json hold; change: of tokenizer.json."""
     folder.mkdir(parents=True)
     for name in FILES:
         shutil.copy(source / name, folder)

@@ -32,8 +32,8 @@ def exponential(mean: float) -> LengthDistribution:
 
 
 def drawn_steps(lengths: LengthDistribution, num_rows: int, places: int, times: int, num_shards: int = 1) -> float:
-    """The mean number of decode steps of the slowest shard when rows are drawn and start in order, each in the place
-    that is free first."""
+    """Returns the mean number of decode steps of the slowest shard when rows are drawn and start in order, each in the
+    place that is free first."""
     draw, total = np.random.default_rng(1), 0.0
     for _ in range(times):
         rows_SR = np.searchsorted(-lengths.survival, -draw.random((num_shards, num_rows)), side="right") * lengths.step

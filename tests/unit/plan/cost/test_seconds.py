@@ -46,7 +46,7 @@ def machine(**constants) -> Calibration:
 def cost_of(
     calibration: Calibration, size: int = 1, cluster: str = "", train=None, device: str = "cpu", shape=SHAPE, **layout
 ) -> "Case":
-    """Every call in one layout on all ranks; train: other options of the calls that train."""
+    """Returns every call in one layout on all ranks; train: other options of the calls that train."""
     workload = make_workload(mini_batch=8, num_mini_batches=2, shape=shape)
     grid = Layout.grid_of(range(size), **layout)
     layouts = {
@@ -295,7 +295,7 @@ def test_stragglers_come_from_a_distribution_of_lengths():
 
 
 def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_batches=2, **sizes):
-    """When the rows of one rank end, of which there are 8 in a mini-batch. drawn: the tokens of each response."""
+    """Returns when the rows of one rank end, of which there are 8 in a mini-batch. drawn: the tokens of each response."""
     workload = make_workload(mini_batch=8, num_mini_batches=num_mini_batches, shape=SHAPE)
     workload = replace(workload, forecast_lengths=lengths, **sizes)
     call, layout = workload.workflow.call("actor_generate"), Layout.grid_of(range(1))
@@ -377,7 +377,7 @@ def test_an_unknown_type_of_device_is_refused():
 
 
 def table_of(shape: ModelShape = SHAPE, tp: int = 1, **parts) -> Measured:
-    """A layer of a forward pass takes 1 us for each token, the rest 2; of training ten times as long."""
+    """Returns a layer of a forward pass takes 1 us for each token, the rest 2; of training ten times as long."""
     by_token, ten = (Curve((1.0, 2.0), (s, 2 * s)) for s in (1e-6, 1e-5))
     twice, twenty = (Curve((1.0, 2.0), (2 * s, 4 * s)) for s in (1e-6, 1e-5))
     forward = ByLength((1.0,), (Layered(by_token, twice),))

@@ -32,7 +32,7 @@ def grid(ranks, dp=1, pp=1, tp=1) -> list[tuple[int, Shard]]:
 
 
 def holding(shards, zero3=False) -> dict[int, Holding]:
-    """What ranks hold; under ZeRO 3 ranks with the same shard hold parts of it."""
+    """Returns what ranks hold; under ZeRO 3 ranks with the same shard hold parts of it."""
     found = {}
     for rank, shard in shards:
         mates = [other for other, same in shards if same == shard]
@@ -55,7 +55,7 @@ def where(box) -> tuple[slice, ...]:
 
 
 def whole_model(shape: ModelShape) -> dict[str, np.ndarray]:
-    """Every number is unlike any other."""
+    """Returns every number is unlike any other."""
     values, start = {}, 0
     for weight in weights_of(shape):
         size = weight.layers * weight.rows * weight.columns
@@ -69,7 +69,7 @@ def nothing(weight: Weight) -> np.ndarray:
 
 
 def hold(one: Reallocation, model: dict[str, np.ndarray]) -> Values:
-    """What the sources hold of a model."""
+    """Returns what the sources hold of a model."""
     values = {}
     for rank, mine in one.sources:
         for weight in one.weights.values():
@@ -80,7 +80,7 @@ def hold(one: Reallocation, model: dict[str, np.ndarray]) -> Values:
 
 
 def carry_out(one: Reallocation, held: Values) -> Values:
-    """The targets, by index and weight."""
+    """Returns the targets, by index and weight."""
     weights = one.weights
     made = {(index, name): nothing(weight) for index in range(len(one.targets)) for name, weight in weights.items()}
 
@@ -143,7 +143,7 @@ def shapes(draw) -> ModelShape:
 
 @st.composite
 def layouts(draw, shape: ModelShape) -> list[tuple[int, Shard]]:
-    """Any grid on any ranks of ten, in any order."""
+    """Returns any grid on any ranks of ten, in any order."""
     degrees = [
         (dp, pp, tp)
         for dp in range(1, 9)
@@ -222,7 +222,7 @@ def size_of(shape: ModelShape) -> int:
 
 
 def kept_whole(shape: ModelShape) -> int:
-    """Bytes of what tp does not split."""
+    """Returns bytes of what tp does not split."""
     return NUMBER_BYTES * sum(numbers_in(weight.whole) for weight in weights_of(shape) if weight.cut is None)
 
 

@@ -23,7 +23,7 @@ VALUES = [
 
 
 def boxes(svg: str) -> dict[str, Box]:
-    """Left, top, right and bottom of each text in DejaVu Sans, the widest of the usual fonts."""
+    """Returns left, top, right and bottom of each text in DejaVu Sans, the widest of the usual fonts."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 

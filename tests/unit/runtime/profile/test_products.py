@@ -49,7 +49,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch) -> list[torch.dtype]:
-    """What was measured; oneDNN is found to be twice as fast."""
+    """Returns what was measured; oneDNN is found to be twice as fast."""
     asked = []
 
     def found(dtype):
