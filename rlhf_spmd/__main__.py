@@ -42,9 +42,9 @@ ON_RANKS = ("train", "evaluate", "generate", "precompute", "profile")  # verbs t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns entry point; returns the exit status. The module of a verb is imported when the verb is called.
+    """Runs a command line and returns its exit status. The module of a subcommand is imported when it is called.
 
-    arguments: by default those of this process, whose standard streams are then prepared, too.
+    arguments: by default those of this process, whose standard streams are then prepared as well.
     """
     from rlhf_spmd.runtime.guard import launcher, signals, streams
 

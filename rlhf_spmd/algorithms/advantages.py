@@ -51,12 +51,12 @@ def shaped_scores(
 
 
 def token_kl(logprobs_BG: Tensor, ref_logprobs_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """log pi_actor - log pi_reference on the sampled token, signed, 0 outside the mask ([LM] eq. 2): [B, G]."""
+    """Returns log pi_actor - log pi_reference on the sampled token, signed, 0 outside the mask ([LM] eq. 2): [B, G]."""
     return torch.where(mask_BG, logprobs_BG - ref_logprobs_BG, 0.0)
 
 
 def token_rewards(scores_B: Tensor, kl_BG: Tensor, mask_BG: Tensor, kl_coef: float) -> Tensor:
-    """-kl_coef * kl on every token, plus the (shaped) score on the last real one ([LM] eq. 2): [B, G]."""
+    """Returns -kl_coef * kl on every token, plus the (shaped) score on the last real one ([LM] eq. 2): [B, G]."""
     is_last_BG = torch.arange(mask_BG.shape[1], device=mask_BG.device) == last_index(mask_BG)[:, None]
     penalty_BG = torch.where(mask_BG, -kl_coef * kl_BG, 0.0)
     return penalty_BG + torch.where(is_last_BG, scores_B[:, None].to(kl_BG.dtype), 0.0)
@@ -97,8 +97,8 @@ def gae(
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of x over the mask, float64 [3], to be added over micro-batches and ranks. Precise
-    enough while |mean| < 1e4 std."""
+    """Returns (count, sum, sum of squares) of x over the mask, float64 [3], to be added over micro-batches and ranks.
+    Precise enough while |mean| < 1e4 std."""
     real = torch.where(mask, x.double(), 0.0)
     return torch.stack([mask.sum().double(), real.sum(), real.square().sum()])
 
@@ -111,7 +111,7 @@ def mean_and_variance(moments_3: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whitened(x: Tensor, mask: Tensor, moments_3: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) by the *global* moments, 0 outside the mask."""
+    """Returns (x - mean) / sqrt(variance + 1e-8) by the *global* moments, 0 outside the mask."""
     mean, variance = mean_and_variance(moments_3)
     return torch.where(mask, (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0).to(x.dtype)
 
@@ -136,7 +136,7 @@ def estimate_advantages(
     clip_score: float | None,
     normalize_scores: bool,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Returns rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The
+    """Computes rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The
     sum used_score is over the responses with a meaningful score, for `score_moments`."""
     shaped_B = shaped_scores(
         scores_B,
@@ -171,7 +171,7 @@ def estimate_advantages(
 
 
 def estimate_advantages_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """For whitening over the whole batch: float64 [3]."""
+    """Returns the sums for whitening over the whole batch, float64 [3]."""
     return moments(advantages_BG, mask_BG)
 
 

@@ -50,8 +50,8 @@ def learning_rate(
 
 
 def warmup_steps_of(ratio: float, num_steps: int) -> int:
-    """Returns the warm-up steps that are this share of the steps of a run, rounded up; the share as it is written, so
-    that 7% of 100 steps are 7."""
+    """Returns the number of warm-up steps that are this share of the steps of a run, rounded up. The share is taken as
+    it is written, so 7% of 100 steps are 7."""
     return math.ceil(Fraction(repr(ratio)) * num_steps)
 
 

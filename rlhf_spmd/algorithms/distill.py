@@ -38,7 +38,7 @@ class Options(off_policy.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
     old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)

@@ -39,7 +39,7 @@ class Options(page.Options):
 def workflow(
     options: Options, model: Models, compute: ComputeFunction, prompts: Data, chosen: Data, rejected: Data
 ) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     reference = model("reference")
     ref_chosen = reference.infer("logprobs", prompts, chosen, output="ref_chosen_logprobs")
     ref_rejected = reference.infer("logprobs", prompts, rejected, output="ref_rejected_logprobs")

@@ -69,9 +69,9 @@ def group_advantages(
 
 
 def _scaled_by_group(wide_NS: Tensor, counted_NS: Tensor, scale_eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(r - mean of the group) / (std of the group + scale_eps), without the division if that is None; the standard
-    deviations [N, 1], and whether all rewards of a group are equal [N]: all of the counted ones alone. The advantages
-    of the others, and of one that is alone, are 0."""
+    """Returns (r - mean of the group) / (std of the group + scale_eps), without the division if scale_eps is None; the
+    standard deviations [N, 1]; and whether all rewards of a group are equal [N]. Only the counted responses enter
+    these. The advantages of the others, and of one that is alone, are 0."""
     num_N1 = counted_NS.sum(1, keepdim=True)
     largest_N = torch.where(counted_NS, wide_NS, -math.inf).amax(1)
     is_equal_N = largest_N - torch.where(counted_NS, wide_NS, math.inf).amin(1) <= EQUAL
@@ -108,8 +108,8 @@ def group_advantages_sums(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
 ) -> Tensor:
-    """Over the batch: groups with a response that is trained on, and count, sum and sum of squares of the rewards of
-    those responses: float64 [4]."""
+    """Sums over the batch: groups with a response that is trained on, and count, sum and sum of squares of the rewards
+    of those responses: float64 [4]."""
     rewards_NS = overlong_rewards(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
     )
@@ -155,15 +155,16 @@ def turn_advantages(advantages_NS: Tensor, turn_rewards_NSG: Tensor, mask_NSG: T
 
 
 def group_starts(scores_NS: Tensor) -> Tensor:
-    """1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no groups."""
+    """Returns 1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no groups."""
     starts_NS = torch.zeros_like(scores_NS)
     starts_NS[:, 0] = 1.0
     return starts_NS
 
 
 def first_groups(used_MC: Tensor, starts_MC: Tensor, *, oversampling: float) -> tuple[Tensor, Sums]:
-    """Of the groups of each mini-batch that have a response to train on, the first ones, so that one of `oversampling`
-    groups is trained on: trained_MC, which is used_MC but for the groups left over, where it is 0.0, and sums.
+    """Keeps, of the groups of each mini-batch that have a response to train on, the first ones, so that one of
+    `oversampling` groups is trained on. Returns trained_MC, which is used_MC with 0.0 for the groups left over, and
+    sums.
 
     M mini-batches, C columns; the samples of a prompt are neighbours. The order is that of the columns, which is random
     and does not depend on ranks."""
@@ -217,8 +218,8 @@ def greedy_baseline_advantages(
     *,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """A_t = sum over t' >= t of r_t' - score of the greedy response ([REMAX] eq. 7): advantages_BG and sums. r_t is
-    -kl_coef times the log-ratio to the reference, plus the score at the last token."""
+    """Returns A_t = sum over t' >= t of r_t' - score of the greedy response ([REMAX] eq. 7): advantages_BG and sums.
+    r_t is -kl_coef times the log-ratio to the reference, plus the score at the last token."""
     kl_BG, sums = torch.zeros_like(mask_BG, dtype=torch.float64), Sums()
     if logprobs_BG is not None and ref_logprobs_BG is not None:
         kl_BG = token_kl(logprobs_BG, ref_logprobs_BG, mask_BG).double()
@@ -263,7 +264,7 @@ def batch_advantages(
 
 
 def batch_advantages_sums(advantages_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
-    """Count, sum and sum of squares over all tokens of the batch, float64 [3]."""
+    """Returns count, sum and sum of squares over all tokens of the batch, float64 [3]."""
     return moments(advantages_NSG, mask_NSG)
 
 
@@ -285,8 +286,8 @@ def distillation_advantages(
     task_coef: float = 0.0,
     scale_eps: float = 1e-4,
 ) -> tuple[Tensor, Sums]:
-    """A_t = -kl_coef (log pi_actor - log pi_teacher) of token t: the reverse KL divergence, estimated from the actor's
-    own tokens ([GKD]), plus task_coef times the response's advantage of GRPO: advantages and sums.
+    """Returns A_t = -kl_coef (log pi_actor - log pi_teacher) of token t: the reverse KL divergence, estimated from the
+    actor's own tokens ([GKD]), plus task_coef times the response's advantage of GRPO: advantages and sums.
 
     Dims are [B, G]; with scores [N, S, G].
     """

@@ -36,14 +36,14 @@ class _Held(torch.autograd.Function):
 
 
 def held(x: Tensor, low: float, high: float) -> Tensor:
-    """x, held between two bounds, with the gradient of x."""
+    """Clamps x between two bounds, but keeps the gradient of x."""
     made: Tensor = _Held.apply(x, low, high)
     return made
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio that is held at +-20 nats. An infinite ratio would make NaN of the zero gradient of a token
-    that is clipped."""
+    """Returns exp of a log-ratio that is clamped to +-20 nats. An infinite ratio would make NaN of the zero gradient of
+    a token that is clipped."""
     return held(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -79,9 +79,11 @@ def off_policy_weights(
 ) -> tuple[Tensor, Sums]:
     """Returns factors of the loss of each token, from w = exp(old logprob - generator's logprob): factors_BG and sums.
 
-    importance_weights: min(w, cap), of the token or of the product over the response. rejection: factor 0 where w (of
-        the token; product or geometric mean over the response) is outside the range. Rejected tokens stay in the
-        denominator. Sums `importance` and `importance_sq` give the effective sample size (metrics.py) of these factors.
+    importance_weights: min(w, cap), of the token or of the product over the response.
+    rejection: sets the factor to 0 where w (of the token; product or geometric mean over the response) is outside the
+        range. Rejected tokens stay in the denominator.
+
+    Sums `importance` and `importance_sq` give the effective sample size (metrics.py) of these factors.
     """
     log_w_BG = torch.where(mask_BG, old_logprobs_BG - generator_logprobs_BG, 0.0).detach().double()
     logs = {"none": torch.zeros_like(log_w_BG), "token": log_w_BG, "sequence": log_w_BG.sum(1, keepdim=True)}

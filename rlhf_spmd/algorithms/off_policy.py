@@ -52,8 +52,12 @@ def old_logprobs(options: Options, actor: Model, prompts: Data, responses: Data,
 
 
 def of_loss(options: Options, logprobs: Data, old: Data) -> dict[str, Any]:
-    """Returns the arguments of a loss that say what responses are compared with. logprobs: the generator's; old: those
-    of `old_logprobs`. If the loss is corrected, the parity gate logs differences and does not end the run."""
+    """Returns the arguments of a loss that say what responses are compared with. If the loss is corrected, the parity
+    gate logs differences and does not end the run.
+
+    logprobs: the generator's.
+    old: those of `old_logprobs`.
+    """
     generator = {GENERATOR_LOGPROBS: logprobs} if corrects(options) else {}
     return generator | {"old_logprobs": old, "loglinear": options.old_logprobs == "loglinear"}
 

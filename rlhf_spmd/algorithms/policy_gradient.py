@@ -40,7 +40,8 @@ class Options(off_policy.Options):
 
 
 def rollout(options: Options, model: Models, prompts: Data) -> tuple[Data, Data, dict[str, Any], dict[str, Any]]:
-    """Returns responses; their scores; arguments of advantages that need a KL divergence; arguments of the loss."""
+    """Generates and scores responses. Returns responses; their scores; arguments of advantages that need a KL
+    divergence; arguments of the loss."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
     old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)

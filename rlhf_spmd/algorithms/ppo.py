@@ -49,7 +49,7 @@ class Options(off_policy.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
     responses, logprobs = actor.generate(prompts)
     old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
@@ -117,7 +117,7 @@ def initial_state(options: Options) -> State:
 
 
 def read_state(values: Mapping[str, Any]) -> State:
-    """Returns the inverse of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
+    """Restores the state from the result of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
     moments = values["score_moments"] if "score_moments" in values else values["scores"]
     return State(float(values["kl_coef"]), RunningMoments(*(float(moments[name]) for name in asdict(RunningMoments()))))
 

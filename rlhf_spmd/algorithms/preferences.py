@@ -37,11 +37,12 @@ def bradley_terry_loss(
     centering_coef: float = 0.0,
     foresight_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """-log sigmoid(chosen - rejected - margin) ([BT], [MARGIN]) + centering_coef (chosen + rejected)^2 ([CENTRE]) +
-    foresight_coef times the `foresight` of both responses ([TOKENS]), summed over pairs, and sums for the log.
+    """Returns -log sigmoid(chosen - rejected - margin) ([BT], [MARGIN]) + centering_coef (chosen + rejected)^2
+    ([CENTRE]) + foresight_coef times the `foresight` of both responses ([TOKENS]), summed over pairs, and sums for the
+    log.
 
     values_BG1: the model's output before each response token, and after the last one; only foresight reads them, and
-    the mask of the rejected response.
+        the mask of the rejected response.
     """
     real_B = chosen_mask_BG.any(1)
     difference_B = chosen_scores_B - rejected_scores_B
@@ -126,10 +127,10 @@ def direct_preference_loss(
 
 
 def _right(difference_B: Tensor, real_B: Tensor) -> Tensor:
-    """Returns how many pairs have a better chosen response; equal ones, such as all before training, count half."""
+    """Counts the pairs whose chosen response is better; equal ones, such as all before training, count half."""
     return _sum((difference_B > 0).double() + 0.5 * (difference_B == 0).double(), real_B)
 
 
 def _sum(x_B: Tensor, real_B: Tensor) -> Tensor:
-    """For the log."""
+    """Returns the sum and the number of real rows, for the log."""
     return torch.where(real_B, x_B.detach().double(), 0.0).sum()

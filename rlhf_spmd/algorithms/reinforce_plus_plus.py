@@ -32,7 +32,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration. Whitening needs the whole batch, so nothing streams."""
+    """Describes one iteration. Whitening needs the whole batch, so nothing streams."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
         "group_advantages.batch_advantages",

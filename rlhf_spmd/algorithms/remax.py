@@ -23,7 +23,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     greedy_responses, _ = model("actor").generate(prompts, name="greedy", temperature=0.0)
     greedy_scores = model("reward").infer("scores", prompts, greedy_responses, output="greedy_scores")

@@ -25,7 +25,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
         "group_advantages.leave_one_out_advantages",

@@ -35,6 +35,7 @@ def epoch_order(seed: int, iteration: int, epoch: int, num_rows: int, mini_batch
 
 
 def _random_bits(seed: int, iteration: int, epoch: int, num: int) -> np.ndarray:
-    """uint64 [num]. Key: the seed; upper words of the counter: iteration and epoch, so that streams cannot overlap."""
+    """Returns random bits, uint64 [num]. The key is the seed; the upper words of the counter are iteration and epoch,
+    so that streams cannot overlap."""
     assert seed >= 0 and iteration >= 0 and epoch >= 0
     return np.random.Philox(key=seed, counter=(epoch << 192) | (iteration << 128)).random_raw(num)

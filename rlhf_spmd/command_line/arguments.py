@@ -47,21 +47,21 @@ def _flag(name: str, text: str) -> Argument:
 
 
 def _given(text: str) -> str:
-    """Returns an argument that must not be empty."""
+    """Reads an argument that must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty (a variable that is not set?)")
     return text
 
 
 def _positive(text: str) -> int:
-    """Returns a whole number of at least 1."""
+    """Reads a whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _seconds(text: str) -> float:
-    """Returns a time above 0."""
+    """Reads a time above 0."""
     try:
         seconds = float(text)
     except ValueError:
@@ -72,7 +72,7 @@ def _seconds(text: str) -> float:
 
 
 def _whole(text: str) -> int:
-    """Returns a whole number of at least 0."""
+    """Reads a whole number of at least 0."""
     return 0 if text == "0" else _positive(text)
 
 
@@ -436,7 +436,10 @@ class _Version(argparse.Action):
 
 
 def parser(text: str) -> argparse.ArgumentParser:
-    """Returns the parser of all verbs; text: what help says below them, with a line for each example of a command."""
+    """Returns the parser of all subcommands.
+
+    text: what help says below them, with a line for each example of a command.
+    """
     settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     found = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=_fitted_text(text), **settings)
     found.add_argument("--version", action=_Version, nargs=0, help="print the versions of the program and its packages")
@@ -457,7 +460,11 @@ def parser(text: str) -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
-    """Returns the options of a verb; its other arguments with `=` are overrides. text: see `parser`. Raises UserError."""
+    """Parses a command line into the options of a subcommand; its other arguments with `=` are overrides. Raises
+    UserError.
+
+    text: see `parser`.
+    """
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         from rlhf_spmd.pages.option_suggestions import did_you_mean
 

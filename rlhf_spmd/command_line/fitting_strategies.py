@@ -18,7 +18,7 @@ Evaluate = Callable[[Program], Program | None]  # the program of a run's evaluat
 
 
 def no_evaluation(training: Program) -> None:
-    """Evaluate of a run without evaluations."""
+    """Stands in for `evaluate` in a run without evaluations."""
 
 
 def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
@@ -57,8 +57,8 @@ def too_large(program: Program, evaluation: Program | None = None) -> bool:
 
 
 def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
-    """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
-    command line. These shard as little as possible."""
+    """Returns, for each shipped strategy that fits with some options, --strategy and the first fitting options as words
+    of a command line. These shard as little as possible."""
 
     def fits(name: str, options: Mapping[str, Any], *, compiled: bool = True) -> bool:
         strategy = load_strategy(name)

@@ -88,8 +88,11 @@ def alternatives(
     **options: Unpack[SearchOptions],
 ) -> tuple[list[Row], SearchResult]:
     """Returns the best plans of search() with these options, then the shipped strategies; and the result of the search.
-    evaluate: makes the program of the run's evaluations, which must fit, too. top: how many plans, besides the best of
-        each of `aheads`; None: all. aheads: what plans may have of Placement.ahead. Raises UserError if nothing fits.
+    Raises UserError if nothing fits.
+
+    evaluate: makes the program of the run's evaluations, which must fit, too.
+    top: how many plans, besides the best of each of `aheads`; None: all.
+    aheads: what plans may have as Placement.ahead.
     """
     with progress.during("simulating the shipped strategies"):
         shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
@@ -131,7 +134,10 @@ def searched(
 
 
 def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
-    """Returns whether drawing one iteration ahead pays, in a sentence. rows: of alternatives() with and without it."""
+    """Says in a sentence whether sampling one iteration ahead pays.
+
+    rows: of alternatives() with and without it.
+    """
     order = list(ranked(rows))
     late = next((row for row in order if not row.program.placement.ahead), None)
     early = next((row for row in order if row.program.placement.ahead), None)
@@ -162,7 +168,10 @@ def fitted(
     evaluate: Evaluate = no_evaluation,
     ahead: int = 0,
 ) -> Row:
-    """Returns a shipped strategy with the first options with which it fits; else why it does not. ahead: of separation."""
+    """Returns a shipped strategy with the first options with which it fits; else why it does not.
+
+    ahead: of separation.
+    """
     strategy, refused, short = load_strategy(name), "", dict[str, int]()
     name = SEPARATION_AHEAD if ahead else name
     for tried in options_to_try(strategy.name, workload, cluster):
@@ -284,8 +293,8 @@ def evaluated_tokens(config: Config) -> int:
 
 
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
-    """Returns the fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic:
-    every rank finds the same one. Raises UserError."""
+    """Searches for the fastest plan and returns it as a strategy whose source is the module that the plan subcommand
+    would write. Deterministic: every rank finds the same one. Raises UserError."""
     refuse_options(config)
     rows, _ = alternatives(
         workload,

@@ -30,7 +30,8 @@ def _version(package: str) -> str:
 
 
 def _commit(folder: Path) -> str:
-    """Returns the commit of a checkout, and `-dirty` if tracked files differ from it; empty if the folder is none."""
+    """Returns the commit of a checkout, and `-dirty` if tracked files differ from it; empty if the folder is not a
+    checkout."""
     if not (folder / ".git").exists():
         return ""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

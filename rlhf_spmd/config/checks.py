@@ -255,7 +255,7 @@ def _of_lora(config: Config) -> list[Rule]:
 
 
 def _without_adapters(config: Config) -> list[str]:
-    """Returns what to say of options of adapters that no model has."""
+    """Returns an error for options of adapters where no model has any."""
     lora, usual, roles = config.lora, type(config.lora)(), config.algorithm.roles
     names = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora}
     found: list[str] = []

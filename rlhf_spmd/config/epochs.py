@@ -9,8 +9,9 @@ from rlhf_spmd.config.options import Config
 
 
 def in_iterations(config: Config, num_rows: int, num_steps: Callable[[Fraction], int] | None = None) -> Config:
-    """Returns the config with the iterations that its data.epochs are; without data.epochs as it is. num_rows: of the
-    set.
+    """Converts data.epochs to iterations; returns the config unchanged without data.epochs.
+
+    num_rows: of the set.
     num_steps: optimizer steps that read so many rows; None: each reads mini_batch rows.
     """
     if not config.data.epochs:

@@ -27,7 +27,8 @@ def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, flo
 
 
 def measure_by_source(scores: Sequence[Sequence[float]], sources: Sequence[str], right_at: float) -> dict[str, float]:
-    """Returns the same over all prompts and, if they have different sources, over those of each: `mean@1/SOURCE`."""
+    """Returns the metrics of `measure` over all prompts and, if they have different sources, over those of each:
+    `mean@1/SOURCE`."""
     found, groups = measure(scores, right_at), dict[str, list[Sequence[float]]]()
     for row, source in zip(scores, sources, strict=True):
         groups.setdefault(source, []).append(row)
@@ -43,12 +44,12 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
 
 
 def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metrics but for pass@k, over all prompts and of each source."""
+    """Returns the metrics without pass@k, over all prompts and of each source."""
     return {name: value for name, value in metrics.items() if not name.startswith(PASS)}
 
 
 def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:
-    """Returns whether the last row has a larger value of a metric than every earlier one; less: a smaller one."""
+    """Returns whether the last row has a larger value of a metric than every earlier one; less: whether a smaller one."""
     sign = -1 if less else 1
     return all(sign * rows[-1][metric] > sign * row[metric] for row in rows[:-1])
 

@@ -59,7 +59,7 @@ class ConfigFile:
         return found if self.of_run else {}
 
     def without(self, leaves_out: Callable[[str], bool]) -> "ConfigFile":
-        """Without the options whose keys are left out."""
+        """Returns a copy without the options whose keys are left out."""
         return replace(self, settings=tuple(one for one in self.settings if not leaves_out(one.key)))
 
     @property
@@ -133,13 +133,13 @@ def _text_of(path: str) -> str:
 
 
 def _json_as_yaml(text: str) -> str:
-    """JSON in those of its spellings that YAML shares: no tabs between values, no odd characters inside them."""
+    """Rewrites JSON in those of its spellings that YAML shares: no tabs between values, no odd characters inside them."""
     kept = (char if char.isprintable() or char in "\r\n" else " " if char == "\t" else _escaped(char) for char in text)
     return "".join(kept)
 
 
 def _problem(path: str, text: str, error: Any) -> str:
-    """Returns a message for a file that is no YAML."""
+    """Returns a message for a file that is not YAML."""
     mark = getattr(error, "problem_mark", None)
     line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
     lines = text.split("\n")
@@ -271,5 +271,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(char: str) -> str:
-    """Returns a character inside double quotes."""
+    """Escapes a character for double quotes."""
     return "\\" + char if char in '"\\' else char if char.isprintable() else f"\\U{ord(char):08x}"

@@ -94,8 +94,12 @@ TABLE: dict[str, tuple[Alias, ...]] = {
 
 
 def aliases_of(system: str, algorithm: str, options: Any, functions: Sequence[str] = ()) -> list[Alias]:
-    """Returns the aliases of a run. system: a key of TABLE, or `none`. options: of the algorithm. functions: the names
-    of its reward functions; the score of a single one is `score`."""
+    """Returns the aliases of a run.
+
+    system: a key of TABLE, or `none`.
+    options: of the algorithm.
+    functions: the names of its reward functions; the score of a single one is `score`.
+    """
     found = []
     for alias in TABLE.get(system, ()):
         if alias.algorithms and algorithm not in alias.algorithms:
@@ -113,7 +117,7 @@ def aliases_of(system: str, algorithm: str, options: Any, functions: Sequence[st
 
 
 def aliased(aliases: Sequence[Alias], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that have aliases, under those."""
+    """Returns the metrics that have aliases, under these names."""
     return {
         alias.name: alias.of([metrics[name] for name in alias.ours])
         for alias in aliases

@@ -11,7 +11,10 @@ from rlhf_spmd.plan.workload import ModelShape
 
 def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], whole: Callable[[str], str]) -> str:
     """Returns a role's own folder, or that of the first role that it starts from and that has one with the first role's
-    tokenizer; empty if there is none. whole: the folder of the base of an adapter, which has the tokenizer."""
+    tokenizer; empty if there is none.
+
+    whole: the folder of the base of an adapter, which has the tokenizer.
+    """
     if folders[role]:
         return folders[role]
     main = folders[next(iter(roles))]

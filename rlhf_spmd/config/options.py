@@ -304,8 +304,8 @@ class Config(OptionTree):
         return self.episode.max_row_tokens or self.generation.max_new_tokens
 
     def folder(self, role: str) -> str:
-        """Returns the folder of a role, of one with an adapter that of its base; empty if a reward function replaces
-        the role, or if no folder is known."""
+        """Returns the folder of a role, or of the base if it has an adapter; empty if a reward function replaces the
+        role, or if no folder is known."""
         return self._whole(self._given(role))
 
     def adapter(self, role: str) -> str:

@@ -107,7 +107,7 @@ def tools(algorithm: Algorithm) -> Config:
 
 
 def smollm2(algorithm: Algorithm) -> Config:
-    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; needs --model."""
+    """Returns SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; needs --model."""
     return Config(
         preset="smollm2",
         algorithm=algorithm,
@@ -125,8 +125,8 @@ def smollm2(algorithm: Algorithm) -> Config:
 
 
 def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool = False) -> Config:
-    """Returns any checkpoint folder: the learning rates of the algorithm's page, the precision that suits the device,
-    prompts and responses as long as the context allows. The user names reward and prompts."""
+    """Returns the options for any checkpoint folder: the learning rates of the algorithm's page, the precision that
+    suits the device, prompts and responses as long as the context allows. The user names reward and prompts."""
     context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
     longest = min(context // 2, MOST_TOKENS)
     return Config(
@@ -171,7 +171,7 @@ def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
 
 
 def _with_samples(config: Config) -> Config:
-    """As many responses to a prompt as the algorithm needs, to fewer prompts: the preset's number of sequences."""
+    """Keeps the preset's number of sequences: as many responses to a prompt as the algorithm needs, to fewer prompts."""
     samples = config.algorithm.samples
     return dataclasses.replace(
         config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples)
@@ -193,10 +193,14 @@ def load(
     on_gpu: bool = False,
     file: ConfigFile | None = None,
 ) -> Config:
-    """Returns the config of a preset (None: `model` if a model is given, else `tiny`) with dotted overrides. model:
-    checkpoint folder of the algorithm's first role. algorithm: name or FILE.py (None: that of the preset, most often
-    ppo). on_gpu: the run uses GPUs. file: its words and options stand between the preset and these arguments. Raises
-    UserError."""
+    """Loads the config of a preset with dotted overrides. Raises UserError.
+
+    preset: None: `model` if a model is given, else `tiny`.
+    model: checkpoint folder of the algorithm's first role.
+    algorithm: name or FILE.py (None: that of the preset, most often ppo).
+    on_gpu: the run uses GPUs.
+    file: its arguments and options stand between the preset and these arguments.
+    """
     if model == "":
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
     file = file or ConfigFile("")
@@ -238,8 +242,10 @@ def load(
 
 
 def _with_adapter_rates(config: Config, given: set[str]) -> Config:
-    """Returns the rates of adapters are ten times those of full training ("LoRA without regret", 2025). given: the keys
-    of options that the user gives, whose rates stay."""
+    """Multiplies the learning rates of adapters by ten ("LoRA without regret", 2025).
+
+    given: the keys of options that the user gives, whose rates stay.
+    """
     rates = {
         role: _ten_times(rate) if config.adapters(role) and f"optimizer.{role}{LR}" not in given else rate
         for role, rate in config.optimizer.lr.items()
@@ -270,7 +276,8 @@ def _shapes(config: Config, default: str) -> str:
 
 
 def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algorithm, ConfigFile]:
-    """Returns the algorithm, and the file without what belongs to its own one alone, if the command line names another.
+    """Loads the algorithm. If the command line overrides the file's, drops the file's options for it.
+
     default: of the preset.
     """
     before = file.words.get("algorithm", default)

@@ -41,8 +41,8 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields number and value of each line of a file of JSON; None for a line that is none, such as half of the last
-    line of a process that was killed. Raises as read_bytes."""
+    """Yields number and value of each line of a file of JSON; None for a line that is not JSON, such as half of the
+    last line of a process that was killed. Raises as read_bytes."""
     for number, line in enumerate(read_lines(path), start=1):
         try:
             yield number, json_value(line)

@@ -8,7 +8,7 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def printable(text: str) -> str:
-    """Returns text that can't give orders to a terminal: control characters are escapes; line feeds and tabs stay."""
+    """Escapes control characters, so that text can't give orders to a terminal; line feeds and tabs stay."""
     return CONTROLS.sub(lambda found: _escape(found[0]), text)
 
 
@@ -18,8 +18,11 @@ def on_one_line(text: str) -> str:
 
 
 def command_lines(words: Sequence[str], columns: int | None, before: int = 0) -> str:
-    """Returns a command of quoted words for a shell, which a backslash continues on the next line where one would be
-    wider than so many columns (None: no limit). before: places that are taken in the first line."""
+    """Breaks a command into lines for a shell, continued by backslashes, where one would be wider than so many columns
+    (None: no limit).
+
+    before: places that are taken in the first line.
+    """
     lines, room = [words[0]], float("inf") if columns is None else columns - 2
     for word in words[1:]:
         if before * (len(lines) == 1) + len(lines[-1]) + 1 + len(word) > room:

@@ -98,7 +98,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Returns the lines of a file without their ends; none if there is no file. Bytes that are no UTF-8 are replaced.
+    """Returns the lines of a file without their ends; none if there is no file. Bytes that are not UTF-8 are replaced.
     Raises as read_bytes."""
     try:
         lines = read_bytes(path).decode(errors="replace").split("\n")

@@ -88,7 +88,7 @@ def read_source(path: str, words: Sequence[str] = (), program: str | None = None
 
 
 def _program(values: Mapping[str, Value], text: str) -> str:
-    """Returns whose options these are."""
+    """Returns the name of the program whose options these are."""
     if any(key.partition(".")[0] in GROUPS_OF_VERL and "." in key for key in values):
         return "verl"
     return "openrlhf" if "openrlhf" in text or "pretrain" in values else "trl"
@@ -118,7 +118,7 @@ def _flat(values: Mapping[str, Value], prefix: str, left: dict[str, str]) -> Ite
 
 
 def _filled(path: str, values: Mapping[str, Value], left: dict[str, str]) -> dict[str, Value]:
-    """Returns the values, with ${NAME} replaced by the value of that name in the same file."""
+    """Replaces ${NAME} by the value of that name in the same file."""
 
     def value_of(value: Value, depth: int = 0) -> Value:
         if not isinstance(value, str) or "${" not in value:
@@ -172,7 +172,7 @@ def _of_command(path: str, text: str) -> dict[str, Value]:
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
-    """Returns a line with the variables that the script sets, their defaults, and products of numbers."""
+    """Expands a line with the variables that the script sets, their defaults, and products of numbers."""
 
     def inner(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -186,7 +186,7 @@ def _expanded(line: str, variables: Mapping[str, str]) -> str:
 
 
 def _product(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """Returns the value of $((...)): sums and products of whole numbers and variables."""
+    """Computes $((...)): sums and products of whole numbers and variables."""
     text = re.sub(r"\$?([A-Za-z_]\w*)", lambda name: variables.get(name[1], name[0]), match[1])
     if not re.fullmatch(r"[\d\s+*/()-]+", text):
         return match[0]
@@ -200,7 +200,7 @@ def _product(match: re.Match[str], variables: Mapping[str, str]) -> str:
 
 
 def _options_of(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
-    """Yields the options among the words of a command, behind the program that they are for."""
+    """Yields the options among the words of a command, after the program that they are for."""
     places = [place for place, word in enumerate(words) if PROGRAM.fullmatch(word)]
     number = places[0] + 1 if places else len(words)
     while number < len(words):

@@ -49,7 +49,7 @@ class Translation:
     lines: tuple[Line, ...]
 
     def text(self, path: str) -> str:
-        """Returns the file of options, with what became of every option of `path` as comments."""
+        """Translates a configuration to a file of options, with what became of every option of `path` as comments."""
         program = PROGRAMS[self.source.program]
         parts = [f"# From {path} ({program}), by `rlhf_spmd coming-from`."]
         parts += [f"# An option that it leaves out has its default of this program, not that of {program}.", ""]
@@ -111,7 +111,7 @@ def translate(source: Source, algorithm: str | None = None) -> Translation:
 
 
 def _line(source: Source, page: Algorithm, key: str, value: Value, later: dict[str, tuple[Value, str]]) -> Line:
-    """Returns what becomes of one option; what the user must complete goes to `later`."""
+    """Translates one option to a line; what the user must complete goes to `later`."""
     name = find(source.program, key)
     if name is None:
         return Line(key, value, None)

@@ -20,7 +20,7 @@ class Cache(Protocol):
     """The interface of a KV cache (runtime/generation/kv_cache.py)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
+        """Returns keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
 
 
 class Prefill(Packed):
@@ -71,7 +71,7 @@ class Continued:
         return torch.cat(outputs)
 
     def _masks_of(self, window: int | None) -> list[Tensor]:
-        """mask_tT of each row, made for the first layer with this window."""
+        """Returns mask_tT of each row, made for the first layer with this window."""
         if window not in self._masks:
             masks = self._masks[window] = []
             for num, slots_T in zip(self._lengths, self._slots, strict=True):

@@ -23,7 +23,10 @@ class Linear(nn.Linear):
     """nn.Linear, computed by `product`."""
 
     def forward(self, x: Tensor, *, weight: Weight | None = None) -> Tensor:
-        """weight: a copy to use in the weight's place."""
+        """Multiplies x by the weight.
+
+        weight: a copy to use in the weight's place.
+        """
         return product(x, self.weight if weight is None else weight, self.bias)
 
 
@@ -42,7 +45,7 @@ class Adapted(nn.Module):
 
     @torch.no_grad()
     def sum(self) -> Tensor:
-        """W + s B A, a new tensor: computed in the precision of the factors, rounded once to that of W."""
+        """Returns W + s B A, a new tensor: computed in the precision of the factors, rounded once to that of W."""
         wide = self.lora_A.dtype
         return torch.addmm(self.weight.to(wide), self.lora_B, self.lora_A, alpha=self.scale).to(self.weight.dtype)
 
@@ -70,9 +73,13 @@ class LowRank(nn.Module):
     def forward(
         self, x: Tensor, *parts: Tensor, factors: Factors | None = None, again: Again | None = None
     ) -> Sequence[Tensor]:
-        """x [..., I]. parts: the products of the layers with their weights, or all of them joined; without gradients
-        they change in place. factors: a copy of the layers' own. again: x, to be computed in the backward pass -> the
-        sums, rounded once to the precision of parts."""
+        """Adds the products of the factors with x [..., I] to those of the weights.
+
+        parts: the products of the layers with their weights, or all of them joined; without gradients they change in
+            place.
+        factors: a copy of the layers' own.
+        again: x, to be computed in the backward pass -> the sums, rounded once to the precision of parts.
+        """
         if factors is None:
             own = self.own
             if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
@@ -109,7 +116,7 @@ class LowRank(nn.Module):
         return copy(A_RI), copy(B_OR)
 
     def products(self, x: Tensor, factors: Factors, *, num: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """-> s A x of all layers, [..., R]; s B (A x) of each layer, or with num 1 of all."""
+        """Returns s A x of all layers, [..., R]; and s B (A x) of each layer, or with num 1 of all."""
         A_RI, B = factors
         inner = product(x, A_RI)
         if isinstance(B, list):
@@ -234,7 +241,8 @@ class _Weights:
 
 
 def sum_bytes(model: nn.Module) -> int:
-    """Returns bytes of the copies of a model's weights with adapters in them, and of those that are joined with these."""
+    """Returns the bytes of the copies of a model's weights with adapters in them, and of those that are joined with
+    these."""
     sets = [parts for layer in model.layers.values() for parts in (*_siblings(layer), *([one] for one in _rest(layer)))]
     adapted = [parts for parts in sets if any(isinstance(part, Adapted) for part in parts)]
     return sum(part.weight.nbytes for parts in adapted for part in parts)
@@ -269,7 +277,7 @@ def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
 
 
 def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
-    """Returns the matrices of a layer that are the only ones with their input."""
+    """Returns the matrices of a layer that share their input with no other."""
     return layer.self_attn.o_proj, layer.mlp.down_proj
 
 
@@ -284,7 +292,7 @@ def _joined(copy: Copy, parts: Sequence[nn.Linear], read: Read) -> tuple[Weight,
 
 
 def _is_adjacent(weights: Sequence[Tensor]) -> bool:
-    """Returns whether weights lie one behind the other, so that they can be read as one."""
+    """Returns whether weights are adjacent in memory, so that they can be read as one."""
     return all(
         one.is_contiguous()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -82,7 +82,7 @@ class Algorithm:
         return next((key for key, one in self.data.items() if isinstance(one, page.AssistantTokens)), "")
 
     def over(self, metric: str) -> str:
-        """Returns what becomes of the values of a metric in an iteration (page.Metric)."""
+        """Returns how the values of a metric are aggregated in an iteration (page.Metric)."""
         return self.metrics[metric].over if metric in self.metrics else "mean"
 
     def is_better_lower(self, metric: str) -> bool:
@@ -112,10 +112,12 @@ class Algorithm:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
     def function(self, name: str, module: str = "", *, from_source: bool = False) -> PageFunction:
-        """Returns the function that a call names, and its companions. module: that it is from; empty: it is looked up
-        in the page, then in FUNCTIONS. A companion must be where that function is, so that a page's function gets none
-        of a shared function of the same name. from_source: modules beside the page are read, not imported, since they
-        need torch. Raises UserError if there is no such function."""
+        """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
+
+        module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
+            function is, so that a page's function gets none of a shared function of the same name.
+        from_source: modules beside the page are read, not imported, since they need torch.
+        """
         if module and module not in FUNCTIONS + EARLIER:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
         load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
@@ -161,7 +163,8 @@ class Algorithm:
     def calling(
         self, name: str, function: Callable[..., Any], *, lets: tuple[type[Exception], ...] = ()
     ) -> AbstractContextManager[None]:
-        """For a call of a function that the page names; an error in a page of the package is one of the program."""
+        """Handles errors of calling a function that the page names; an error in a page of the package is one of the
+        program."""
         if not self.from_file:
             return nullcontext()
         return calling(f"algorithm {self.name}: {name}()", function, "fix the page", lets=lets)
@@ -249,7 +252,10 @@ def check_functions(
     algorithm: Algorithm, workflow: Workflow, options: page.Options, *, from_source: bool = False
 ) -> None:
     """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
-    state is none. from_source: see Algorithm.function."""
+    state is not one.
+
+    from_source: see Algorithm.function.
+    """
     algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:

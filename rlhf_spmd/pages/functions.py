@@ -85,7 +85,7 @@ def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[st
 
 
 def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, str]]:
-    """Returns words by which a loss may ask for outputs of the model that it trains: word -> key of the responses,
+    """Returns the words by which a loss may ask for outputs of the model that it trains: word -> key of the responses,
     output."""
     own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
     own += [MOST_LIKELY] if LOGPROBS in own else []
@@ -94,7 +94,7 @@ def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, st
 
 
 def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[str, str]]:
-    """Returns words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
+    """Returns the words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
     if isinstance(call, Compute):
         keys = tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
     else:
@@ -103,7 +103,7 @@ def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[
 
 
 def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, str]]:
-    """Returns the words, each behind the key of the responses if there are several: word -> (key, unqualified word)."""
+    """Puts the key of the responses before each word if there are several: word -> (key, unqualified word)."""
     if len(keys) == 1:
         return {word: (keys[0], word) for word in words}
     return {f"{key}_{word}": (key, word) for key in keys for word in words}
@@ -112,8 +112,10 @@ def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, 
 def check_call(
     page_function: PageFunction, workflow: Workflow, call: LossCall | Compute, numbers: dict[str, Any]
 ) -> None:
-    """Raises UserError if a call gives its function an unknown argument, or lacks one that the function needs. numbers:
-    options and state of the algorithm."""
+    """Raises UserError if a call gives its function an unknown argument, or lacks one that the function needs.
+
+    numbers: options and state of the algorithm.
+    """
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     own: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
     own |= {LAG_SHARE: None} if isinstance(call, Train) and call.loglinear else {}

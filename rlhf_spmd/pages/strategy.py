@@ -43,7 +43,7 @@ class Strategy:
         return self.name in strategy_names() and load_strategy(self.name).source == self.source
 
     def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
-        """place() with typed options. A UserError names this strategy."""
+        """Calls place() with typed options. A UserError names this strategy."""
         who = f"strategy {self.name}: "
         try:
             typed = self.typed(options)
@@ -57,7 +57,7 @@ class Strategy:
         return placement
 
     def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
-        """Returns the program of the placement. A UserError names this strategy."""
+        """Compiles the program of the placement. A UserError names this strategy."""
         placement = self.placement(workload, cluster, options)
         try:
             return compile_program(workload, placement, cluster)
@@ -65,8 +65,7 @@ class Strategy:
             raise UserError(f"strategy {self.name}: {error}") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong
-        one."""
+        """Converts options to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
         known, typed = self.parameters, {}
         for name, value in options.items():
             if name not in known:

@@ -110,7 +110,8 @@ def _text(error: BaseException) -> str:
 
 
 def described(error: BaseException, function: Callable[..., Any] | None) -> str:
-    """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
+    """Describes an error of the user's code: `KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest
+    line in the user's own file if any."""
     message = " ".join(_text(error).split())[:300]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:

@@ -57,7 +57,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, layout: str, device: str = "cpu") -> "Cluster":
-        """`Cluster.parse("2x8")`: two nodes of eight devices. Raises UserError for anything else."""
+        """Reads a layout: `Cluster.parse("2x8")` has two nodes of eight devices. Raises UserError for anything else."""
         match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", layout)
         if not match:
             raise UserError(f"layout {layout!r} is not of the form NxG (N nodes of G devices), e.g. 2x8")
@@ -104,7 +104,7 @@ class Cluster:
         return self.nodes[self.node_of(rank)].usable_bytes
 
     def reserving(self, shares: Mapping[str, float]) -> "Cluster":
-        """Returns the same machines with other shares of memory reserved, by type of device."""
+        """Returns a copy with other shares of memory reserved, by type of device."""
         return Cluster(tuple(replace(node, reserve=shares.get(node.device, node.reserve)) for node in self.nodes))
 
     def __str__(self) -> str:

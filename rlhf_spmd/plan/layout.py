@@ -22,8 +22,8 @@ COLLECTIVES, STAGES, HOST = "ranks", "stages", "host"  # purposes of groups
 
 
 def consecutive(ranks: Iterable[int]) -> list[tuple[int, ...]]:
-    """Returns ranks, in their order, as runs of consecutive ones; each negative one, which is no rank, is a run by
-    itself."""
+    """Splits ranks, in their order, into runs of consecutive ones; each negative number, which is not a rank, is a run
+    by itself."""
     runs = groupby(enumerate(ranks), key=lambda pair: (pair[1] - pair[0], min(pair[1], 0)))
     return [tuple(rank for _, rank in run) for _, run in runs]
 
@@ -82,14 +82,17 @@ class Layout:
 
     @classmethod
     def data_parallel(cls, ranks: Iterable[int], **options: Unpack[LayoutOptions]) -> "Layout":
-        """Returns every rank holds a replica (or its ZeRO shard) of the whole model. options: any other field."""
+        """Returns a layout in which every rank holds a replica (or its ZeRO shard) of the whole model.
+
+        options: any other field.
+        """
         ranks = tuple(ranks)
         return cls(ranks, dp=len(ranks), **options)
 
     @classmethod
     def grid_of(cls, ranks: Iterable[int], *, pp: int = 1, tp: int = 1, **options: Unpack[LayoutOptions]) -> "Layout":
-        """As many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp does not divide the
-        number of ranks, `problems` says so."""
+        """Returns a layout of as many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp
+        does not divide the number of ranks, `problems` says so."""
         ranks = tuple(ranks)
         return cls(ranks, dp=max(1, len(ranks) // max(pp * tp, 1)), pp=pp, tp=tp, **options)
 
@@ -118,16 +121,16 @@ class Layout:
         return {rank: number for number, rank in enumerate(self.ranks)}
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Returns indices of a world rank in the grid: dp, stage, tp."""
+        """Returns the indices of a world rank in the grid: dp, stage, tp."""
         dp_index, rest = divmod(self._numbers[rank], self.pp * self.tp)
         return dp_index, *divmod(rest, self.tp)
 
     def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
-        """Returns the inverse of `coordinates`."""
+        """Returns the world rank at some `coordinates`."""
         return self.ranks[(dp_index * self.pp + stage) * self.tp + tp_index]
 
     def dp_index(self, rank: int) -> int:
-        """Returns which data-parallel shard a world rank belongs to."""
+        """Returns the data-parallel shard that a world rank belongs to."""
         return self._numbers[rank] // (self.pp * self.tp)
 
     def shard(self, rank: int) -> Shard:
@@ -152,12 +155,12 @@ class Layout:
         return self.ranks[start : start + self.tp]
 
     def data_ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that hold the same shard of the model."""
+        """Returns the ranks that hold the same shard of the model as a rank."""
         size = self.pp * self.tp
         return self.ranks[self._numbers[rank] % size :: size]
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that hold one copy of the model together."""
+        """Returns the ranks that hold a copy of the model together with a rank."""
         start = self.dp_index(rank) * self.pp * self.tp
         return self.ranks[start : start + self.pp * self.tp]
 
@@ -185,7 +188,7 @@ class Layout:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def columns(self, rank: int, mini_batch: int) -> range:
-        """Returns columns of [num_mini_batches, mini_batch] that a world rank of this layout owns; may be empty."""
+        """Returns the columns of [num_mini_batches, mini_batch] that a world rank of this layout owns; may be empty."""
         shard = self.dp_index(rank)
         return range(shard * mini_batch // self.dp, (shard + 1) * mini_batch // self.dp)
 
@@ -247,8 +250,10 @@ def _less_than_1(number: int | None) -> bool:
 
 
 def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]:
-    """Micro-batches: consecutive rows with at most layout.tokens tokens together, or at most micro_batch rows; at least
-    one row each. lengths: tokens of each row.
+    """Cuts rows into micro-batches: consecutive rows with at most layout.tokens tokens together, or at most micro_batch
+    rows; at least one row each.
+
+    lengths: tokens of each row.
 
     Layouts with the same limits cut the same rows alike, so a recomputed logprob has the same shapes, and hence the
     same bits, as the first one that training computes.
@@ -266,7 +271,7 @@ def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]
 
 
 def exact_div(total: int, parts: int, what: str) -> int:
-    """total / parts. Raises a UserError that names `what` if there is a remainder."""
+    """Returns total / parts. Raises a UserError that names `what` if there is a remainder."""
     if parts < 1 or total % parts:
         raise UserError(f"{what}: {total} is not divisible by {parts}")
     return total // parts

@@ -47,8 +47,8 @@ class Placement:
 
     @classmethod
     def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
-        """Returns one layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`.
-        For more options, `dataclasses.replace` the result."""
+        """Places each model in one layout, used by all its calls:
+        `Placement.by_model(workload, actor=..., critic=...)`. For more options, `dataclasses.replace` the result."""
         models, calls = workload.workflow.models, workload.workflow.placed_calls
         unknown = [model for model in layouts if model not in models]
         if unknown:
@@ -63,9 +63,13 @@ class Placement:
     def by_ratios(
         cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, **limits: Unpack[Limits]
     ) -> "Placement":
-        """Returns each model data-parallel on its share of the ranks (see `read_ratios`; without ratios the frozen
-        models share them evenly); models on all ranks have them in the order of `interleave`. zero: stage of the models
-        that train; 3 also shards the frozen ones. Raises UserError if there is nothing to interleave."""
+        """Places each model data-parallel on its share of the ranks. Models on all ranks have them in the order of
+        `interleave`. Raises UserError if there is nothing to interleave.
+
+        ratios: see `read_ratios`; empty: the frozen models share the ranks evenly.
+        zero: ZeRO stage of the models that train; 3 also shards the frozen ones.
+        limits: limits of all layouts.
+        """
         frozen = workload.workflow.frozen_models
         if not ratios and (len(frozen) < 2 or not workload.workflow.independent(workload.workflow.frozen_calls)):
             what = ", ".join(frozen) or "none"
@@ -97,10 +101,13 @@ class Placement:
         stream: bool = True,
         ahead: int = 0,
     ) -> "Placement":
-        """Returns training in one layout, with inferences by the weights with which it begins; all other calls on the
-        ranks of another, in its grid. ratios: of these ranks for each model; without any, each has ranks of its own
-        where there are enough of them, generation the most. in_flight, decode_mini_batches, stream, ahead: fields of
-        the placement. Raises UserError if the workflow only trains."""
+        """Places training in one layout, with inferences that use the weights with which it begins; all other calls on
+        the ranks of another layout, in its grid. Raises UserError if the workflow only trains.
+
+        ratios: share of these ranks for each model; without any, each model has ranks of its own where there are enough
+            of them, generation the most.
+        in_flight, decode_mini_batches, stream, ahead: fields of the placement.
+        """
         before = [call for call in workload.workflow.placed_calls if not trains(call, workload.workflow)]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
@@ -180,7 +187,7 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
 
 
 def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str]:
-    """`("reference=1/4", "reward=3/4")` as shares by model; a model that is not named gets 1, all ranks."""
+    """Reads `("reference=1/4", "reward=3/4")` as shares by model; a model that is not named gets 1, all ranks."""
     shares, named = dict.fromkeys(models, "1"), set()
     for text in ratios:
         model, equals, share = text.partition("=")
@@ -207,7 +214,7 @@ def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
-    """Returns a ratio such as 0.5 or "1/3" as a fraction. Raises UserError if it is not a number in (0, 1]."""
+    """Reads a ratio such as 0.5 or "1/3" as a fraction. Raises UserError if it is not a number in (0, 1]."""
     try:
         share = Fraction(ratio)
     except (ValueError, ArithmeticError, TypeError) as error:  # ArithmeticError: 1/0, infinity

@@ -47,8 +47,11 @@ def opened_of(responses: str) -> str:
 
 
 def generated_keys(name: str, *, replay: bool, episodes: bool = False) -> dict[str, Shape]:
-    """Returns the keys that a generate call makes, with their shapes. name: prefix of a second call's keys. replay,
-    episodes: see Recorder."""
+    """Returns the keys that a generate call makes, with their shapes.
+
+    name: prefix of a second call's keys.
+    replay, episodes: see Recorder.
+    """
     before = f"{name}_" if name else ""
     made: dict[str, Shape] = {f"{before}{RESPONSES}": "response", f"{before}{LOGPROBS}": "token"}
     if episodes:

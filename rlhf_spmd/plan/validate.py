@@ -109,7 +109,7 @@ def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
-    """While streaming, a model that trains changes before the last mini-batch is generated and scored."""
+    """Checks streaming: a model that trains then changes before the last mini-batch is generated and scored."""
     for call in workload.workflow.placed_calls if placement.streams(workload) else ():
         train = workload.workflow.train_call(call.model)
         if train is None or isinstance(call, Train):
@@ -121,7 +121,7 @@ def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
 
 
 def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]:
-    """Yields two calls may use one copy of a model's shard only if they split the model with the same ranks."""
+    """Checks partners: two calls may use one copy of a model's shard only if they split the model with the same ranks."""
     # model, rank, shard -> call and the ranks of its copy
     users: dict[tuple[str, int, Shard], tuple[str, tuple[int, ...]]] = {}
     for call in workload.workflow.placed_calls:

@@ -235,7 +235,7 @@ class Workflow:
         return tuple(call for call in found if set(call.inputs) <= set(self.given))
 
     def without(self, calls: Sequence[Call]) -> "Workflow":
-        """Returns the workflow in which the results of these calls are given."""
+        """Returns a workflow in which the results of these calls are given."""
         outputs = tuple(key for call in calls for key in call.outputs)
         left = tuple(call for call in self.calls if call not in calls)
         return replace(self, calls=left, given=(*self.given, *outputs))
@@ -359,12 +359,13 @@ class Recorder:
     def compute(
         self, function: str, *, makes: Mapping[str, Shape], scope: Scope = "row", sums: bool = False, **arguments: Data
     ) -> Data | tuple[Data, ...]:
-        """Returns a pure computation on data, e.g. advantages, on the ranks that read its results.
+        """Records a pure computation on data, e.g. advantages, on the ranks that read its results.
 
-        function: its name; `advantages.estimate_advantages` is that of a file. makes: key -> shape of each result.
-        arguments: parameter of the function -> data. scope: the rows that the function must see at once: one, all
-            samples of a prompt, a mini-batch, the batch. sums: the results become final in `FUNCTION_finish`, which
-            gets the sums of `FUNCTION_sums` over the batch.
+        function: its name; `advantages.estimate_advantages` is that of a file.
+        makes: key -> shape of each result.
+        arguments: parameter of the function -> data.
+        scope: the rows that the function must see at once: one, all samples of a prompt, a mini-batch, the batch.
+        sums: the results become final in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
@@ -414,9 +415,12 @@ class Model:
     def infer(
         self, function: str, prompts: Data, *responses: Data, output: str | None = None, current: bool = False
     ) -> Data:
-        """Returns a forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or
-        `scores` of a scalar one); output: its key. current: with the weights with which training begins, also where the
-        responses are drawn with older ones."""
+        """Records a forward pass without gradients.
+
+        function: the readout (`logprobs` of an lm head, `values` or `scores` of a scalar one).
+        output: its key.
+        current: with the weights with which training begins, also where the responses are drawn with older ones.
+        """
         head, shape = READOUTS.get(function, ("", "row"))
         own = self.recorder.roles[self.name].head
         if head != own:
@@ -447,10 +451,13 @@ class Model:
         loglinear: bool = False,
         **arguments: Data,
     ) -> None:
-        """Optimizer steps on a loss, over all epochs and mini-batches; see Train for the options. function: its name;
-        `surrogates.policy_loss` is that of a file.
+        """Records optimizer steps on a loss, over all epochs and mini-batches; see Train for the options.
+
+        function: its name; `surrogates.policy_loss` is that of a file.
         only: a number of each row; rows where it is 0 are neither read by the model nor counted in the divisor, and
-        their places in the mini-batches stay empty. arguments: parameter of the loss -> data."""
+            their places in the mini-batches stay empty.
+        arguments: parameter of the loss -> data.
+        """
         if not 1 <= len(responses) <= MAX_RESPONSES:
             raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
         self.recorder.expect(f"{self.name}.train", prompts, *responses)
@@ -507,11 +514,14 @@ def trace(
     replay: bool = False,
     episodes: bool = False,
 ) -> Workflow:
-    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. given: the keys of the
-    data set with their shapes. replay, episodes: see Recorder.
+    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. Raises UserError for a
+    workflow that cannot become a program.
+
+    given: the keys of the data set with their shapes.
+    replay, episodes: see Recorder.
 
     `workflow` gets a function from a role's name to the symbolic `Model`, the recorder's `compute`, and the given data
-    by keyword. Raises UserError for a workflow that cannot become a program.
+    by keyword.
     """
     recorder = Recorder(roles, dict(given), replay, episodes)
     workflow(recorder.model, recorder.compute, **{key: Data(key) for key in given})

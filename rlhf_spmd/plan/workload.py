@@ -101,7 +101,7 @@ class ResponseLengths:
 
     @classmethod
     def of(cls, rows: Iterable[int], prompts: Iterable[int] = ()) -> "ResponseLengths":
-        """As long as these responses, to these prompts."""
+        """Forecasts lengths as those of these responses, to these prompts."""
         rows = tuple(rows)
         return cls(fsum(rows) / len(rows), rows=rows, prompts=tuple(prompts))
 

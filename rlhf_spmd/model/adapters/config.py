@@ -32,7 +32,7 @@ EXPRESSION_OF_ALL = "all-linear"
 
 
 def merge_with_peft(folder: Path | str) -> str:
-    """Returns advice: what makes a whole model of an adapter that is not supported here."""
+    """Advises how to make a whole model of an adapter that is not supported here."""
     load = f"AutoPeftModelForCausalLM.from_pretrained('{folder}')"
     return f"merge it with peft: {load}.merge_and_unload().save_pretrained('MERGED'), and give that folder"
 
@@ -89,7 +89,7 @@ class AdapterConfig:
         return _by_pattern(self.alpha_pattern, path, self.alpha)
 
     def scale_of(self, path: str) -> float:
-        """Returns what a layer's product B A is multiplied with."""
+        """Returns the factor of a layer's product B A."""
         alpha, rank = self.alpha_of(path), self.rank_of(path)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
@@ -106,10 +106,11 @@ def named(path: str, names: Collection[str]) -> bool:
 
 
 def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | str = "FOLDER") -> AdapterConfig:
-    """Returns the contents of an adapter_config.json -> AdapterConfig.
+    """Reads the contents of an adapter_config.json. Raises UserError naming the key.
 
     paths: the layers whose factors are stored beside it; they become the targets where the file gives these by an
-        expression, or takes layers out of them. folder: for messages. Raises UserError naming the key.
+        expression, or takes layers out of them.
+    folder: for messages.
     """
     _refuse(values, folder)
     targets = values.get("target_modules") or ()
@@ -140,7 +141,7 @@ def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | st
 
 
 def to_peft(config: AdapterConfig) -> dict[str, Any]:
-    """AdapterConfig -> the contents of an adapter_config.json, which peft 0.17 and later read."""
+    """Returns the contents of an adapter_config.json, which peft 0.17 and later read."""
     return {
         "peft_type": "LORA",
         "task_type": config.task_type,
@@ -160,8 +161,11 @@ def to_peft(config: AdapterConfig) -> dict[str, Any]:
 
 
 def base_of(folder: Path, config: AdapterConfig, given: Path | str | None, *, option: str) -> Path:
-    """Returns the folder of an adapter's base: the given one, or that which its description names, seen from here, from
-    the adapter's folder or from beside it. option: what gives it, for the message. Raises UserError."""
+    """Returns the folder of an adapter's base: the given one, or the one that its description names, relative to the
+    working directory, to the adapter's folder or to the folder around it. Raises UserError.
+
+    option: what gives it, for the message.
+    """
     places = (Path(config.base), folder / config.base, folder.parent / config.base) if config.base else ()
     found = Path(given) if given else next((path for path in places if is_folder(path)), None)
     if found is None:

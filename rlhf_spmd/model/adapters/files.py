@@ -20,7 +20,7 @@ Factors = dict[str, tuple[Tensor, Tensor]]  # by path: A [r, in], B [out, r]
 
 
 def read_adapter(folder: str | Path) -> tuple[AdapterConfig, Factors, dict[str, Tensor]]:
-    """-> its description, the factors by path, and the tensors that are stored as a whole.
+    """Reads the description of an adapter, the factors by path, and the tensors that are stored as a whole.
 
     Raises UserError naming the file and the key or tensor that is missing, unsupported or of a wrong shape.
     """

@@ -59,7 +59,7 @@ def tokenizer_folder(folder: str, base: str) -> str:
 
 
 def tokenizer_warning(folder: str, base: str) -> str:
-    """That the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
+    """Warns that the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
     if tokenizer_folder(folder, base) == base or same_behaviour(Path(folder), Path(base)):
         return ""
     return (
@@ -69,7 +69,7 @@ def tokenizer_warning(folder: str, base: str) -> str:
 
 
 def layer_paths(num_layers: int) -> dict[str, list[str]]:
-    """Returns the layers that can have adapters -> their paths."""
+    """Finds the layers that can have adapters, and their paths."""
     inside = {name: "self_attn" if name in OF_ATTENTION else "mlp" for name in LINEAR_LAYERS}
     return {
         name: [f"model.layers.{layer}.{block}.{name}" for layer in range(num_layers)] for name, block in inside.items()
@@ -90,7 +90,7 @@ def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
 
 
 def as_of_run(config: AdapterConfig, paths: Mapping[str, list[str]], folder: str) -> Adapters:
-    """Returns an adapter as options of a run describe it. Raises UserError if they cannot."""
+    """Converts an adapter to the options with which a run describes it. Raises UserError if they cannot."""
     targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
     adapted = [path for name in targets for path in paths[name]]
     merge = f"merge it: python -m rlhf_spmd convert {folder} MERGED --merge, and give MERGED"

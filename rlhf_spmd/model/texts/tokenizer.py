@@ -31,15 +31,17 @@ class Tokenizer:
     added: tuple[str, ...] = ()  # the texts of added tokens, special ones included
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns token ids; with `special`, including the special tokens that the tokenizer adds (such as a beginning
-        of sequence). If the text already begins with that token, as chat templates render it, no second one is added.
+        """Returns the token ids of a text; with `special`, including the special tokens that the tokenizer adds (such
+        as a beginning of sequence). If the text already begins with that token, as chat templates render it, no second
+        one is added.
         """
         ids = self._encode(text, special)
         doubled = special and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Returns text; with `special`, the special tokens stay visible. Negative ids (padding) are skipped."""
+        """Returns the text of tokens; with `special`, the special tokens stay visible. Negative ids (padding) are
+        skipped."""
         return self._decode([int(i) for i in ids if i >= 0], special)
 
     def decode_pair(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[str, str]:
@@ -74,7 +76,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
-        """From tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be read."""
+        """Reads tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be read."""
         backend = read_backend(folder)
         ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
         return cls(
@@ -106,8 +108,11 @@ class Tokenizer:
 
 
 def has_stop(decode: Callable[..., str], tokens: Sequence[int], stop: Sequence[str]) -> bool:
-    """Returns whether the text of these tokens has one of the stop texts. Special tokens are no part of the text, but
-    for a stop text that is or contains one of them. decode: of a Tokenizer."""
+    """Returns whether the text of these tokens has one of the stop texts. Special tokens are not a part of the text,
+    except for a stop text that is or contains one of them.
+
+    decode: of a Tokenizer.
+    """
     text = decode(tokens) if stop else ""
     if any(one in text for one in stop):
         return True

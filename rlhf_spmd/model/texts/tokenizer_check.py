@@ -58,7 +58,7 @@ def _note(values: Any) -> str | None:
 
 
 def _compared(folder: Path) -> str:
-    """Returns the note about a folder. Raises UserError."""
+    """Compares two readings of a folder and returns the note about it. Raises UserError."""
     from rlhf_spmd.model.hf import load_tokenizer, transformers_tokenizer
 
     ours = load_tokenizer(folder)

@@ -34,7 +34,7 @@ Flags = dict[str, bool]
 
 
 def special_names(folder: Path) -> dict[str, str]:
-    """kind ("eos_token", ...) -> the token's text."""
+    """Returns the text of each kind of special token ("eos_token", ...)."""
     return {kind: _text(token) for kind, token in _named(_settings(folder)).items()}
 
 
@@ -51,9 +51,8 @@ def no_chat_template(where: str, folder: str | Path) -> UserError:
 
 
 def read_backend(folder: Path, *, named: bool = True) -> Any:
-    """Returns the tokenizer of tokenizer.json (of the package `tokenizers`), with the added tokens that the other files
-    list and, if `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token
-    different ids."""
+    """Reads tokenizer.json with the package `tokenizers`, with the added tokens that the other files list and, if
+    `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token different ids."""
     from tokenizers import AddedToken, Tokenizer
 
     path = folder / BACKEND
@@ -90,7 +89,7 @@ def same_behaviour(one: Path, other: Path) -> bool:
 
 
 def files_hash(folder: Path) -> str:
-    """SHA-256 of everything that a tokenizer is read from."""
+    """Returns the SHA-256 of everything that a tokenizer is read from."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -124,7 +123,7 @@ def _text(token: Any) -> str:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """kind -> token of the special tokens with a name of their own."""
+    """Returns the special tokens with a name of their own, by kind."""
     more = settings.get("extra_special_tokens")
     found = {kind: token for kind, token in settings.items() if kind.endswith("_token")}
     return {kind: token for kind, token in (found | (more if isinstance(more, dict) else {})).items() if _text(token)}
@@ -137,7 +136,10 @@ def _without_name(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _flags(token: Any, *, special: bool) -> Flags:
-    """special: where the token does not say."""
+    """Returns the flags of a token.
+
+    special: where the token does not say.
+    """
     given = token if isinstance(token, dict) else {}
     special = bool(given.get("special", special))
     return {flag: bool(given.get(flag, not special if flag == "normalized" else False)) for flag in FLAGS} | {
@@ -150,8 +152,11 @@ def _flags_of(token: Any) -> Flags:
 
 
 def _listed(folder: Path, own: Mapping[str, Flags]) -> dict[str, tuple[int, Flags]]:
-    """text -> id and flags of the tokens that tokenizer_config.json or added_tokens.json lists, by id. own: flags of
-    the tokens of tokenizer.json. Raises UserError."""
+    """Returns id and flags of the tokens that tokenizer_config.json or added_tokens.json lists by id, by text. Raises
+    UserError.
+
+    own: flags of the tokens of tokenizer.json.
+    """
     settings = _settings(folder)
     names = set(map(_text, _named(settings).values()))
     found: list[tuple[int, str, Flags]] = []
@@ -179,7 +184,7 @@ def _items(path: Path, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _by_name(folder: Path, own: Mapping[str, Flags], listed: Mapping[str, Flags]) -> dict[str, Flags]:
-    """text -> flags of the tokens that are special only because a file names them."""
+    """Returns the flags of the tokens that are special only because a file names them, by text."""
     settings, found = _settings(folder), {}
     for token in _named(settings).values():
         text = _text(token)
@@ -243,7 +248,7 @@ def _of_backend(backend: Any) -> dict[str, Any]:
 
 
 def _without_offsets(values: Any) -> Any:
-    """Without what only changes where tokens are in the text."""
+    """Removes what only changes where tokens are in the text."""
     if isinstance(values, dict):
         return {key: _without_offsets(value) for key, value in values.items() if key != "trim_offsets"}
     return [_without_offsets(value) for value in values] if isinstance(values, list) else values

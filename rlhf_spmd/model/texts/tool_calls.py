@@ -134,7 +134,10 @@ def _of_python(node: ast.expr) -> Call:
 
 
 def _of_json(text: str, key: str) -> Call:
-    """key: the one of the arguments, in the format."""
+    """Reads calls from JSON.
+
+    key: the one of the arguments, in the format.
+    """
     try:
         return _of_object(json.loads(text), key)
     except (ValueError, RecursionError) as error:

@@ -18,8 +18,9 @@ NOTHING = "waiting"  # for a call that no resource would make faster: it only wa
 
 
 def limits(program: Program, calibration: Calibration) -> dict[str, str]:
-    """By call of the workflow: "products", "memory", "kernel starts", "messages" (inside the call), "host memory", or
-    "waiting". Of the rank on which the call computes longest. Raises UserError as forecast() does."""
+    """Returns, by call of the workflow, what limits it: "products", "memory", "kernel starts", "messages" (inside the
+    call), "host memory", or "waiting", on the rank on which the call computes longest. Raises UserError as forecast()
+    does."""
     program = expand(program, lambda run: usual_number(program, run))
     instructions = _instructions(program)
     calibration = _of_devices(calibration, lambda one: replace(one, measured=()))

@@ -81,7 +81,10 @@ class ByLength:
             )
 
     def at(self, num_layers: int, tokens: float, length: float, *, rest: bool = True) -> float:
-        """Returns seconds of a pass of so many tokens in sequences of one length; rest: see Layered."""
+        """Returns the seconds of a pass of so many tokens in sequences of one length.
+
+        rest: see Layered.
+        """
         length = min(max(length, self.lengths[0]), self.lengths[-1])
         after = max(bisect_left(self.lengths, length), 1)
         if after >= len(self.lengths):

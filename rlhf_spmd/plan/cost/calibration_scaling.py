@@ -65,7 +65,7 @@ class Scale:
 
     @classmethod
     def of(cls, measured: Sequence[Pieces], table_s: Pieces, num_workers: float) -> "Scale":
-        """From the seconds on every rank, and those of the table."""
+        """Computes the scaling from the seconds on every rank, and those of the table."""
         kinds = {
             name: sum(getattr(one, name) for one in measured) / len(measured) / seconds
             for name, seconds in asdict(table_s).items()

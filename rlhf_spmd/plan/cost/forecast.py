@@ -125,7 +125,8 @@ class _Costs:
         return [(slowest * tokens, length) for tokens, length in passes]
 
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
-        """While streaming, the rows of all mini-batches are one queue, and each Run waits for its part."""
+        """Returns the seconds of generation. While streaming, the rows of all mini-batches are one queue, and each Run
+        waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(run)
         columns = self.program.columns_of(run, rank)
         rows = [one for some in self._rows(rank, replace(run, mini_batch=None)) for one in some]

@@ -203,8 +203,12 @@ def slowest(
     lengths: LengthDistribution, mean: float, num_rows: int, num_shards: int, num_passes: int = 1, pp: int = 1
 ) -> float:
     """Returns the expected seconds of the passes of the slowest of some shards over those of a shard of mean lengths.
-    mean: tokens of a sequence; num_rows: sequences of a shard; num_passes: that they are cut into; pp: stages, for
-    which the longest pass counts pp - 1 more times."""
+
+    mean: tokens of a sequence.
+    num_rows: sequences of a shard.
+    num_passes: number of passes that they are cut into.
+    pp: stages, for which the longest pass counts pp - 1 more times.
+    """
     if not num_rows:
         return 1.0
     most = lengths.surplus(num_rows, num_shards)
@@ -229,15 +233,15 @@ def meetings(lengths: LengthDistribution, num_rows: int, places: int) -> tuple[f
 
 
 def mean_of_cut_lognormal(mu: float, sigma: float, limit: float) -> float:
-    """E[min(X, limit)] of a lognormal X: exp(mu + sigma^2 / 2) Phi(z - sigma) + limit (1 - Phi(z)) with
-    z = (log limit - mu) / sigma."""
+    """Returns E[min(X, limit)] of a lognormal X: exp(mu + sigma^2 / 2) Phi(z - sigma) + limit (1 - Phi(z)) with z =
+    (log limit - mu) / sigma."""
     above = _above(math.log(limit), mu, sigma)
     below = 1.0 - _above(math.log(limit), mu + sigma**2, sigma)
     return (math.exp(mu + sigma**2 / 2) * below if below else 0.0) + limit * above
 
 
 def _above(x: float, mu: float, sigma: float) -> float:
-    """P(Y > x) of a normal Y."""
+    """Returns P(Y > x) of a normal Y."""
     return 0.5 * math.erfc((x - mu) / (sigma * math.sqrt(2)))
 
 
@@ -250,7 +254,10 @@ def _any_of(chance: np.ndarray, number: float) -> np.ndarray:
 
 def _later(ended: np.ndarray, deviation: float, num_shards: int) -> float:
     """Returns the expected cells by which the last of some shards ends later because each one's clock is off by a
-    normal variable. ended: the chance that a shard has ended by each cell of its clock."""
+    normal variable.
+
+    ended: the chance that a shard has ended by each cell of its clock.
+    """
     if num_shards < 2 or deviation <= SMALL:
         return 0.0
     cells = np.arange(-1, len(ended) + 1)

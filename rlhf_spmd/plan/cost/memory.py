@@ -67,10 +67,12 @@ def reduce_numel(shape: ModelShape, shard: Shard) -> int:
 
 
 def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
-    """Returns bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "gradients",
+    """Returns the bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "gradients",
     "optimizer") and needed during a call ("gathered", "reduced").
 
-    params: of the rank's shard; numel: `reduce_numel` of it; trains: whether the call trains the model.
+    params: of the rank's shard.
+    numel: its `reduce_numel`.
+    trains: whether the call trains the model.
     """
     zero, part = layout.zero if layout.dp > 1 else 0, -(-params // layout.dp)
     weights = number_bytes * (part if zero == 3 else params)
@@ -154,8 +156,8 @@ def copied_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int)
 def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """Returns the most bytes that a rank gathers at a time for a call that does not train, with weights that ZeRO 3
     shards: for generation all of its shard. Inference runs each layer on all rows before the next one
-    (model/sequences.forward_by_layer), so it holds one layer, what is no layer (embedding, final norm, head), and the
-    hidden states of all rows between two layers."""
+    (model/sequences.forward_by_layer), so it holds one layer, what is outside the layers (embedding, final norm, head),
+    and the hidden states of all rows between two layers."""
     shape, shard, c = workload.shape(call.model), layout.shard(rank), workload.param_bytes
     params = num_params(shape, shard)
     if isinstance(call, Generate):
@@ -239,8 +241,9 @@ def most_alive_bytes(program: Program, rank: int, of_call: Callable[[Workload, M
 
 
 def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
-    """Generate call -> the calls whose KV caches are alive on a rank when its own is made or later, itself included. A
-    cache lives from the first to the last Run of its call, so two calls that alternate while streaming have both."""
+    """Returns, by generate call, the calls whose KV caches are alive on a rank when its own is made or later, itself
+    included. A cache lives from the first to the last Run of its call, so two calls that alternate while streaming have
+    both."""
     names = {call.name for call in program.workload.workflow.generate_calls}
     lives: dict[str, list[int]] = {}
     for position, step in enumerate(program.instructions[rank]):

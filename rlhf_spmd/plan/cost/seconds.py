@@ -34,8 +34,11 @@ STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two mom
 
 
 def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -> float:
-    """FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others wait. context:
-    tokens that a token attends to, on average."""
+    """Returns the FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others
+    wait.
+
+    context: tokens that a token attends to, on average.
+    """
     heads, kv_heads, intermediate = shape.slice_sizes(tp, tp - 1)
     q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
     weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * intermediate
@@ -43,7 +46,8 @@ def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -
 
 
 def head_flops(shape: ModelShape, tokens: float, tp: int = 1) -> float:
-    """FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which is not sliced."""
+    """Returns the FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which is not
+    sliced."""
     return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else len(split(shape.vocab_size, tp, tp - 1)))
 
 
@@ -164,8 +168,8 @@ class Cost:
         return self.spread_s(call, layout, rank) if layout.zero == 3 else 0.0
 
     def spread_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
-        """Returns seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for
-        inference each layer by itself, and what is no layer."""
+        """Returns the seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for
+        inference each layer by itself, and what is outside the layers."""
         if layout.dp == 1:
             return 0.0
         shape, link = self.workload.shape(call.model), self.link(layout.data_ranks(rank))
@@ -193,9 +197,9 @@ class Cost:
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
     ) -> list[float]:
         """Returns when each row ends: first the prompts, then decode steps of at most `places` rows through all stages.
-        When a row ends, the next one takes its place, beginning with its prompt. If lengths are forecast to differ:
-        when this row and those before it are expected to have ended on the slowest shard, exactly so at the ends of as
-        many equal parts."""
+        When a row ends, the next one takes its place, beginning with its prompt. If lengths are forecast to differ, a
+        row ends when it and those before it are expected to have ended on the slowest shard; that is exact at the ends
+        of as many equal parts."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
         drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
         if self.workload.forecast_lengths and self.workload.forecast_lengths.differ:
@@ -215,7 +219,7 @@ class Cost:
     def _expected_s(
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int, drawn: int
     ) -> list[float]:
-        """generate_s by the expected decode steps of a distribution of lengths (lengths.py)."""
+        """Does what generate_s does by the expected decode steps of a distribution of lengths (lengths.py)."""
         from rlhf_spmd.plan.cost.lengths import decode, meetings, of_forecast  # late: numpy, which `check` does without
 
         assert self.workload.forecast_lengths is not None
@@ -264,7 +268,7 @@ class Cost:
         return slowest(lengths, sum(self.workload.row_lengths), num_rows, layout.dp, num_passes, layout.pp)
 
     def attended(self) -> float:
-        """E[length^2] / E[length]^2 of sequences: attention takes as long as if all were so much longer."""
+        """Returns E[length^2] / E[length]^2 of sequences: attention takes as long as if all were so much longer."""
         if not self.workload.forecast_lengths:
             return 1.0
         from rlhf_spmd.plan.cost.lengths import of_sequences  # late: as above

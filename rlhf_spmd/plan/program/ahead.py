@@ -23,8 +23,8 @@ STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """Returns the workload of a run that draws ahead with its parity gates, and where they run: as the generation whose
-    logprobs training reads."""
+    """Adds the parity gates of a run that draws ahead to the workload, and returns where they run: as the generation
+    whose logprobs training reads."""
     workflow, layouts = workload.workflow, dict(placement.layouts)
     calls: list[Call] = list(workflow.calls)
     for train in workflow.train_calls if placement.ahead else ():

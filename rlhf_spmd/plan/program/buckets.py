@@ -38,8 +38,8 @@ def numbers_of(packet: Packet) -> int:
 
 
 def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> tuple[Bucket, ...]:
-    """Returns buckets of at most so many numbers. Blocks of direct_numbers or more are packets; smaller neighbours
-    share one.
+    """Cuts pieces into buckets of at most so many numbers. Blocks of direct_numbers or more are packets; smaller
+    neighbours share one.
 
     A block consists of whole rows, unless a row is longer than a bucket.
     """
@@ -94,7 +94,7 @@ def _width(block: Block) -> int:
 
 
 def _first_rows(block: Block, num_rows: int) -> tuple[Block, Block | None]:
-    """Returns a block as its first rows and the rest."""
+    """Splits a block into its first rows and the rest."""
     first, last = block.rows
     if num_rows >= last - first:
         return block, None

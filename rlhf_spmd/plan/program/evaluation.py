@@ -28,11 +28,14 @@ def evaluation_program(
     max_response: int,
     by_function: bool,
 ) -> Program:
-    """Returns the first generate call of a training program and the call that scores its responses, in the same
-    layouts; of a program that generates nothing, all calls, where those that train only measure.
+    """Makes the program of an evaluation: the first generate call of a training program and the call that scores its
+    responses, in the same layouts; of a program that generates nothing, all calls, where those that train only measure.
+    Raises UserError for a workflow that cannot be evaluated.
 
-    num_prompts: of the evaluation set. temperature: of generation; 0 is greedy. max_response: tokens. by_function: a
-        Python function scores in the place of the model. Raises UserError for a workflow that cannot be evaluated.
+    num_prompts: of the evaluation set.
+    temperature: of generation; 0 is greedy.
+    max_response: tokens.
+    by_function: a Python function scores in the place of the model.
     """
     workload, placement = training.workload, training.placement
     calls: tuple[Call, ...]
@@ -55,7 +58,7 @@ def evaluation_program(
 
 
 def precompute_program(training: Program, *, num_rows: int) -> Program:
-    """Returns the calls of a training program that give a row the same logprobs in every iteration, in the same
+    """Makes the program of the calls that give a row the same logprobs in every iteration of training, in the same
     layouts, on so many rows. Raises UserError if there are none."""
     workload = training.workload
     calls = workload.workflow.repeated_calls

@@ -168,7 +168,7 @@ class Transfer:
         return sum(message.num_bytes for message in self.messages)
 
     def peers(self, rank: int) -> set[int]:
-        """Returns ranks that this rank exchanges something with."""
+        """Returns the ranks with which this rank exchanges something."""
         return {m.source for m in self.received_by(rank)} | {m.destination for m in self.sent_by(rank)}
 
     def sent_by(self, rank: int) -> Sequence[Message]:
@@ -268,7 +268,7 @@ class Program:
         return {key: merged(ranges) for key, ranges in held.items()}
 
     def trained(self, rank: int) -> tuple[str, ...]:
-        """Returns models that train on a rank."""
+        """Returns the models that train on a rank."""
         calls = self.workload.workflow.placed_calls
         return tuple(c.model for c in calls if isinstance(c, Train) and rank in self.placement.layouts[c.name].ranks)
 
@@ -304,7 +304,7 @@ class Program:
         return {name: sorted(some) for name, some in pairs.items()}
 
     def describe(self, transfer: int) -> str:
-        """Returns a transfer in words."""
+        """Describes a transfer in words."""
         move = self.transfers[transfer]
         return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"
 
@@ -324,7 +324,7 @@ def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
 
 
 def merged(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Returns the same numbers as ascending ranges that neither meet nor overlap."""
+    """Merges numbers given as ranges to ascending ranges that neither meet nor overlap."""
     runs: list[range] = []
     for one in sorted(filter(None, ranges), key=lambda one: one.start):
         if runs and one.start <= runs[-1].stop:

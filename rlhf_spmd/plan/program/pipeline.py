@@ -48,7 +48,7 @@ def largest_number(layout: Layout, workload: Workload, call: ModelCall) -> int:
 
 
 def usual_number(program: Program, run: Run) -> int:
-    """Micro-batches of a Run, also with a budget of tokens counted as if each had the usual number of rows."""
+    """Counts the micro-batches of a Run, also with a budget of tokens as if each had the usual number of rows."""
     workload, layout = program.workload, program.layout_of(run)
     call = workload.workflow.placed_call(run.call)
     return _number(layout, workload, call, layout.micro_batch or workload.micro_batch)
@@ -93,7 +93,10 @@ def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> lis
 
 @cache
 def body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
-    """Returns the instructions of one shard's ranks. pass_bytes: of the message of one micro-batch, on each slice."""
+    """Returns the instructions of one shard's ranks.
+
+    pass_bytes: of the message of one micro-batch, on each slice.
+    """
     train, last = isinstance(call, Train), layout.pp - 1
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
@@ -172,8 +175,8 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
 def expand(
     program: Program, num_micro_batches: Callable[[Run], int], num_tokens: Callable[[Run], int] | None = None
 ) -> Program:
-    """Returns the program with every pipelined Run replaced by its body, for given numbers of micro-batches and of
-    tokens (None: generation stays as it is). An expanded program stays as it is."""
+    """Replaces every pipelined Run of a program by its body, for given numbers of micro-batches and of tokens (None:
+    generation stays as it is). An expanded program stays as it is."""
     workload, transfers = program.workload, list(program.transfers)
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
@@ -227,8 +230,8 @@ def numbers(layout: Layout, workload: Workload, call: ModelCall) -> list[int]:
 
 
 def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
-    """For every call with stages and each of its `numbers`: a program of one such Run, on one data-parallel shard,
-    since the others differ only in their ranks."""
+    """Yields, for every call with stages and each of its `numbers`, a program of one such Run, on one data-parallel
+    shard, since the others differ only in their ranks."""
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         if layout.pp == 1:

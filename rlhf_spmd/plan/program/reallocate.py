@@ -72,7 +72,7 @@ class Reallocation:
         return tuple(index for index, (owner, _) in enumerate(self.targets) if owner == rank)
 
     def hop_bytes(self) -> dict[tuple[int, int], int]:
-        """(sender, receiver) -> bytes."""
+        """Returns the bytes by (sender, receiver)."""
         sizes: Counter[tuple[int, int]] = Counter()
         for route in self.routes:
             sizes.update(dict.fromkeys(route.hops, route.num_numbers * self.bytes_per_number))
@@ -119,7 +119,7 @@ class Reallocation:
         return cut_into_buckets(route.pieces, numbers=self.bucket_numbers(bucket_bytes), direct_numbers=direct_numbers)
 
     def hop_messages(self, bucket_bytes: int) -> dict[tuple[int, int], int]:
-        """(sender, receiver) -> messages."""
+        """Returns the messages by (sender, receiver)."""
         counts: Counter[tuple[int, int]] = Counter()
         numbers, direct_numbers = self.bucket_numbers(bucket_bytes), DIRECT_BYTES // self.bytes_per_number
         for route in self.routes:
@@ -148,12 +148,12 @@ def plan_reallocation(
     node_of: Callable[[int], int],
     whole_bytes: int = WHOLE_BYTES,
 ) -> Reallocation:
-    """Returns how the ranks of `targets` get their shards of what training changes in a model that the ranks of
-    `sources` hold together.
+    """Plans how the ranks of `targets` get their shards of what training changes in a model that the ranks of `sources`
+    hold together. A rank may have several targets. Some source must hold every needed number.
 
-    A rank may have several targets. node_of: the node of a rank. whole_bytes: the smallest share into which a box with
-    several holders is cut; smaller boxes are sent whole, and the receivers are divided among the holders. Some source
-    must hold every needed number.
+    node_of: the node of a rank.
+    whole_bytes: the smallest share into which a box with several holders is cut; smaller boxes are sent whole, and the
+        receivers are divided among the holders.
     """
     local: list[Copy] = []
     lacked: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
@@ -261,7 +261,7 @@ class _Chains:
     def among(
         self, holders: Sequence[int], receivers: Iterable[int], num_bytes: int, whole_bytes: int
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
-        """(ranks, (index, parts)): each chain, and which part of the holders' boxes travels along it."""
+        """Yields (ranks, (index, parts)): each chain, and which part of the holders' boxes travels along it."""
         eligible: dict[tuple[int, ...], list[int]] = {}
         on_node: dict[int, list[int]] = {}
         for holder in holders:

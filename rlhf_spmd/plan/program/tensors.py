@@ -49,8 +49,8 @@ class Piece:
 
 
 def rectangles(start: int, stop: int, *, width: int) -> list[tuple[Range, Range]]:
-    """(rows, columns) of the numbers [start, stop) of a matrix with rows of `width`: at most the end of a row, full
-    rows, and the beginning of a row, in this order."""
+    """Yields (rows, columns) of the numbers [start, stop) of a matrix with rows of `width`: at most the end of a row,
+    full rows, and the beginning of a row, in this order."""
     (r0, c0), (r1, c1) = divmod(start, width), divmod(stop, width)
     if r0 == r1:
         return [((r0, r0 + 1), (c0, c1))] if c0 < c1 else []
@@ -99,7 +99,7 @@ class Weight:
         return units.start * self.unit, units.stop * self.unit
 
     def parameters(self, layers: Range) -> Iterator[tuple[int, str]]:
-        """(layer, parameter name) for these layers; a weight outside of the layers is in layer 0."""
+        """Yields (layer, parameter name) for these layers; a weight outside of the layers is in layer 0."""
         return ((layer, self.name.format(layer)) for layer in range(*layers))
 
 

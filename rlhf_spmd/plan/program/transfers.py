@@ -64,7 +64,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
 
 
 def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[int, tuple[int, ...]]:
-    """Returns column -> the ranks that make it, one for each tensor-parallel slice."""
+    """Returns the ranks that make each column, one for each tensor-parallel slice."""
     source = placement.layouts[placement.sites(producer, workload.workflow)[0]]
     owners: dict[int, tuple[int, ...]] = {}
     for rank in source.last_stage:
@@ -122,7 +122,7 @@ def has_gpus(cluster: Cluster) -> bool:
 
 
 def routed(transfer: Transfer, workload: Workload, cluster: Cluster) -> Transfer:
-    """Returns a transfer of rows, through host memory if it goes between GPUs and no message is too large for that."""
+    """Routes a transfer of rows through host memory if it goes between GPUs and no message is too large for that."""
     if not has_gpus(cluster) or any(message.num_bytes > workload.host_bytes for message in transfer.messages):
         return transfer
     return replace(transfer, messages=tuple(replace(message, through_host=True) for message in transfer.messages))
@@ -140,7 +140,8 @@ def notice_of(transfer: Transfer, cluster: Cluster) -> Transfer | None:
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
-    """Returns new weights go from the ranks that train a model to every copy of another shard or on another rank."""
+    """Returns the moves of new weights, from the ranks that train a model to every copy of another shard or on another
+    rank."""
     moves = []
     for call in workload.workflow.placed_calls:
         if not isinstance(call, Train):

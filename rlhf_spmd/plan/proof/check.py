@@ -20,7 +20,7 @@ Cell = tuple[object, ...]  # what one Run computes, or a row of it
 
 
 def check(program: Program, beside: Program | None = None) -> list[Finding]:
-    """Returns every finding about a program, errors first. What the later checks rely on is checked first.
+    """Checks a program and returns every finding, errors first. What the later checks rely on is checked first.
 
     beside: the training program of the same run, if this one runs between its iterations, whose weights and optimizer
         state stay in memory meanwhile.
@@ -80,7 +80,8 @@ def _declarations(program: Program) -> Iterator[Problem]:
 
 
 def _structure(program: Program) -> Iterator[Problem]:
-    """Yields instructions name calls, groups and transfers that the rank takes part in; each transfer is used once."""
+    """Checks that instructions name calls, groups and transfers that the rank takes part in, and that each transfer is
+    used once."""
     for rank, instructions in enumerate(program.instructions):
         posted: set[int] = set()
         waited: set[int] = set()
@@ -154,7 +155,7 @@ def _transfer_problems(
 
 
 def _runs(program: Program) -> Iterator[Problem]:
-    """Yields every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
+    """Checks that every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
         done: set[Cell] = set()
@@ -186,7 +187,7 @@ def _runs(program: Program) -> Iterator[Problem]:
 
 
 def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Problem]:
-    """Yields an iteration ends with its one Agree, where the ranks exchange metrics."""
+    """Checks that an iteration ends with its one Agree, where the ranks exchange metrics."""
     agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
     if not agrees:
         yield rank, None, "never agrees with the other ranks: its list must end with one Agree"
@@ -227,7 +228,7 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
 
 
 def _data(program: Program) -> Iterator[Problem]:
-    """Yields every Run finds the rows it reads, every sender has what it sends."""
+    """Checks that every Run finds the rows it reads, and that every sender has what it sends."""
     workload = program.workload
     if program.part == EPILOGUE:  # it reads what the training half of a step reads, which has been checked there
         return
@@ -292,7 +293,7 @@ def _unread(program: Program, rank: int, position: int, key: str, row: int, lack
 
 
 def _weights(program: Program) -> Iterator[Problem]:
-    """Yields every copy of a trained model gets the new weights once, when no call uses the old ones."""
+    """Checks that every copy of a trained model gets the new weights once, when no call uses the old ones."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
     for train in (call for call in workflow.calls if isinstance(call, Train)):
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
@@ -318,7 +319,7 @@ def _weights(program: Program) -> Iterator[Problem]:
 
 
 def _early(program: Program, rank: int, number: int, move: Transfer) -> Iterator[Problem]:
-    """Yields weights that move while a call may still use or change them."""
+    """Yields a problem for weights that move while a call may still use or change them."""
     post = program.instructions[rank].index(Post(number))
     for position, instruction in enumerate(program.instructions[rank][post:], start=post):
         if isinstance(instruction, Run) and program.workload.workflow.call(instruction.call).model == move.model:
@@ -348,7 +349,8 @@ def _offloads(program: Program) -> Iterator[Problem]:
 
 
 def _pipelines(program: Program) -> list[Problem]:
-    """Returns the body of every call with stages, for each of `pipeline.numbers`; one problem for each rank and call."""
+    """Checks the body of every call with stages, for each of `pipeline.numbers`. Returns one problem for each rank and
+    call."""
     problems: dict[tuple[str, int], Problem] = {}
     for call, number, small in bodies(program):
         for rank, _, text in hangs(small):

@@ -28,12 +28,14 @@ Hang = tuple[int, int, str]  # rank, position of the instruction in its list, wh
 
 
 def misorders(program: Program) -> list[Hang]:
-    """Returns ranks that do not post the transfers between calls in one global order for each communicator."""
+    """Returns a problem for ranks that do not post the transfers between calls in one global order for each
+    communicator."""
     return [hang for communicator in (WORLD, HOST) for hang in _misorders(program, communicator)]
 
 
 def _misorders(program: Program, communicator: str) -> list[Hang]:
-    """If there is one order, removing transfers that come first on all their ranks removes everything."""
+    """Checks one communicator. If there is one order, removing transfers that come first on all their ranks removes
+    everything."""
     queues: list[deque[tuple[int, int]]] = [deque() for _ in program.instructions]  # position, transfer
     for queue, instructions in zip(queues, program.instructions, strict=True):
         for position, instruction in enumerate(instructions):
@@ -61,8 +63,7 @@ def _misorders(program: Program, communicator: str) -> list[Hang]:
 
 def hangs(program: Program) -> list[Hang]:
     """Returns the deadlocks under in-order semantics, the strictest of any backend; if possible as the simpler problems
-    behind
-    them: orders of posts that do not fit, and deadlocks on any backend.
+    that cause them: orders of posts that do not fit, and deadlocks on any backend.
     """
     in_order = deadlocks(program, in_order=True)
     return in_order and ([*misorders(program), *deadlocks(program)] or in_order)
@@ -95,14 +96,14 @@ class _Transfers:
         return self._queued(rank, (number, False))
 
     def chain(self, number: int) -> set[int]:
-        """Returns all ranks of a reallocation stand at its Wait. Returns the ranks for which something may have
+        """Notes that all ranks of a reallocation are at its Wait. Returns the ranks for which something may have
         changed."""
         chains = (number, True)
         ranks = [rank for rank in self.transfers[number].ranks if (rank, chains) not in self._places]
         return set().union(*(self._queued(rank, chains) for rank in ranks))
 
     def before_chain(self, number: int) -> set[int]:
-        """Once all ranks of a reallocation stand at its Wait: the ranks on which earlier operations still wait."""
+        """Returns, once all ranks of a reallocation are at its Wait, the ranks on which earlier operations still wait."""
         if not self._absent.get((number, True), 1):
             return set()
         late = [rank for rank in self.transfers[number].ranks if self._head(rank, WORLD) != (number, True)]

@@ -25,8 +25,9 @@ class Finding:
 
 
 def memory(program: Program, resident: Program | None = None) -> list[Finding]:
-    """Returns peaks of bytes beyond what a program may use of a device's memory, with one finding for all equal ranks.
-    That is an error, unless a smaller KV cache makes it fit: then generation decodes fewer sequences at the same time.
+    """Returns a finding for peaks of bytes beyond what a program may use of a device's memory, one for all equal ranks.
+    It is an error, unless a smaller KV cache makes it fit: then generation decodes fewer sequences at the same time.
+
     resident: the program whose models are in memory all the time; None: this one.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}

@@ -151,7 +151,7 @@ class CallCosts:
                     yield one
 
     def candidate(self, call: ModelCall, mesh: Mesh, layout: Layout) -> Candidate:
-        """Returns a call in a layout on a mesh."""
+        """Returns the candidate of a call in a layout on a mesh."""
         seconds = {"generate": self._generate_s, "infer": self._infer_s, "train": self._train_s}[call.kind]
         whole_s, piece_s = seconds(call, layout, mesh)
         cost, workload = self.cost, self.workload
@@ -187,7 +187,8 @@ class CallCosts:
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
 
     def _taken(self, call: ModelCall, layout: Layout, shards: Sequence[Shard]) -> dict[str, int]:
-        """memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its base."""
+        """Returns memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its
+        base."""
         shape, c, trains = self.workload.shape(call.model), self.workload.param_bytes, isinstance(call, Train)
         moved = max(num_trained(shape, shard) for shard in shards)
         if shape.adapters is None:

@@ -158,7 +158,7 @@ class _Branches:
     def _by_mesh(
         self, index: int, candidates: Sequence[Candidate]
     ) -> list[tuple[int, int, list[tuple[float, Candidate]]]]:
-        """(first, stop, [(seconds, candidate)]) of each mesh, quick meshes and candidates first."""
+        """Groups candidates by mesh: (first, stop, [(seconds, candidate)]), quick meshes and candidates first."""
         found: dict[tuple[int, int], list[tuple[float, Candidate]]] = {}
         for one in candidates:
             length_s = one.piece_s * self.times[index] if self.streaming else one.seconds
@@ -224,7 +224,7 @@ class _Branches:
             self.chosen[index] = None
 
     def _choose_last(self, last: LastPhase, left: Left, least_s: float, most_s: float, others_s: float) -> None:
-        """All choices for the last phase that take from least_s to most_s."""
+        """Yields all choices for the last phase that take from least_s to most_s."""
         most_s = min(most_s, self.best.goal_s - others_s)
         for phase_s, picked in last.combinations(self.chosen, left, most_s, self.budget):
             if max(others_s + phase_s, self._bound_s()) >= self.best.goal_s:
@@ -287,9 +287,9 @@ class _Branches:
         self.chosen[index], self.bounds, self.room = None, saved, room
 
     def _is_beaten(self) -> bool:
-        """Returns one ahead: whether other choices for the calls that train, on the same ranks in the same grids, were
-        as fast and needed no more memory. They matter to the calls that draw through nothing else, as they share no
-        ranks."""
+        """Returns, one iteration ahead, whether other choices for the calls that train, on the same ranks in the same
+        grids, were as fast and needed no more memory. They matter to the calls that draw through nothing else, as they
+        share no ranks."""
         model, chosen = self.model, [one if i in self.model.trains else None for i, one in enumerate(self.chosen)]
         ways = [(one.where, one.layout.zero == 3) for one in chosen if one]
         places = sorted({place for one in chosen if one for place in (one.first, one.stop % len(model.limits))})

@@ -39,7 +39,10 @@ class Left:
 
     @classmethod
     def by(cls, model: CallModel, chosen: Assignment, last: Sequence[int]) -> "Left":
-        """last: the calls without a choice."""
+        """Proves a bound for the calls without a choice.
+
+        last: these calls.
+        """
         shared = []
         for train, users in model.models:
             calls = users if train is None else [train, *users]
@@ -108,8 +111,8 @@ class LastPhase:
     def combinations(
         self, chosen: Assignment, left: Left, within_s: float, budget: Budget
     ) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
-        """(seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It omits a
-        combination that fits only if another one is no worse; some combinations do not fit."""
+        """Yields (seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It
+        omits a combination that fits only if another one is at least as good; some combinations do not fit."""
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
         options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
@@ -124,8 +127,8 @@ class LastPhase:
                 yield float(seconds_R[row]), tuple(picked)
 
     def _options(self, chosen: Assignment, place: int) -> _Options:
-        """Returns the candidates of a call; those that share weights add none. (On ranks that lack them they do, which
-        the caller checks with CallModel.excess_bytes.) Neither do bases that an earlier call of the phase may have."""
+        """Returns the candidates of a call. Neither those that share weights add any (on ranks that lack them they do,
+        which the caller checks with CallModel.excess_bytes) nor bases that an earlier call of the phase may have."""
         model, index = self.model, self.calls[place]
         base = model.bases[index]
         bases = {one.copy for other, one in enumerate(chosen) if one and one.base_bytes and model.bases[other] == base}

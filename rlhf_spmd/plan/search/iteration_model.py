@@ -70,11 +70,11 @@ class CallModel:
         self._nodes_of: dict[tuple[int, int, int], frozenset[int]] = {}
 
     def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
-        """Returns the model of another workload or cluster, with the same constants and the same layouts allowed."""
+        """Returns a model of another workload or cluster, with the same constants and the same layouts allowed."""
         return CallModel(Cost(self.cost.calibration, workload, cluster), self.allowed, evaluated_tokens, self.ahead)
 
     def _needs(self) -> list[frozenset[int]]:
-        """For each searched call, the calls whose data it reads, directly or through a `compute`."""
+        """Finds, for each searched call, the calls whose data it reads, directly or through a `compute`."""
         workflow, index = self.workload.workflow, {call.name: i for i, call in enumerate(self.calls)}
         made: dict[str, frozenset[int]] = {}
         needs = {}
@@ -199,7 +199,7 @@ class CallModel:
         return 0.0
 
     def _reallocate(self, chosen: Assignment, ends: dict[int, float], busy: list[tuple[int, int, float]]) -> None:
-        """New weights are sent once the ranks of both layouts are free."""
+        """Sends new weights once the ranks of both layouts are free."""
         for train, users in self.models:
             training = chosen[train] if train is not None and train in ends else None
             if train is None or training is None:
@@ -230,7 +230,7 @@ class CallModel:
         return all(a.stop <= b.first or b.stop <= a.first for a in trains for b in others)
 
     def streamed_s(self, chosen: Assignment, least_s: Sequence[float] = ()) -> float:
-        """Returns seconds of an iteration that streams: mini-batch by mini-batch, including the first epoch of
+        """Returns the seconds of an iteration that streams: mini-batch by mini-batch, including the first epoch of
         training.
 
         least_s: for each call without a choice, the least seconds of a mini-batch, on ranks of its own.
@@ -267,7 +267,10 @@ class CallModel:
 
     def excess_bytes(self, chosen: Assignment, *, stream: bool = False) -> float:
         """Returns the bytes by which the fullest rank exceeds its device's memory; negative if all ranks have room.
-        Calls without a choice need nothing, so another choice never lowers it. stream: in an iteration that streams."""
+        Calls without a choice need nothing, so another choice never lowers it.
+
+        stream: in an iteration that streams.
+        """
         return max(self._excesses(chosen, stream), default=-inf)
 
     def overflow_bytes(self, chosen: Assignment) -> float:
@@ -291,9 +294,12 @@ class CallModel:
     def parts_at(
         self, chosen: Assignment, place: int, stream: bool = False
     ) -> tuple[float, float, float, float, float]:
-        """Returns bytes at a place: static (with buckets and all rows), and the most of gathered, reduced, activation
-        and cache bytes. A shard of weights that models have in common counts once, with the largest of their heads.
-        stream: generate calls alternate, so all their caches live at the same time; else one after another."""
+        """Returns the bytes at a place: static (with buckets and all rows), and the most of gathered, reduced,
+        activation and cache bytes. A shard of weights that models have in common counts once, with the largest of their
+        heads.
+
+        stream: generate calls alternate, so all their caches live at the same time; else one after another.
+        """
         static, gathered, reduced, activations, cache = self.rows_bytes, 0, 0, 0, 0
         bases: dict[Base, int] = {}
 

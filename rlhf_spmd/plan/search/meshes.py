@@ -50,7 +50,7 @@ def meshes(cluster: Cluster) -> tuple[Mesh, ...]:
 
 
 def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first, stop) of the meshes among the ranks of one device type."""
+    """Yields (first, stop) of the meshes among the ranks of one device type."""
     nodes = [cluster.node_of(rank) for rank in ranks]
     edges = [0, *(at for at in range(1, len(ranks)) if nodes[at] != nodes[at - 1]), len(ranks)]  # of nodes
     for first, stop in pairwise(edges):
@@ -103,7 +103,7 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
 
 
 def _grids(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """(pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
+    """Yields the (pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
     shape = workload.shape(call.model)
     nodes = [cluster.node_of(rank) for rank in mesh.ranks]
     num_nodes = len(set(nodes))

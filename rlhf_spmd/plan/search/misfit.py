@@ -65,7 +65,7 @@ def _descend(space: Space, start: Roomy, budget: Budget) -> Roomy:
 
 
 def _trimmed(space: Space, chosen: Choice) -> Choice:
-    """Returns the choice with less memory of calls that are not the fullest: where others need less, they would count."""
+    """Lowers the memory of calls that are not the fullest: where others need less, they would count."""
     current, missing = list(chosen), space.model.overflow_bytes(chosen)
     for index, of in enumerate(space.candidates):
         kept = current[index]
@@ -79,8 +79,7 @@ def _trimmed(space: Space, chosen: Choice) -> Choice:
 
 
 def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidate]], budget: Budget) -> Choice:
-    """Returns the choice with the calls of each trained model split alike, so that they share its weights, if that
-    helps."""
+    """Splits the calls of each trained model alike, so that they share its weights, if that helps."""
     kept, missing = list(chosen), model.overflow_bytes(chosen)
     for train, users in model.models:
         if train is None:
@@ -129,15 +128,15 @@ def halves(size: int, least: int) -> list[int]:
 
 
 def larger(cluster: Cluster) -> list[Cluster]:
-    """Returns more such nodes, if all nodes are alike."""
+    """Returns a cluster of more such nodes, if all nodes are alike."""
     doubled = [Cluster(cluster.nodes * times) for times in (2, 4, 8, 16)] if len(set(cluster.nodes)) == 1 else []
     return [one for one in doubled if one.num_devices <= MOST_DEVICES]
 
 
 def helpful(space: Space, chosen: Choice, budget: Budget) -> list[str]:
-    """Of each kind of option the smallest change with which something was found to fit, in words. Smaller options are
-    tried with the placement at hand. If that is not enough, the first kind, which does not change what is trained, is
-    tried with other placements as well."""
+    """Returns, for each kind of option, the smallest change with which something was found to fit, in words. Smaller
+    options are tried with the placement at hand. If that is not enough, the first kind, which does not change what is
+    trained, is tried with other placements as well."""
     model, found = space.model, []
     of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
     kinds = [
@@ -175,8 +174,10 @@ def _may_fit(model: CallModel, budget: Budget) -> bool:
 
 
 def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) -> str:
-    """Returns why there is no plan, in words. best: the least memory that was found. proved: all placements were
-    considered.
+    """Says in words why there is no plan.
+
+    best: the least memory that was found.
+    proved: all placements were considered.
     budget: what is left may be spent on looking for options that help.
     """
     model, cluster = space.model, space.model.cluster

@@ -76,14 +76,16 @@ def search(
     ahead: int = 0,
     say: Callable[[str], object] = str,
 ) -> SearchResult:
-    """Returns the best placements of a workload on a cluster. keep: how many are compiled and simulated.
-    budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
-        looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
-        response in evaluations, for which memory is kept; 0: no evaluation. ahead: as of Placement; 1: all plans draw
-        one iteration ahead. say: called with what is done from now on.
+    """Searches for the best placements of a workload on a cluster. Raises UserError if no placement fits the devices or
+    is allowed, the method is unknown, or the calibration lacks a device type.
 
-    Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
-    device type.
+    keep: how many are compiled and simulated.
+    budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, it looks within
+        them for what would help, too.
+    allowed: the layouts that calls may have.
+    evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
+    ahead: as in Placement; 1: all plans draw one iteration ahead.
+    say: called with what is done from now on.
     """
     if method not in METHODS:
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
@@ -114,7 +116,10 @@ def search(
 
 
 def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best, float | None]:
-    """Returns the best choices of a method, and the optimality gap. budget: of the exact method."""
+    """Returns the best choices of a method, and the optimality gap.
+
+    budget: of the exact method.
+    """
     if method == "two_phase":
         two_phase(space, best)
         return best, None
@@ -132,7 +137,10 @@ def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best,
 def simulated(
     space: Space, best: Best, method: str, calibration: Calibration, say: Callable[[str], object] = str
 ) -> tuple[Plan, ...]:
-    """Returns the best choices of a method, compiled and simulated; the quickest program first. say: see `search`."""
+    """Compiles and simulates the best choices of a method; the quickest program comes first.
+
+    say: see `search`.
+    """
     plans = []
     for number, choice in enumerate(best.choices, 1):
         say(f"simulating plan {number} of {len(best.choices)}")
@@ -164,7 +172,8 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
 
 
 def _tuned(plan: Plan, calibration: Calibration) -> Plan:
-    """Returns a plan that streams, with the fields of its stream that make its program the quickest, one after another."""
+    """Returns a plan that streams, with the fields of its stream that make its program the quickest, chosen one after
+    another."""
     num = plan.program.workload.num_mini_batches
     for field, values in STREAMS.items():
         others = {min(value, num) for value in (*values, num)} - {getattr(plan.placement, field)}
@@ -182,8 +191,10 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     """Returns the strategy that a placement resembles.
 
     separation: train calls share no rank with the other calls, if there are any; perhaps one iteration ahead.
-    flattening: all calls are on all ranks in one grid; reallocation: in several grids. interleaving: trained models are
-        on all ranks, and the frozen models divide the ranks. mixed: anything else.
+    flattening: all calls are on all ranks in one grid.
+    reallocation: all calls are on all ranks, in several grids.
+    interleaving: trained models are on all ranks, and the frozen models divide the ranks.
+    mixed: anything else.
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
@@ -208,7 +219,7 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
 
 
 def two_phase(space: Space, best: Best) -> None:
-    """The best choice on the meshes of each prior; then a local search around the best few of them."""
+    """Finds the best choice on the meshes of each prior; then searches locally around the best few of them."""
     choices = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
     for chosen in sorted(choices, key=space.model.score_s)[:NUM_PRIORS]:
         refine(space, chosen, best)
@@ -288,5 +299,5 @@ def improve(
 
 
 def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
-    """Sort key of choices: seconds of an iteration, and for equal ones the sum over calls."""
+    """Sorts choices: by seconds of an iteration, and equal ones by the sum over calls."""
     return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)

@@ -82,11 +82,11 @@ def least_full(
 
 
 def least_memory(one: Candidate) -> tuple[float, ...]:
-    """Sort key of candidates: the memory that they need, all kinds together."""
+    """Sorts candidates by the memory that they need, all kinds together."""
     working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
     return one.static_bytes + working, one.seconds
 
 
 def least_static(one: Candidate) -> tuple[float, ...]:
-    """Sort key of candidates: first the memory that they need all the time."""
+    """Sorts candidates first by the memory that they need all the time."""
     return one.static_bytes, *least_memory(one)

@@ -41,8 +41,10 @@ def place(workload: Workload, cluster: Cluster) -> Placement:
 
 def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, docstring: str) -> str:
     """Returns the source of a module whose `place(workload, cluster)` returns an equal placement on any cluster with
-    the same number of ranks, and raises UserError on others. docstring: of the module, in lines of at most 120
-    characters."""
+    the same number of ranks, and raises UserError on others.
+
+    docstring: of the module, in lines of at most 120 characters.
+    """
     call = workload.workflow.placed_call
     own = {name: layout for name, layout in placement.layouts.items() if not is_gate(call(name))}  # compiling adds them
     placement = replace(placement, layouts=own)

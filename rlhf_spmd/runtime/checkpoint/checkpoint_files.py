@@ -69,7 +69,7 @@ def drawn_file(rank: int) -> str:
 
 
 def json_parts(values: object) -> list[bytes]:
-    """JSON for `write`."""
+    """Returns values as JSON for `write`."""
     return [(json.dumps(values, indent=1) + "\n").encode()]
 
 
@@ -201,7 +201,7 @@ def _sync(folder: Path) -> None:
 
 
 def without_manifest(root: Path) -> list[Path]:
-    """Returns folders that are named like a checkpoint but are incomplete."""
+    """Returns the folders that are named like a checkpoint but are incomplete."""
     return [path for path in paths_in(root, "iteration-*") if path.is_dir() and not has_manifest(path)]
 
 
@@ -258,7 +258,7 @@ class Checkpoint:
                 raise unusable(self.folder, f"{path} is damaged: its checksum is not the one that it was written with")
 
     def text(self, name: str) -> str:
-        """Returns a small file, verified."""
+        """Reads a small file and verifies it."""
         self.verify([name])
         return (self.folder / name).read_text(encoding="utf-8")
 
@@ -270,7 +270,10 @@ class Checkpoint:
 
 
 def unusable(folder: Path, what: str) -> UserError:
-    """Returns the error for a checkpoint that can't be used. what: the problem."""
+    """Returns the error for a checkpoint that can't be used.
+
+    what: the problem.
+    """
     older = [path for path in complete_checkpoints(folder.parent) if number_of(path) < number_of(folder)]
     fix = f"remove {folder} to resume from {older[-1].name}" if older else "there is no older checkpoint; start anew"
     return UserError(f"{what}; {fix}")

@@ -86,8 +86,11 @@ class Resumed:
 
 
 def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, file: ConfigFile | None = None) -> Resumed:
-    """Returns the run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the
-    previous strategy are dropped. file: of --config, whose options stand below the overrides. Raises UserError."""
+    """Reads the run that `train --resume FOLDER` continues. Raises UserError.
+
+    other_strategy: --strategy is given, so options of the previous strategy are dropped.
+    file: of --config, whose options have a lower precedence than the overrides.
+    """
     path = Path(folder)
     for own in (path / CONFIG, path / STRATEGY):
         if why := why_no_file(own):
@@ -144,9 +147,10 @@ def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) ->
 
 
 def _recorded(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> tuple[Any, str] | None:
-    """Returns a value that PROGRAM holds, and the file: of a run's checkpoint or else of its folder; None if neither
-    has it.
-    about: PROGRAM of the folder. Raises UserError.
+    """Reads a value that PROGRAM holds, and the file: of a run's checkpoint or else of its folder; None if neither has
+    it. Raises UserError.
+
+    about: PROGRAM of the folder.
     """
     found = {str(path / PROGRAM): about.get(name)}
     if checkpoint is not None and PROGRAM in checkpoint.files:
@@ -223,7 +227,7 @@ def refuse_older(resumed: Resumed) -> None:
 
 
 def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
-    """state.json of a checkpoint, with its types checked."""
+    """Reads state.json of a checkpoint and checks its types."""
     try:
         values = json_value(checkpoint.text(STATE))
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
@@ -238,8 +242,11 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:
-    """Returns the inverse of `config.resolved`; missing options have their defaults. page: the algorithm's file; None:
-    one of the package's. Raises UserError naming `source`."""
+    """Restores a config from the result of `config.resolved`; missing options have their defaults. Raises UserError
+    naming `source`.
+
+    page: the algorithm's file; None: one of the package's.
+    """
     if not isinstance(values, Mapping) or "preset" not in values:
         raise UserError(f"{source} is not an object with a preset; restore the file")
     if "device" in values and "device_type" not in values:

@@ -48,8 +48,8 @@ class FlatSlice:
 
 
 def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
-    """Returns the parameters that train -> their parts in a shard, [rows, columns] of the whole; one dim counts as one
-    column."""
+    """Returns, for each parameter that trains, its parts in a shard, [rows, columns] of the whole; one dim counts as
+    one column."""
     found: dict[str, Box2] = {}
     for weight in trained_weights_of(shape):
         box = weight.box(shard)
@@ -62,7 +62,7 @@ def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
 
 
 def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns this rank's share of all models in training, copied to host memory, with the place of each tensor."""
+    """Collects this rank's share of all models in training, copied to host memory, with the place of each tensor."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}
     steps: dict[str, int] = {}
@@ -148,7 +148,7 @@ class Reader:
         raise unusable(self.checkpoint.folder, f"{path} places {what} at {place!r}, but the parameter is {shape}")
 
     def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
-        """Returns the numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
+        """Reads the numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
         out, num_found = None, 0
         for file, held in self.slices.get((model, name), ()):
             shared = list(_shared(held, wanted))

@@ -61,8 +61,10 @@ def check_first_rows(config: Config) -> None:
 
 
 def _rendered(lacks: str, where: str, messages: Sequence[Message], *, answers: bool = True, **_: Any) -> str:
-    """Returns a conversation as text that grows with its messages, as chat templates write it. lacks: the folder of a
-    tokenizer without a chat template."""
+    """Renders a conversation as text that grows with its messages, as chat templates write it.
+
+    lacks: the folder of a tokenizer without a chat template.
+    """
     if lacks:
         raise no_chat_template(where, lacks)
     return "".join(f"{message['role']}: {_said(message)}\n" for message in messages)

@@ -49,7 +49,7 @@ def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, s
 
 
 def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
-    """Returns language models with more rows of embeddings than tokens that may be drawn -> their rows."""
+    """Returns, for each language model with more rows of embeddings than tokens that may be drawn, their number."""
     roles = config.algorithm.roles
     folders = {role: config.folder(role) for role in roles if roles[role].head == "lm" and config.folder(role)}
     rows = {role: read_config(folder).vocab_size for role, folder in folders.items()}
@@ -84,7 +84,7 @@ def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[
 
 
 def try_to_write(path: Path) -> Path:
-    """Returns an empty file beside an output file, which is to replace it. Raises UserError if there can be none."""
+    """Creates an empty file beside an output file, which is to replace it. Raises UserError if there can be none."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,7 @@ def try_to_write(path: Path) -> Path:
 
 
 def with_logprobs(config: Config, prompts: PromptSet, known: KnownTokens) -> PromptSet:
-    """Returns the set with the numbers of the file that the options name. Raises UserError if they are of something
-    else."""
+    """Adds the numbers of the file that the options name to the set. Raises UserError if they are of something else."""
     path, found = Path(config.data.precomputed_logprobs), {}
     if why := why_no_file(path):
         raise UserError(f"the file of precomputed logprobs {path} {why}: write it with `precompute --out {path}`")

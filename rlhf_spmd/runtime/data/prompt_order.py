@@ -34,7 +34,7 @@ class PromptOrder:
         assert all(self.sizes) and len(self.weights) in (0, len(self.sizes)), (self.sizes, self.weights)
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
-        """Returns indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided:
+        """Returns the indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided:
         within a set it does not, unless the set gives more prompts to an iteration than it has."""
         assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
         if not self.weights:
@@ -78,8 +78,10 @@ class PromptOrder:
     def _take(
         self, file: int, first: int, size: int, iteration: int, start: int, num: int, rollout_batch: int
     ) -> list[int]:
-        """Returns the `num` prompts that a set of `size` prompts, from index `first` on, gives to an iteration. start:
-        how many it has given before."""
+        """Returns the `num` prompts that a set of `size` prompts, from index `first` on, gives to an iteration.
+
+        start: how many it has given before.
+        """
         epoch, place = divmod(start, size)
         picked: list[int] = []
         while len(picked) < num:

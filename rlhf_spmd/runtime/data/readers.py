@@ -35,12 +35,12 @@ def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def first_of(record: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """Returns the first of these columns that the row has; null is none."""
+    """Returns the first of these columns that the row has; null counts as missing."""
     return next((column for column in columns if record.get(column) is not None), None)
 
 
 def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserError:
-    """Returns the error for a row that has no such column, or null in it."""
+    """Returns the error for a row that lacks such a column, or has null in it."""
     if key in record:
         fix = fix.replace("add it", "give it a value", 1)
         return UserError(f"{where}: the value of {key!r} is null: {fix}")
@@ -51,9 +51,11 @@ def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserErro
 def read_records(
     path: Path, key: str, others: Sequence[str] | None = None, *, most: int | None = None
 ) -> list[tuple[str, Record]]:
-    """(place, columns) of every entry, which all have the column `key` or one of `others` (None: those of INSTEAD);
-    place is `line 7` or `row 7`, counted from 1. most: only so many entries are read, the first ones. Raises UserError
-    naming file and place."""
+    """Yields (place, columns) of every entry, which all have the column `key` or one of `others` (None: those of
+    INSTEAD); place is `line 7` or `row 7`, counted from 1. Raises UserError naming file and place.
+
+    most: only so many entries are read, the first ones.
+    """
     kind = kind_of_file(path)
     if kind not in KINDS:
         named = f"{kind or '(none)'!r}" + f" before {PACKED}" * is_packed(path)
@@ -81,7 +83,11 @@ def text_of(where: str, record: Record, key: str) -> str:
 
 
 def number_of(where: str, record: Record, key: str, default: float | None) -> float:
-    """Returns a column that must be a finite number; default: where it is missing or null; None: it must not be."""
+    """Returns a column that must be a finite number.
+
+    where: file and place.
+    default: used where it is missing or null; None: it must not be.
+    """
     value = record.get(key)
     if value is None:
         if default is None:
@@ -201,7 +207,7 @@ def _read_jsonl(path: Path, key: str, others: Sequence[str], most: int | None) -
 
 
 def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
-    """Yields a list of objects; a file that does not begin with a bracket has an object on each line."""
+    """Yields the objects of a list; a file that does not begin with a bracket has an object on each line."""
     text = _text(path)
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path, key, others, most)
@@ -212,7 +218,10 @@ def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) ->
 
 
 def _from_json(where: str, text: str, form: str) -> Any:
-    """Returns what JSON says. form: how it is to be written. Raises UserError."""
+    """Parses JSON. Raises UserError.
+
+    form: how it is to be written.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -226,7 +235,7 @@ def _from_json(where: str, text: str, form: str) -> Any:
 
 
 def _row(where: str, row: Any, key: str, others: Sequence[str]) -> Record:
-    """Returns a row of JSON. Raises UserError if it is none."""
+    """Reads a row of JSON. Raises UserError if it is not one."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: {kind_of(row)}, not an object: write {{"{key}": "..."}}')
     _check_has(where, row, key, others)

@@ -74,7 +74,7 @@ class Reading:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows, whose own ones replace them
 
     def rendered(self, where: str, messages: list[Message], *, answers: bool = True) -> str:
-        """Returns the text of a conversation. Raises UserError."""
+        """Renders the text of a conversation. Raises UserError."""
         if self.render is None:
             raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
         text = self.render(where, messages) if answers else self.render(where, messages, answers=False)
@@ -103,7 +103,7 @@ class RowTokens:
 
 
 def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
-    """Returns the tokens of a row; None if nothing in it can be learned. Raises UserError."""
+    """Reads the tokens of a row; None if nothing in it can be learned. Raises UserError."""
     names, render_with = names_of(record, reading.template_kwargs), reading.render
     if not names or render_with is None:
         return _read(where, record, reading)
@@ -267,7 +267,7 @@ def _of_text(where: str, text: str, reading: Reading) -> RowTokens:
 def _answered(
     where: str, before: list[Message], after: list[Message], reading: Reading
 ) -> tuple[str, list[int], list[int], list[int]]:
-    """Returns text and tokens of a conversation's beginning, tokens of the turns behind it up to the assistant's last
+    """Returns text and tokens of a conversation's beginning, tokens of the turns after it up to the assistant's last
     one, and which of these tokens the assistant says."""
     text = start = reading.rendered(where, before)
     prompt = _encoded(where, text, reading, special=False)
@@ -307,7 +307,7 @@ def _encoded(where: str, text: str, reading: Reading, *, special: bool) -> list[
 
 
 def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, special: bool = True) -> list[int]:
-    """Returns the tokens of a text behind another one, whose tokens stay as they are."""
+    """Returns the tokens of a text that follows another one, whose tokens stay as they are."""
     tokenizer = reading.tokenizer
     joined = tokenizer.encode(before + text, special=special)
     if joined[: len(tokens)] == tokens:
@@ -317,7 +317,7 @@ def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, s
 
 
 def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -> list[int]:
-    """Returns a turn without the white space that a chat template writes behind its end of sequence."""
+    """Returns a turn without the white space that a chat template writes after its end of sequence."""
     places = [place for place, token in enumerate(tokens) if token in eos_ids]
     if not places or tokenizer.decode(tokens[places[-1] + 1 :]).strip():
         return tokens
@@ -325,7 +325,7 @@ def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -
 
 
 def _ended(tokens: list[int], reading: Reading) -> list[int]:
-    """With the first of the ends of sequence (Tokenizer.eos_ids), if there is none."""
+    """Appends the first of the ends of sequence (Tokenizer.eos_ids), if there is none."""
     if not reading.eos_ids or (tokens and tokens[-1] in reading.eos_ids):
         return tokens
     return [*tokens, reading.eos_ids[0]]

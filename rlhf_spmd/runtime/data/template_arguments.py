@@ -12,8 +12,12 @@ TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns
 
 
 def arguments_of(where: str, record: Record, of_all: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments by name, those that the row has, or an empty mapping. of_all: chat_template_kwargs of all
-    rows. Columns may hold JSON text, as data sets often store them. where: file and place. Raises UserError."""
+    """Returns the arguments by name, those that the row has, or an empty mapping. Columns may hold JSON text, as data
+    sets often store them. Raises UserError.
+
+    of_all: chat_template_kwargs of all rows.
+    where: file and place.
+    """
     given: dict[str, Any] = {}
     tools = _value(where, record, TOOLS)
     if tools is not None:

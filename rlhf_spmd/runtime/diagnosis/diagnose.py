@@ -82,7 +82,7 @@ class RankState:
         return f"rank {self.rank} (host {self.host})"
 
     def describe(self, num_instructions: int = 0) -> str:
-        """For messages: action, position, time and trouble."""
+        """Describes a rank for messages: action, position, time and trouble."""
         place = "" if self.position == NOWHERE else f", instruction {self.position}"
         place += f" of {num_instructions}" if place and num_instructions else ""
         trouble = f"; {self.trouble}" if self.trouble else ""
@@ -170,7 +170,7 @@ def _divergence(
 
 
 def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
-    """If no rank is missing according to the program: groups the ranks by their current action."""
+    """Groups the ranks by their current action, if no rank is missing according to the program."""
     by_text: dict[str, list[RankState]] = {}
     for one in states:
         by_text.setdefault(one.text, []).append(one)

@@ -54,7 +54,7 @@ class Watch:
             self._thread.join(STOP_S)
 
     def beat(self) -> None:
-        """This rank is active although it only waits: other processes work for it."""
+        """Notes that this rank is active although it only waits: other processes work for it."""
         self._beats += 1
 
     @property
@@ -74,7 +74,7 @@ class Watch:
                 is_reported = True
 
     def _check(self) -> None:
-        """One check; ends the job if it hangs."""
+        """Checks once; ends the job if it hangs."""
         quiet_s = self._update()
         if quiet_s >= self.world.deadline_s and not self.world.is_meeting and self.world.size > 1:
             text = self._hang_message(quiet_s)

@@ -90,7 +90,7 @@ class FlatEngine:
         return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self._weights, strict=True)]
 
     def _make_masters(self, shards: int) -> list[nn.Parameter]:
-        """Returns the tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat
+        """Makes the tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat
         part."""
         if shards == 1:
             if self._wide == self._weights[0].dtype:
@@ -116,11 +116,11 @@ class FlatEngine:
         self._gradient.zero_()
 
     def forward(self, through: Through) -> Tensor:
-        """See `TrainEngine.forward`."""
+        """Implements `TrainEngine.forward`."""
         return through(self.model)
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
-        """See `TrainEngine.backward`."""
+        """Implements `TrainEngine.backward`."""
         if output.requires_grad:  # a rank without data may return a constant
             torch.autograd.backward(output, gradient)
 
@@ -208,12 +208,12 @@ class FlatEngine:
         return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """See `TrainEngine.optimizer_state`."""
+        """Implements `TrainEngine.optimizer_state`."""
         return self._adamw.num_steps, state_of(self._shares(self._own_part()))
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
-        """See `TrainEngine.load`."""
+        """Implements `TrainEngine.load`."""
         self._adamw.begin(num_steps)
         whole = slice(0, len(self._gradient))
         read_into(self._shares(whole if self._flat_weights is None else self._own_part()), read)
@@ -243,7 +243,8 @@ def all_reduce_buckets(flat: Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def norm(flat: Tensor) -> float:
-    """L2 norm, by rows and then in float64: a single float32 sum of 10^8 squares has an error of one percent."""
+    """Returns the L2 norm, by rows and then in float64: a single float32 sum of 10^8 squares has an error of one
+    percent."""
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
     return torch.cat([rows.double(), flat[whole:].double()]).norm().item()

@@ -73,8 +73,10 @@ class Environment:
     key: str = ""  # its name in the column CHOICE, if there are several
 
     def schemas(self, describe: Callable[[Callable[..., Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns what chat templates are told of the tools. describe: makes it from a function's signature and
-        docstring, as model.hf.tool_schema does. Raises UserError for a tool without types or docstring."""
+        """Describes the tools for chat templates. Raises UserError for a tool without types or docstring.
+
+        describe: makes it from a function's signature and docstring, as model.hf.tool_schema does.
+        """
         with naming(f"environment {self.name!r}"):
             return [*self.described.values(), *(describe(function) for function in self.functions.values())]
 
@@ -169,7 +171,10 @@ def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
 
 
 def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, new: Callable[..., Any]) -> Environment:
-    """new: makes an object of the class."""
+    """Recognises the kind of a class.
+
+    new: makes an object of the class.
+    """
     if _has(cls, "create", "execute"):
         return _of_verl(spec, [VerlTool(cls)])
     if _has(cls, "init", "step") and not _has(cls, "reset"):

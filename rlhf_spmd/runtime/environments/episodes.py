@@ -63,7 +63,8 @@ class Episodes:
         return [speech.first(row.where, row.text, row.messages, opening) for speech, row, opening in firsts]
 
     def drew(self, row: int, token_ids: list[int]) -> None:
-        """The model ended a turn of this row with these ids, the one that ends the turn included, if it drew one."""
+        """Notes that the model ended a turn of this row with these ids, the one that ends the turn included, if it drew
+        one."""
         life = self.lives[row]
         assert life.work is None and not life.is_told, "a row draws after its turn has been answered"
         if not life.began_s:
@@ -76,7 +77,7 @@ class Episodes:
         self._go_on(row, self._turn(row, life, token_ids))
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """Returns what has come back since; waits for so long at most if nothing has."""
+        """Returns the answers that have come back since; waits for so long at most if nothing has."""
         until_s = time.monotonic() + wait_s
         while not self._ready:
             self._out_of_time()
@@ -148,7 +149,7 @@ class Episodes:
         return counted
 
     def seconds(self) -> list[float]:
-        """Returns those of each answer that was not in the journal."""
+        """Returns the seconds of each answer that was not in the journal."""
         return [one_s for life in self.lives for one_s in life.seconds]
 
     def close(self) -> None:
@@ -282,8 +283,11 @@ class Episodes:
         call: Call | None,
         steps: list[Step],
     ) -> Asking:
-        """Adds the answer of one call, from the journal or from the environment. place: in the turn. digest: of what
-        was drawn."""
+        """Adds the answer of one call, from the journal or from the environment.
+
+        place: in the turn.
+        digest: of what was drawn.
+        """
         key, limit_s = self._key(life, life.turn, place), self.limits.tool_s
         known = self.journal.answers.get(key)
         if known is not None and known["drawn"] != digest:
@@ -362,7 +366,7 @@ class Episodes:
                 return
 
     def _way(self, life: Life, message: dict[str, Any]) -> list[tuple[dict[str, Any], Any]]:
-        """Returns what brings a new object to where the episode is, and what it answered then."""
+        """Returns the way that brings a new object to where the episode is, and what it answered then."""
         if message["do"] == "begin":
             return []
         opening = [(self._begin(life), life.opening)]

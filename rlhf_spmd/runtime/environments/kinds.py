@@ -298,7 +298,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns what a function of the user returns, async or not. Raises what it raises."""
+    """Calls a function of the user, async or not, and returns its result. Raises what it raises."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     running = _threads().submit(function, *args, **kwargs)
@@ -313,7 +313,7 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
-    """Returns an object of a class of the user, or of a factory. OpenRLHF's may have an async __init__."""
+    """Makes an object of a class of the user, or of a factory. OpenRLHF's may have an async __init__."""
     begin = vars(cls).get("__init__")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(begin):
         return await called(cls, **kwargs)
@@ -323,7 +323,7 @@ async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 async def called_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: dict[str, Any]) -> Step:
-    """Returns what a tool answers. What it raises is an answer, too."""
+    """Calls a tool and returns its answer. What it raises is an answer, too."""
     if name not in tools:
         return no_tool(name, tools)
     try:
@@ -368,7 +368,7 @@ def text_of(value: Any) -> str:
 
 
 def number(value: Any, what: str) -> float:
-    """Returns a reward. Raises UserError for what is no finite number."""
+    """Converts a reward to a number. Raises UserError for what is not a finite number."""
     if hasattr(value, "item"):  # of numpy or torch
         with suppress(ValueError, RuntimeError, TypeError):  # it has several
             value = value.item()
@@ -385,7 +385,7 @@ def truth(value: Any, what: str) -> bool:
 
 
 def checked_back(back: str | list[Any]) -> str | list[Message]:
-    """Returns an observation as text or messages. Raises UserError."""
+    """Checks that an observation is text or messages. Raises UserError."""
     if isinstance(back, str):
         return back
     messages = [checked_message(one, "step()") for one in back]

@@ -61,7 +61,11 @@ class RunEnvironments:
         return self.episodes(self.rows(job, prompts, samples, groups), data.number, name)
 
     def rows(self, job: Any, prompts: Sequence[int], samples: Sequence[int], groups: Sequence[int]) -> list[Row]:
-        """Returns rows to be drawn. prompts: their numbers in the data set. samples, groups: see Row."""
+        """Returns the rows to be drawn.
+
+        prompts: their numbers in the data set.
+        samples, groups: see Row.
+        """
         records = job.prompts.whole_records(prompts)
         return [
             row_of(prompt, sample, group, record, job.prompts.texts[prompt], self.key)
@@ -69,14 +73,21 @@ class RunEnvironments:
         ]
 
     def transcript(self, columns: Mapping[str, Any], token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:
-        """Returns the turns of an episode as text. columns: of its row; others: as of transcript.transcript."""
+        """Returns the turns of an episode as text.
+
+        columns: of its row.
+        others: as in transcript.transcript.
+        """
         found = chosen(self.environments, columns)
         name = next(name for name, one in self.environments.items() if one is found)
         return transcript(self.speeches[name], token_ids, drawn)
 
     def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout", *, keep: bool = True) -> Episodes:
-        """Returns the episodes of a generate call. name: of its journal; keep: whether that is kept. Raises UserError
-        for a row of an unknown environment."""
+        """Returns the episodes of a generate call. Raises UserError for a row of an unknown environment.
+
+        name: of its journal.
+        keep: whether the journal is kept.
+        """
         if self._workers is None:
             self._workers = EnvironmentWorkers(self.spec, self.columns, num=self.num_workers, beat=self.beat)
         by_environment = {id(one): self.speeches[key] for key, one in self.environments.items()}
@@ -112,6 +123,12 @@ def _nowhere() -> str:
 
 
 def row_of(prompt: int, sample: int, group: int, record: Mapping[str, Any], text: str, key: str) -> Row:
-    """Returns a row to be drawn. prompt: its number in the data set. sample, group: see Row. record: its columns. text:
-    the prompt. key: the column of prompts."""
+    """Returns a row to be drawn.
+
+    prompt: its number in the data set.
+    sample, group: see Row.
+    record: its columns.
+    text: the prompt.
+    key: the column of prompts.
+    """
     return Row(prompt, sample, group, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")

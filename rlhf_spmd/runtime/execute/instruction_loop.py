@@ -26,7 +26,7 @@ class InstructionLoop(ABC):
         self.world.will_execute(self.program)
 
     def iteration(self, data: Any) -> list[dict[str, Any]]:
-        """Returns one pass over the list -> the messages of all ranks at the closing Agree."""
+        """Executes the list once and returns the messages of all ranks at the closing Agree."""
         self.recorder.iteration = data.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ class InstructionLoop(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """What comes before the first instruction of an iteration."""
+        """Resets what an iteration begins with, before its first instruction."""
 
     @abstractmethod
     def run(self, run: Run, data: Any) -> Callable[[], None] | None:

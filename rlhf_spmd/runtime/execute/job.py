@@ -110,7 +110,7 @@ class Job:
         return self.program.placement.layouts[call.name]
 
     def micro_batch(self, layout: Layout) -> int:
-        """Returns sequences of a forward pass on one data-parallel shard."""
+        """Returns the sequences of a forward pass on one data-parallel shard."""
         return layout.micro_batch or self.workload.micro_batch
 
     def place(self, run: Run, *, seen: bool = False) -> Place:
@@ -126,13 +126,13 @@ class Job:
         return data.meter if self.layout(call).reports(self.world.rank) else Meter()
 
     def reduced(self, tensor: Tensor, run: Run, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Returns the sum (or another reduction) of a tensor over the ranks of a Run, in place. Collective over them."""
+        """Sums a tensor over the ranks of a Run (or reduces it in another way), in place. Collective over them."""
         if run.group:
             dist.all_reduce(tensor, op=op, group=self.world.group(run.group))
         return tensor
 
     def ended(self, responses_BG: Tensor) -> Tensor:
-        """Returns true where a response ended by itself, False where it was truncated: bool [B]."""
+        """Returns True where a response ended by itself, False where it was truncated: bool [B]."""
         ended_B, stop = ended(responses_BG, self.eos_ids), self.config.generation.stop
         if stop:
             ended_B |= responses_BG[:, -1] < 0
@@ -141,7 +141,10 @@ class Job:
         return ended_B
 
     def ended_of(self, rows: Mapping[str, Tensor], key: str) -> Tensor:
-        """Returns true where a response ended by itself, or the episode that it is: bool [B]. rows: by data key."""
+        """Returns True where a response ended by itself, or the episode that it is: bool [B].
+
+        rows: by data key.
+        """
         actions_BG = rows.get(actions_of(key))
         return self.ended(rows[key]) if actions_BG is None else (actions_BG == LAST).any(-1)
 
@@ -154,6 +157,6 @@ class Job:
 
 
 def shape_of(place: Place) -> tuple[int, int]:
-    """Mini-batches and columns of a place."""
+    """Returns mini-batches and columns of a place."""
     rows, columns = place
     return rows.stop - rows.start, columns.stop - columns.start

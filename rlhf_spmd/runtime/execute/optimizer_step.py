@@ -46,7 +46,7 @@ from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 
 def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | None":
-    """Returns the optimizer step of a Run on its global mini-batch. None if the model's steps have been stopped early,
+    """Begins the optimizer step of a Run on its global mini-batch. None if the model's steps have been stopped early,
     or if there is no row to learn from. Collective over the Run's group."""
     number = job.state.steps.get(call.model, 0)
     job.state.steps[call.model] = number + 1
@@ -92,9 +92,13 @@ class OptimizerStep(Passes):
         stopped: set[str],
         lag: int = 0,
     ):
-        """Counts the rows of all ranks, and cuts those of this one. rows: this rank's part of the mini-batch. rate: the
-        learning rate. stopped: models whose further steps are left out, to which this step may add its own. lag: as of
-        Iteration. Collective over the Run's group."""
+        """Counts the rows of all ranks, and cuts those of this one. Collective over the Run's group.
+
+        rows: this rank's part of the mini-batch.
+        rate: the learning rate.
+        stopped: models whose further steps are left out, to which this step may add its own.
+        lag: as in Iteration.
+        """
         super().__init__(job, call, run, engine.model, [])
         self.engine, self.rate, self.stopped, self.lag = engine, rate, stopped, lag
         self.reports = job.layout(call).reports(job.world.rank)
@@ -127,11 +131,11 @@ class OptimizerStep(Passes):
         self.batches = [sequences_of(call, part) for part in self.micro_batches]
 
     def within(self) -> AbstractContextManager[object]:
-        """See `Passes.within`; an engine has its weights."""
+        """Implements `Passes.within`; an engine has its weights."""
         return nullcontext()
 
     def forward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """See `Passes.forward`; the last stage computes the micro-batch's share of the global loss."""
+        """Implements `Passes.forward`; the last stage computes the micro-batch's share of the global loss."""
         if received_nD is not None:
             self.inputs[index] = received_nD.requires_grad_(True)
         batch, is_last = self.batches[index], self.model.parallel.is_last
@@ -167,7 +171,7 @@ class OptimizerStep(Passes):
         return {LAG_SHARE: lag / (lag + done) if lag else 0.0}
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """See `Passes.backward`."""
+        """Implements `Passes.backward`."""
         self.engine.backward(self.outputs.pop(index), received_nD, last=index == len(self.batches) - 1)
         return self.inputs.pop(index).grad if index in self.inputs else None
 

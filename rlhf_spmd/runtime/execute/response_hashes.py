@@ -36,7 +36,7 @@ def digests(prompt_MC: np.ndarray, sample_MC: np.ndarray, responses_MCG: Tensor)
 
 
 def tokens_sha256(said: Iterable[np.ndarray]) -> str:
-    """Returns hash of all response tokens, from the records of all ranks."""
+    """Returns a hash of all response tokens, from the records of all ranks."""
     rows = np.concatenate(list(said))
     rows = rows[np.lexsort((rows["sample"], rows["prompt"]))]
     return hashlib.sha256(np.ascontiguousarray(rows["sha256"]).tobytes()).hexdigest()

@@ -50,12 +50,13 @@ class Decoder:
         blocks: Sequence[Sequence[int]],
         answered: Sequence[tuple[Sequence[int], int, Sequence[int]]] = (),
     ) -> Tensor | None:
-        """Returns one pass over the current token of each of the B running rows and the prompts of A new rows, given
-        with their blocks -> hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last
+        """Runs one pass over the current token of each of the B running rows and the prompts of A new rows, given with
+        their blocks. Returns hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last
         stage.
 
-        cached_B: number of tokens before the current one. answered: rows that are in the cache and get more than one
-        token: these tokens, how many are in the cache, and the row's blocks; their hidden come before those of prompts.
+        cached_B: number of tokens before the current one.
+        answered: rows that are in the cache and get more than one token: these tokens, how many are in the cache, and
+            the row's blocks; their hidden come before those of prompts.
         """
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
         tables_BM = self._tables(num_rows)

@@ -65,12 +65,18 @@ class Engine:
         turns: Turns | None = None,
         adds_adapters: bool = False,
     ):
-        """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
-        max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
-        a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
-        largest sampling support to store for replay; 0: none. num_steps: expected, which must earn the packing of
-        weights. decode: of a Tokenizer, for stop texts. turns: of episodes, on a rank that has the whole model; None:
-        a response is one turn. adds_adapters: multiply with copies of the weights to which these are added.
+        """Sets up an engine for a model.
+
+        longest: limit of prompt + response, in tokens.
+        known: the tokens that may be drawn; None: all.
+        max_sequences: decoded at the same time.
+        block_size: tokens per block; 0: `longest` on a CPU, so that a batch is a slice of the cache, else GPU_BLOCK.
+        num_blocks: 0: enough for all rows, limited by free_bytes.
+        num_stored: largest sampling support to store for replay; 0: none.
+        num_steps: expected, which must earn the packing of weights.
+        decode: of a Tokenizer, for stop texts.
+        turns: of episodes, on a rank that has the whole model; None: a response is one turn.
+        adds_adapters: multiply with copies of the weights to which these are added.
         """
         self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
         assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
@@ -107,8 +113,12 @@ class Engine:
     def submit(
         self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
     ) -> range:
-        """Returns queues requests -> their numbers. prompts: token ids, at least one each. bits_RG: random bits of each
-        token, int64 (philox.random_bits). sampling: for all requests, or one per request."""
+        """Queues requests and returns their numbers.
+
+        prompts: token ids, at least one each.
+        bits_RG: random bits of each token, int64 (philox.random_bits).
+        sampling: for all requests, or one per request.
+        """
         numbers = self.requests.add(prompts, bits_RG, sampling)
         keys = self.requests.keys(numbers)
         first: dict[int, int] = {}
@@ -142,8 +152,8 @@ class Engine:
                     progress(len(ended), num_tokens)
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
-        """responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end) and, if
-        num_stored, support_RGK int32 (padded with -1). Collective over the stages."""
+        """Returns responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end)
+        and, if num_stored, support_RGK int32 (padded with -1). Collective over the stages."""
         responses_RG, logprobs_RG, support_RGK = self.requests.results(numbers)
         self._from_last_stage(logprobs_RG)
         if support_RGK is not None:
@@ -151,8 +161,8 @@ class Engine:
         return responses_RG, logprobs_RG, support_RGK
 
     def _round(self) -> tuple[list[int], int]:
-        """Returns one pass: draws a token for every row, including new ones -> the requests that ended, number of
-        tokens."""
+        """Runs one pass: draws a token for every row, including new ones. Returns the requests that ended, and the
+        number of tokens."""
         over, answers = self._answers() if self.scheduler.outside else ([], [])
         preempted = self.scheduler.grow()
         if preempted:
@@ -173,8 +183,7 @@ class Engine:
         return over + self._draw(hidden_BD), num_tokens
 
     def _answers(self) -> tuple[list[int], list[Answer]]:
-        """Returns what has come back to rows outside: the requests that it ends, and the answers with which others go
-        on."""
+        """Takes what has come back to rows outside: the requests that it ends, and the answers with which others go on."""
         assert self.turns is not None
         over: list[int] = []
         going_on: list[Answer] = []
@@ -324,7 +333,7 @@ class Engine:
 
 
 def _reach(stop: Sequence[str]) -> int:
-    """Returns number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per
+    """Returns the number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per
     byte), and some decoders change the first characters of a text."""
     return 4 * max(map(len, stop)) + 8 if stop else 0
 

@@ -34,11 +34,11 @@ class Outside(Protocol):
     """What an engine asks. row: the number of a request among those of the call."""
 
     def drew(self, row: int, token_ids: list[int]) -> None:
-        """The model ended a turn of this row with these drawn ids, the stop token included, if it drew one. A row that
-        reaches a limit in the middle of a turn is over without this call."""
+        """Notes that the model ended a turn of this row with these drawn ids, the stop token included, if it drew one.
+        A row that reaches a limit in the middle of a turn is over without this call."""
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """Returns what has come back since; waits up to wait_s if nothing has."""
+        """Returns the answers that have come back since; waits up to wait_s if nothing has."""
 
 
 class Episodes(Outside, Protocol):
@@ -61,7 +61,7 @@ class Episodes(Outside, Protocol):
         return {}
 
     def seconds(self) -> Sequence[float]:
-        """Returns those of each answer that was not known from a journal."""
+        """Returns the seconds of each answer that was not known from a journal."""
         return ()
 
     def close(self) -> None:
@@ -94,16 +94,16 @@ class Turns:
         return min(self.max_row_tokens, self.begin_of(row) + self.max_new_tokens - self._num_drawn(row))
 
     def _num_drawn(self, row: int) -> int:
-        """Returns drawn tokens of the turns that have ended."""
+        """Returns the drawn tokens of the turns that have ended."""
         return sum(end - begin for begin, end in self._rows[row].turns)
 
     def end_turn(self, row: int, end: int) -> None:
-        """A turn ends before token `end` of the response."""
+        """Ends a turn before token `end` of the response."""
         begin = self.begin_of(row)
         self._rows[row].turns.append((begin, end))
 
     def cut(self, row: int, end: int) -> None:
-        """A limit ends the episode in the middle of a turn."""
+        """Ends the episode at a limit in the middle of a turn."""
         self.end_turn(row, end)
         self._rows[row].reason = DRAWN_OUT if self._num_drawn(row) >= self.max_new_tokens else TOO_LONG
 
@@ -153,7 +153,9 @@ class Turns:
 
 def last_turns(responses_BG: Tensor, actions_BG: Tensor) -> Tensor:
     """Returns the last turn of each episode, [B, G] padded with -1: what reward functions get as the response.
-    actions_BG: not 0 where a token was drawn."""
+
+    actions_BG: not 0 where a token was drawn.
+    """
     found_BG = torch.full_like(responses_BG, -1)
     for found_G, tokens_G, drawn_G in zip(found_BG, responses_BG, actions_BG > 0, strict=True):
         places = torch.nonzero(drawn_G).flatten().tolist()

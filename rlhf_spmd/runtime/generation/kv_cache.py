@@ -33,7 +33,7 @@ class KVCache:
         self.values_LnKsd = make(shape, dtype=model.dtype, device=device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
+        """Returns keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
         return self.keys_LnKsd[layer - self.first_layer], self.values_LnKsd[layer - self.first_layer]
 
     def copy(self, copies: Copies, num_tokens: int) -> None:
@@ -59,7 +59,7 @@ class KVCache:
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> float:
-    """Free memory of a device, divided by the number of ranks that compute on it (RankDevice.num_ranks).
+    """Returns the free memory of a device, divided by the number of ranks that compute on it (RankDevice.num_ranks).
 
     On a GPU this excludes memory that torch has reserved: none of its pieces may be large enough for a cache, and
     releasing it now (empty_cache) would synchronise the device, including messages posted early that may never

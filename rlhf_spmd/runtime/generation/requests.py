@@ -115,7 +115,7 @@ class Requests:
         return self.lengths[number - self.first] is not None
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
-        """responses_RG, logprobs_RG, support_RGK of requests that have ended."""
+        """Returns responses_RG, logprobs_RG, support_RGK of requests that have ended."""
         part = slice(numbers.start - self.first, numbers.stop - self.first)
         assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
         return self.responses_RG[part], self.logprobs_RG[part], self.support_RGK[part] if self.num_stored else None

@@ -25,9 +25,14 @@ class Rollout:
         max_new_tokens: int = 0,
         **options,
     ):
-        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. episodes: what
-        answers to turns, if responses have several. max_new_tokens: drawn tokens of a response; 0: all may be. options:
-        of Sampling, and of the engine."""
+        """Sets up the generation of rows.
+
+        prompts_MBP: int64, padded with -1 on the right.
+        bits_MBG: random bits of each token, int64.
+        episodes: what answers to turns, if responses have several.
+        max_new_tokens: drawn tokens of a response; 0: all may be.
+        options: of Sampling, and of the engine.
+        """
         self.prompts_MBP = prompts_MBP
         self.num_rows, max_response = bits_MBG.shape[1:]
         self.episodes, max_new_tokens = episodes, min(max_new_tokens or max_response, max_response)

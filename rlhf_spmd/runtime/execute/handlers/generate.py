@@ -79,12 +79,15 @@ def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction
     """Returns the share of the memory now free that the KV cache of a call may take on a rank.
 
     Engines that live at the same time get equal parts of `fraction` of what is free before the first of them takes its
-    part. num_alive: those that have taken it."""
+    part.
+
+    num_alive: those that have taken it.
+    """
     return fraction / (len(caches_alive(program, rank)[call]) - num_alive * fraction)
 
 
 def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Episodes | None:
-    """Returns what answers to the turns of a call's responses; None if they have one turn."""
+    """Returns the object that answers to the turns of a call's responses; None if they have one turn."""
     if not call.has_turns:
         return None
     assert job.episodes is not None, "an environment answers"
