@@ -35,7 +35,11 @@ def kv_write(
     slots_T: Tensor,
     heads_TK: Tensor | None = None,
 ) -> None:
-    """slots_T int64: the slot of each token; -1: not written (padding). heads_TK: `heads_of` the slots."""
+    """Writes keys and values of new tokens to the cache.
+
+    slots_T: int64, the slot of each token; -1: not written (padding).
+    heads_TK: `heads_of` the slots.
+    """
     if keys_TKd.is_cuda:
         kv_write_triton(keys_TKd, values_TKd, cache_keys_nKsd, cache_values_nKsd, slots_T)
         return
@@ -60,7 +64,7 @@ def kv_write(
 def kv_write_ref(
     keys_TKd: Tensor, values_TKd: Tensor, cache_keys_nKsd: Tensor, cache_values_nKsd: Tensor, slots_T: Tensor
 ) -> None:
-    """The reference: token by token."""
+    """Writes token by token, as the reference."""
     block_size = cache_keys_nKsd.shape[2]
     for t, slot in enumerate(slots_T.tolist()):
         if slot >= 0:
@@ -111,7 +115,7 @@ def _kv_write_kernel(
 def kv_write_triton(
     keys_TKd: Tensor, values_TKd: Tensor, cache_keys_nKsd: Tensor, cache_values_nKsd: Tensor, slots_T: Tensor
 ) -> None:
-    """The launcher: a program per token. Last dims must be contiguous."""
+    """Launches a program per token. Last dims must be contiguous."""
     num_tokens, num_heads, head_dim = keys_TKd.shape
     block_size = cache_keys_nKsd.shape[2]
     assert keys_TKd.shape == values_TKd.shape and slots_T.shape == (num_tokens,)

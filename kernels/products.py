@@ -45,7 +45,10 @@ class Library(Protocol):
         """Returns whether this machine has it: its operators run, and agree with F.linear on a small product."""
 
     def multiply(self, x_NI: Tensor, weight_OI: Tensor | cpu.Panels, bias_O: Tensor | None) -> Tensor:
-        """-> y_NO, without a derivative. weight_OI: plain, or as `pack` made it. N >= 1."""
+        """Returns y_NO, without a derivative. N >= 1.
+
+        weight_OI: plain, or as `pack` made it.
+        """
 
     def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor | cpu.Panels:
         """Returns a copy of the weights in the library's order, made for num_rows rows; `multiply` takes it with any
@@ -103,7 +106,7 @@ class Native:
 
 
 def _few_sizes(num_rows: int) -> int:
-    """Returns a number at least as large, of 8 for each power of two; of 16 from 256 on, where more rows cost more."""
+    """Rounds a number up to one of 8 for each power of two; of 16 from 256 on, where more rows cost more."""
     step = 1 << max((num_rows - 1).bit_length() - (4 if num_rows <= 256 else 5), 0)
     return -(-num_rows // step) * step
 
@@ -203,7 +206,7 @@ def packed(weight_OI: Tensor, num_rows: int) -> Packed:
 
 
 def product(x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None) -> Tensor:
-    """x [..., I] -> [..., O], differentiable once if the weight is not packed."""
+    """Multiplies x [..., I] -> [..., O], differentiable once if the weight is not packed."""
     if isinstance(weight_OI, Packed):
         return _multiply(weight_OI.library, x, weight_OI.weight, bias_O, weight_OI.num_out)
     library = _library(x, weight_OI)
@@ -215,7 +218,7 @@ def product(x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None)
 
 
 def product_in(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns the product, without a derivative; it lies in out_NO if the library can write there."""
+    """Multiplies without a derivative; the result lies in out_NO if the library can write there."""
     library = _library(x_NI, weight_OI)
     if library is LINEAR:
         return torch.mm(x_NI, weight_OI.T, out=out_NO)

@@ -62,7 +62,7 @@ class Rules(NamedTuple):
 
 
 def make_rules(logits_BV: Tensor, temperature, top_k, top_p, min_p, num_stored: int) -> Rules:
-    """Returns numbers or tensors [B] -> Rules on the device of the logits."""
+    """Converts numbers or tensors [B] to Rules on the device of the logits."""
     values = temperature, top_k, top_p, min_p = tuple(
         x.item() if isinstance(x, Tensor) and not x.dim() else x for x in (temperature, top_k, top_p, min_p)
     )
@@ -102,7 +102,7 @@ _make_rules_cached = functools.lru_cache(maxsize=1)(_make_rules)  # numbers rare
 
 
 def support_ref(z_BV: Tensor, rules: Rules) -> Tensor:
-    """Returns whether a token is in the support: bool [B, V]. The reference: sorts whole rows."""
+    """Returns whether a token is in the support, bool [B, V], as the reference: sorts whole rows."""
     vocab_size = z_BV.shape[1]
     sorted_BV, ids_BV = z_BV.sort(dim=1, descending=True, stable=True)  # ties by id
     masses_BV = (sorted_BV.double() - sorted_BV[:, :1].double()).exp()

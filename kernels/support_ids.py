@@ -42,7 +42,7 @@ def _collect_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The keys of the supported tokens, in any order."""
+    """Collects the keys of the supported tokens, in any order."""
     row = tl.program_id(0).to(tl.int64)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(floor_ptr + row)
     least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)

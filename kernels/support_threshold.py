@@ -56,7 +56,7 @@ def value(image):
 def load_tile(
     row_ptr, order_ptr, start, num, vocab_size, temperature, highest, floor, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Returns blocks order[start], order[start + 1], ... below num -> ids, logits and images of their tokens [T]."""
+    """Loads blocks order[start], order[start + 1], ... below num: ids, logits and images of their tokens [T]."""
     place_T = tl.arange(0, TILE)
     slot_T = start + place_T // BLOCK
     block_T = tl.load(order_ptr + slot_T, mask=slot_T < num, other=0).to(tl.int32)
@@ -134,7 +134,7 @@ def _sums(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """-> the mass and the number of tokens at or above the image `least`, and the number strictly above it."""
+    """Returns the mass and the number of tokens at or above the image `least`, and the number strictly above it."""
     num = tl.sum((block_images_N >= least).to(tl.int32), axis=0)
     mass = tl.full([], 0.0, tl.float64)
     count = tl.full([], 0, tl.int32)
@@ -204,7 +204,7 @@ def _limited(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """-> (least, last) with at most `limit` tokens: raises `least`, then cuts its ties after the id `last`."""
+    """Returns (least, last) with at most `limit` tokens: raises `least`, then cuts its ties after the id `last`."""
     last = tl.full([], 0, tl.int64) + vocab_size - 1
     _mass, count, above = _sums(
         row_ptr, order_ptr, block_images_N, vocab_size, temperature, highest, floor, least.to(tl.int32), scale,
@@ -247,7 +247,7 @@ def _store_masses(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The supported mass of the first `num` blocks in the order."""
+    """Stores the supported mass of the first `num` blocks in the order."""
     slots = tl.arange(0, TILE // BLOCK)
     for start in range(0, num, TILE // BLOCK):
         ids_T, x_T, image_T = load_tile(
@@ -342,7 +342,10 @@ def _threshold_kernel(
 def threshold_triton(
     logits_BV: Tensor, rules: Rules, block_max_BN: Tensor, total_B: Tensor, num_leaves: int
 ) -> tuple[Support, Tensor]:
-    """-> the support, and the block maxima in descending order. total_B: mass of a row relative to its max, float64."""
+    """Returns the support, and the block maxima in descending order.
+
+    total_B: mass of a row relative to its max, float64.
+    """
     num_rows, vocab_size = logits_BV.shape
     num_blocks = block_max_BN.shape[1]
     assert logits_BV.stride(1) == 1 and block_max_BN.is_contiguous() and num_leaves >= num_blocks

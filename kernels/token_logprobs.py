@@ -42,7 +42,7 @@ Banned = tuple[tuple[int, ...], Tensor]  # token ids, and early_N (bool): the ro
 
 
 def columns_per_chunk(num_rows: int, vocab_size: int) -> int:
-    """Returns columns C of a chunk: as many as fit CHUNK_BYTES, at least V / MOST_CHUNKS."""
+    """Returns the columns C of a chunk: as many as fit CHUNK_BYTES, at least V / MOST_CHUNKS."""
     least = -(-vocab_size // MOST_CHUNKS)
     columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), least)
     return min(-(-columns // TILE) * TILE, vocab_size)
@@ -71,7 +71,7 @@ def token_logprobs_ref(
     entropy: bool = False,
     top: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Returns what token_logprobs computes, for the whole vocabulary."""
+    """Computes what token_logprobs does, for the whole vocabulary."""
     logits_NV = hidden_ND @ weight_VD.T
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     real_N = tokens_N >= 0
@@ -286,15 +286,17 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Returns the tokens' logprobs_N under softmax(hidden weight^T / temperature) and, on request, its entropy_N: at
-    least float32, differentiable once; 0 without gradient where the token is -1. top: also whether no token was more
-    likely, bool [N].
+    least float32, differentiable once; 0 without gradient where the token is -1.
 
-    banned: (token ids, early_N bool): these tokens have probability 0 in those rows. support_NK: the support of each
-        token (ids, padded with -1), to which the distribution is restricted. known: all other tokens have probability 0
-        in all rows; None: all are known. first, group: weight_VD is the slice of the vocabulary that begins with token
-        `first`; the other ranks of the group hold the other slices and the same hidden_ND. All ranks get the same
-        results and must use them identically: the backward pass sends no message, and each rank's gradient of hidden_ND
-        is a partial sum.
+    banned: (token ids, early_N bool): these tokens have probability 0 in those rows.
+    support_NK: the support of each token (ids, padded with -1), to which the distribution is restricted.
+    known: all other tokens have probability 0 in all rows; None: all are known.
+    top: also returns whether no token was more likely, bool [N].
+    first, group: weight_VD is the slice of the vocabulary that begins with token `first`; the other ranks of the group
+        hold the other slices and the same hidden_ND.
+
+    All ranks get the same results and must use them identically: the backward pass sends no message, and each rank's
+    gradient of hidden_ND is a partial sum.
     """
     on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
     how = _Settings(temperature, banned, known, entropy, first, group, triton=on_gpu)
@@ -315,7 +317,7 @@ def token_logprobs_triton(
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """token_logprobs by the Triton kernels, wherever the tensors are."""
+    """Computes token_logprobs by the Triton kernels, wherever the tensors are."""
     how = _Settings(temperature, banned, known, entropy, first, group, triton=True)
     return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 

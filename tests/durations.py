@@ -30,7 +30,7 @@ class Durations:
 
 
 def pytest_configure(config):
-    """Only the process that collects the reports writes: with pytest-xdist its workers don't."""
+    """Registers the report in the process that collects: with pytest-xdist the workers don't write."""
     if FILE in os.environ and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(Path(os.environ[FILE])), "durations of tests")
 

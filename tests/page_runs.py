@@ -53,7 +53,7 @@ def weights(run: Path) -> list[float]:
 
 
 def assert_same(run: Path, other: Path, where: str) -> None:
-    """The same tokens, and numbers within 1e-5, but for what depends on the placement."""
+    """Asserts the same tokens, and numbers within 1e-5, except for what depends on the placement."""
     for mine, theirs in zip(metrics(run), metrics(other), strict=True):
         assert mine.get("tokens_sha256") == theirs.get("tokens_sha256"), where
         for key in theirs.keys() - {*TIMED, *PLACED, "tokens_sha256"}:

@@ -30,7 +30,10 @@ def make_workload(
     replay: bool = False,
     **options,
 ) -> Workload:
-    """PPO with four models of one shape but different heads; `options` are PPO's."""
+    """Makes a workload of PPO with four models of one shape but different heads.
+
+    options: PPO's.
+    """
     ppo = load_algorithm("ppo")
     scalar = shape and replace(shape, scalar_head=True)
     return Workload(
@@ -166,7 +169,7 @@ def random_split_program(choose: Choose, plan: Callable = random_split_plan) -> 
 
 
 def streaming_with_stages(workload: Workload, cluster: Cluster) -> Placement:
-    """Returns training on rank 0, generation, rewards and values on rank 1, the reference in two stages on ranks 2 and
+    """Places training on rank 0, generation, rewards and values on rank 1, the reference in two stages on ranks 2 and
     3. With one communicator for all messages it hangs where communicators work in order."""
     layouts = {name: Layout.data_parallel((0,)) for name in ("actor_train", "critic_train")}
     layouts |= {name: Layout.data_parallel((1,)) for name in ("actor_generate", "reward_infer", "critic_infer")}
@@ -191,12 +194,12 @@ def place_calls(workload: Workload, layout: str, **ranks) -> Program:
 
 
 def halves() -> Program:
-    """Returns actor and critic on four ranks, reference on the first two, reward on the others: groups and transfers."""
+    """Places actor and critic on four ranks, reference on the first two, reward on the others: groups and transfers."""
     return place_models(make_workload(), 4, reference=(0, 1), reward=(2, 3))
 
 
 def separation() -> Program:
-    """Returns generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
+    """Places generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
     inference = ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
     return place_calls(make_workload(), "1x4", actor_generate=(0, 1), **dict.fromkeys(inference, (2, 3)))
 
@@ -210,7 +213,7 @@ def warnings(program: Program) -> list[str]:
 
 
 def assert_refused(program: Program, rank: int, *words: str, position: int | None = None) -> None:
-    """There is an error for that rank (at that instruction) whose text holds all the words."""
+    """Asserts that there is an error for that rank (at that instruction) whose text holds all the words."""
     found = errors(program)
     assert found, "check lets it pass"
     fitting = [f for f in found if f.rank == rank and (position is None or f.position == position)]
@@ -218,7 +221,7 @@ def assert_refused(program: Program, rank: int, *words: str, position: int | Non
 
 
 def where(program: Program, rank: int, text: str) -> int:
-    """Returns position of the first instruction of a rank with this text."""
+    """Returns the position of the first instruction of a rank with this text."""
     return next(i for i, step in enumerate(program.instructions[rank]) if str(step).startswith(text))
 
 

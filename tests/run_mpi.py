@@ -84,7 +84,7 @@ def with_bytecode() -> dict[str, str]:
 
 
 def environment_alone(**more: str) -> dict[str, str]:
-    """Returns the same for a process that no launcher has started."""
+    """Returns the environment of `mpi_environment` for a process that no launcher has started."""
     return {name: text for name, text in mpi_environment().items() if not name.startswith(LAUNCHER_MARKS)} | more
 
 
@@ -178,7 +178,7 @@ def references() -> Path | None:
 
 
 def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
-    """What each process of a launch does: pytest, all ranks but 0 writing to files, and a record of the outcome."""
+    """Runs pytest in each process of a launch, all ranks but 0 writing to files, and records the outcome."""
     gc.set_threshold(50_000, 20, 50)  # collections during imports find nothing
     import pytest
     from mpi4py import MPI
@@ -204,7 +204,7 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
 
 
 def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: str | None = None) -> tuple[int, int]:
-    """Returns one launch; returns how many tests passed and failed (at least one if anything was wrong)."""
+    """Launches once; returns how many tests passed and failed (at least one if anything was wrong)."""
     print(f"--- {num_ranks} ranks" + (f", backend {backend}" if backend else ""), flush=True)
     os.environ.pop(BACKEND, None)
     if backend:

@@ -80,7 +80,7 @@ class StepMeter(Meter):
 
 
 def load(overrides: list[str], *more: str) -> Config:
-    """Returns the config of tests/folders.write_all with more overrides."""
+    """Loads the config of tests/folders.write_all with more overrides."""
     return presets.load("tiny", [*overrides, *more])
 
 
@@ -113,7 +113,7 @@ class RunOf:
         self.job.state = state
 
     def iteration(self) -> dict:
-        """Returns one iteration; returns its metrics."""
+        """Runs one iteration and returns its metrics."""
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data)
@@ -137,7 +137,7 @@ class RunOf:
         return {(prompt, sample): tokens for rows in everyone for prompt, sample, tokens in rows}
 
     def iterations(self) -> list[dict]:
-        """Returns all iterations of the config; returns their metrics."""
+        """Runs all iterations of the config and returns their metrics."""
         return [self.iteration() for _ in range(self.config.iterations)]
 
     def weights(self, model: str) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ def grpo_advantages(groups: list[list[Sample]], rules: Rules) -> None:
 
 
 def first_groups(mini_batches: list[list[list[Sample]]], num_wanted: int) -> None:
-    """Of each mini-batch only the first so many groups with a sample in use stay in use."""
+    """Keeps, of each mini-batch, only the first so many groups with a sample in use."""
     for groups in mini_batches:
         num_found = 0
         for group in groups:
@@ -175,7 +175,7 @@ def divergence(d: Tensor, estimator: str) -> Tensor:
 
 
 def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
-    """Of a whole mini-batch."""
+    """Computes the loss of a whole mini-batch."""
     per_sequence = []
     for one in (one for group in groups for one in group if one.used):
         logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]

@@ -109,7 +109,7 @@ class AdamW:
 
 
 def response_logprobs(logits: Callable, model: nn.Module, prompt: list[int], response: list[int], o: Options) -> list:
-    """log pi of every response token, as 0-dim tensors with gradients."""
+    """Returns log pi of every response token, as 0-dim tensors with gradients."""
     rows = logits(model, prompt + response)
     result = []
     for t, token in enumerate(response):
@@ -134,7 +134,7 @@ def sampling_support(row: list[float], t: int, o: Options, *, top_k: int, top_p:
 
 
 def response_values(value: Callable, model: nn.Module, prompt: list[int], response: list[int]) -> list:
-    """V before every response token, and after the last: G + 1 0-dim tensors with gradients."""
+    """Returns V before every response token, and after the last: G + 1 0-dim tensors with gradients."""
     entries = value(model, prompt + response)
     return [entries[len(prompt) + t - 1] for t in range(len(response) + 1)]
 
@@ -159,7 +159,7 @@ def rewards(rollout: Rollout, o: Options) -> list[float]:
 
 
 def advantages(rollout: Rollout, o: Options) -> list[float]:
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}: the double sum of the paper."""
+    """Returns A_t = sum over l of (gamma lam)^l delta_{t+l}: the double sum of the paper."""
     num = len(rollout.response)
     goes_on = o.truncation == "bootstrap" and not rollout.ended(o.eos_ids)
     reward = rewards(rollout, o)
@@ -253,7 +253,7 @@ def train(
     actor_optimizer: AdamW | None = None,
     critic_optimizer: AdamW | None = None,
 ) -> list[Step]:
-    """Returns all epochs and mini-batches of one iteration; the weights of actor and critic change in place.
+    """Trains all epochs and mini-batches of one iteration; the weights of actor and critic change in place.
 
     Hand in the optimizers to go on from an earlier iteration.
     """
@@ -283,7 +283,7 @@ def train(
 
 
 def backward(terms: list[Tensor], num_tokens: int) -> float:
-    """Add the gradient of one sequence's share of the loss; returns that share."""
+    """Adds the gradient of one sequence's share of the loss; returns that share."""
     if not terms:
         return 0.0
     share = torch.stack(terms).sum() / num_tokens

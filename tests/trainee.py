@@ -113,7 +113,7 @@ def shares(batch: Batch, *, size: int, rank: int, num_micro: int) -> list[Batch]
 
 
 def share_of_loss(model: Tiny, batch: Batch) -> Tensor:
-    """Next-token cross entropy of these rows, divided by the global number of targets."""
+    """Returns the next-token cross entropy of these rows, divided by the global number of targets."""
     logits_BTV = model.logits(model(batch.tokens_BT[:, :-1]))
     wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     loss = F.cross_entropy(wide.flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="sum")
@@ -131,8 +131,11 @@ class Run:
 def single_process(
     steps: int, *, clip: float | None, dtype=torch.float32, seed=1, lr=LR, decay=0.0, bare=(), rounded=False
 ) -> Run:
-    """Returns the same training without any of our code. bare: parts of the names of weights without weight decay.
-    rounded: start from weights rounded to bfloat16."""
+    """Does the same training without any of our code.
+
+    bare: parts of the names of weights without weight decay.
+    rounded: start from weights rounded to bfloat16.
+    """
     model = tiny(seed)
     if rounded:
         model.bfloat16()

@@ -86,7 +86,12 @@ class DecodeStep:
     """The new tokens [B] of a Round, one per row: each is stored and attends to all tokens of its row."""
 
     def __init__(self, cache: Cache, positions_B: Tensor, slots_B: Tensor, decode: Decode):
-        """positions_B: number of tokens before the new one. slots_B: its slot. decode: shared by all layers."""
+        """Prepares a decode step for all layers.
+
+        positions_B: number of tokens before the new one.
+        slots_B: its slot.
+        decode: shared by all layers.
+        """
         self.positions, self.slots_B, self._cache, self._decode = positions_B, slots_B, cache, decode
         self._heads: Tensor | None = None
 

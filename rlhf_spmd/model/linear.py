@@ -196,8 +196,12 @@ class Copies:
         num_logits: int = 0,
         adds_adapters: bool = False,
     ):
-        """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none. adds_adapters: multiply
-        with W + s B A."""
+        """Makes the copies of a model's weights with which a rank generates.
+
+        num_rows: of a step.
+        num_logits: rows of the output layer that are read; 0: none.
+        adds_adapters: multiply with W + s B A.
+        """
         self.joined: Joined | None = None
         self.forwards: dict[nn.Module, Callable | None] = {}  # replacements for those of modules in the layers
         self.head_VD: Packed | None = None

@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
 def compile_all(
     names: Sequence[str], workload: Workload, cluster: Cluster, options: Mapping[str, Any]
 ) -> dict[str, Program]:
-    """Returns the program of each strategy; each gets those options that it has. Raises UserError for an option that
+    """Compiles the program of each strategy; each gets those options that it has. Raises UserError for an option that
     none has, and for an error of `check` other than too little memory."""
     strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
     for option in options:
@@ -77,7 +77,10 @@ def compile_all(
 def picture_of(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
 ) -> Picture:
-    """Maps, if wanted, above the timelines of the forecasts, if there are any. by: the source of the forecasts."""
+    """Draws maps, if wanted, above the timelines of the forecasts, if there are any.
+
+    by: the source of the forecasts.
+    """
     workflow = next(iter(programs.values())).workload.workflow
     picture = Picture()
     what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []

@@ -48,7 +48,7 @@ MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Returns plans, prints tables and a line of JSON, writes the winner -> the exit status. Raises UserError."""
+    """Plans, prints tables and a line of JSON, and writes the winner. Returns the exit status. Raises UserError."""
     config, workload, cluster, calibration = read(parsed)
     out = _out(parsed, config, cluster)
     began = time.perf_counter()
@@ -134,8 +134,8 @@ def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
 
 
 def measure(world: Any, parsed: argparse.Namespace) -> None:
-    """The verb on the ranks of a world: runs the best plans for a few iterations; the fastest wins. Rank 0 plans and
-    prints. Raises UserError as run() does."""
+    """Runs the best plans for a few iterations on the ranks of a world; the fastest wins. Rank 0 plans and prints.
+    Raises UserError as run() does."""
     from rlhf_spmd.runtime.world.devices import check_program, describe_device
 
     told: list[list[Any]] = []
@@ -188,7 +188,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 
 
 def iteration_s(config: Config, program: Program, world: Any) -> float:
-    """Returns median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
+    """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
     program's groups. Frees the models before it returns."""
     run = iteration_runner(config, program, world)
     seconds = [run(number) for number in range(1 + COUNTED)][1:]

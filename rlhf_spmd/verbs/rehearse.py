@@ -210,7 +210,10 @@ def summary(
     forecast_s: float,
     factor: float,
 ) -> dict[str, Any]:
-    """Prints what a rehearsal found, and returns it. seconds, busy_s: of the iterations, there and here."""
+    """Prints what a rehearsal found, and returns it.
+
+    seconds, busy_s: of the iterations, there and here.
+    """
     median_s, cores = statistics.median(seconds), len(os.sched_getaffinity(0))
     share = sum(busy_s) * factor / sum(seconds) / cores
     links: Counter[tuple[int, int]] = Counter()  # nodes of sender and receiver -> bytes

@@ -93,8 +93,8 @@ def read(folder: Path) -> Iterator[Row]:
 
 
 def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
-    """`scores>=0.5`, `answer=12` or `response~regular expression` as a function of a row; a row without a value does
-    not match. Raises UserError."""
+    """Reads `scores>=0.5`, `answer=12` or `response~regular expression` as a function of a row; a row without a value
+    does not match. Raises UserError."""
     parts = CONDITION.fullmatch(text)
     if parts is None:
         raise UserError(f"--where {text!r}: write NAME>=NUMBER (or > < <= = !=), or NAME~REGULAR_EXPRESSION")
@@ -122,7 +122,7 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
 
 
 def _number(text: str) -> int | float | None:
-    """Returns the number that a text is, whole numbers exactly; None if it is none."""
+    """Reads a text as a number, whole numbers exactly; None if it is not one."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -153,7 +153,10 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 
 def text_of(row: Row, first: int = 1) -> str:
     """Returns a row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only
-    with --json. An episode is shown by turns, in 80 columns. first: what the iteration with number 0 is called."""
+    with --json. An episode is shown by turns, in 80 columns.
+
+    first: what the iteration with number 0 is called.
+    """
     if isinstance(row.get("iteration"), int):
         row = row | {"iteration": row["iteration"] + first}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}

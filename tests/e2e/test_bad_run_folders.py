@@ -67,7 +67,7 @@ def link(run: Path) -> None:
 
 
 def other_shapes(run: Path) -> None:
-    """One number of one tensor is missing."""
+    """Removes one number of one tensor."""
     path = run / RANK_FILE
     tensors = load_file(path)
     name = min(tensors)

@@ -22,7 +22,7 @@ STATUS = 2
 
 
 def start(ranks: int | Warm, options: list[str]) -> tuple[int | None, str, str]:
-    """On so many ranks, without a launcher (0), or as a fork of one process, which is quicker."""
+    """Starts `generate` on so many ranks, without a launcher (0), or as a fork of one process, which is quicker."""
     if isinstance(ranks, Warm):
         return ranks.run(["generate", *options])
     launcher = mpi_command(ranks) if ranks else []

@@ -45,7 +45,7 @@ def done(*arguments) -> str:
 
 
 def kill_and_resume(overrides, folder: Path, num_ranks: int, *strategy: str, seed: int) -> None:
-    """A random rank is killed at a random moment after the second iteration; then the run is resumed."""
+    """Kills a random rank at a random moment after the second iteration; then resumes the run."""
     dice = random.Random(seed)
     done(num_ranks, *overrides, *strategy, "--runs", folder, "--name", "undisturbed")
     started = Started(num_ranks, folder / f"killed-{seed}", *overrides, *strategy)
@@ -126,7 +126,7 @@ def finished(overrides, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def refused(warm):
-    """refused(*options) -> the message."""
+    """Returns refused(*options), which returns the message."""
 
     def message(*options) -> str:
         status, _, stderr = warm.run(["train", *options])

@@ -161,7 +161,7 @@ def processes() -> list[int]:
 
 
 def command_of(process: int) -> bytes:
-    """Returns empty for a process that has ended."""
+    """Returns the command of a process; empty for one that has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:

@@ -45,7 +45,7 @@ JOINED = "lora.generate=joined"
 
 
 def made_alone(world, folder, *words):  # noqa: F811
-    """Returns the run on one rank, which every rank makes."""
+    """Runs on one rank, as every rank does alike."""
     settings = configs.overridden(Runs(world, folder, None).settings, [*LORA, *words])
     run = RunOf(settings, OneRank(), compiled(settings))
     return run.iterations(), weights_of(run), base_sums(run.job)

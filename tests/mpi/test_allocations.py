@@ -152,7 +152,7 @@ IN_BOTH = ("dp zero 3", "pp2 tp2 zero 1", "separation tp2")  # the other grids i
 
 
 def static_cases() -> list:
-    """Returns a grid that not every number of ranks makes runs at 4; the others rotate."""
+    """Returns the cases: a grid that not every number of ranks makes runs at 4; the others rotate."""
     cases = []
     for grid, dtype in product(GRIDS, ("float32", "bfloat16")):
         marks = [pytest.mark.slow_at(2, 8) if grid in NEEDS else pytest.mark.rotates]

@@ -22,7 +22,7 @@ QUICK, LONG = timedelta(seconds=1.5), timedelta(seconds=30)
 
 @pytest.fixture
 def ordered(monkeypatch):
-    """What tests/backends.py does for a whole launch."""
+    """Does what tests/backends.py does for a whole launch."""
     if "ORDERED" not in dist.Backend._plugins:
         dist.Backend.register_backend("ordered", OrderedGroup, devices=["cpu"])
     monkeypatch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)

@@ -73,7 +73,7 @@ def expected(settings) -> str:
 
 
 def run(program: Program, settings, world, make_group) -> str:
-    """-> the tokens' hash after an iteration."""
+    """Returns the hash of the tokens after an iteration."""
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     return RunOf(settings, with_groups(world, program, make_group), program).iteration()["tokens_sha256"]
 

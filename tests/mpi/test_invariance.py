@@ -101,7 +101,7 @@ def reference_on_one(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def trained_on_halves(workload: Workload, cluster: Cluster) -> Placement:
-    """Returns the actor trains on the first half, the critic on the second; all else everywhere."""
+    """Places the actor's training on the first half, the critic's on the second; all else everywhere."""
     half = cluster.num_devices // 2
     return by_call(
         workload,
@@ -126,7 +126,8 @@ def scattered(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def with_a_hole(workload: Workload, cluster: Cluster) -> Placement:
-    """Returns a rank holds columns in the middle when it needs those on both sides: two messages of one pair at once."""
+    """Places calls so that a rank holds columns in the middle when it needs those on both sides: two messages of one
+    pair at once."""
     ranks = cluster.ranks
     return by_call(
         workload,
@@ -211,7 +212,7 @@ def overrides_of(folder: Path, config: str, seed: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(folder, made_once) -> dict[tuple[str, int], tuple[list[dict], dict[str, Tensor]]]:
-    """(config, seed) -> metrics and weights of the run on one rank."""
+    """Returns, by (config, seed), metrics and weights of the run on one rank."""
     wanted = {f"{config} {seed}": (config, seed) for _, config, seed in CASES}
 
     def make(name: str, path: Path) -> None:
@@ -223,7 +224,7 @@ def alone(folder, made_once) -> dict[tuple[str, int], tuple[list[dict], dict[str
 
 
 def save_run(path: Path, metrics: list[dict], weights: dict[str, Tensor]) -> None:
-    """Metrics and weights as one file."""
+    """Saves metrics and weights as one file."""
     save_file(weights, path, metadata={"metrics": json.dumps(metrics)})
 
 
@@ -325,7 +326,7 @@ def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkey
 
 
 def compare_shadows(run: RunOf, expected_weights: dict[str, Tensor]) -> None:
-    """A copy of a model that trains elsewhere holds its newest weights."""
+    """Checks that a copy of a model that trains elsewhere holds its newest weights."""
     for (model, _), held in run.job.models.copies.items():
         for name, weight in held.state_dict().items() if model in ("actor", "critic") else ():
             expected = expected_weights[f"{model}.{name}"]

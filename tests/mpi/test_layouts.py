@@ -165,7 +165,7 @@ def smallest(placement: str) -> int:
 
 
 def has_float64(placement: str) -> bool:
-    """DeepSpeed's stages have not."""
+    """Returns whether a placement supports float64: DeepSpeed's stages do not."""
     layouts = PLACEMENTS[placement][1](make_workload(load([])), Cluster.parse(f"1x{smallest(placement)}")).layouts
     return all(layout.zero < 2 for layout in layouts.values())
 
@@ -187,7 +187,7 @@ def cases(*, gradients: bool) -> list:
 
 
 def write_models(folder: Path) -> None:
-    """Actor (with tied embeddings), reward model and prompts."""
+    """Writes actor (with tied embeddings), reward model and prompts."""
     sizes = {"num_layers": 5, "num_heads": 8, "num_kv_heads": 4}
     write_model(folder / "actor", seed=1, eos_token_ids=EOS_IDS, tie_embeddings=True, **sizes)
     write_model(folder / "reward", head="scalar", seed=2, **sizes)
@@ -225,7 +225,7 @@ def settings_of(folder: Path, config: str):
 
 @pytest.fixture(scope="module")
 def alone(folder, made_once):
-    """config -> metrics and weights of the run on one rank."""
+    """Returns, by config, metrics and weights of the run on one rank."""
 
     def make(config: str, path: Path) -> None:
         run = RunOf(settings_of(folder, config))
@@ -304,7 +304,7 @@ def test_the_world_still_works(world):
 
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
-    """Returns one epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
+    """Runs one epoch in float64. Returns by model and parameter this rank's part of the first summed gradient."""
     settings = with_value(settings, "ppo.epochs", 1)
     monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(parity_gate.PARITY_TOLERANCE, "float64", 1e-4)
@@ -324,7 +324,7 @@ def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tupl
 
 @pytest.fixture(scope="module")
 def gradients_alone(folder, made_once):
-    """config -> model.parameter -> the first gradient on one rank."""
+    """Returns, by config and model.parameter, the first gradient on one rank."""
 
     def make(name: str, path: Path) -> None:
         settings = settings_of(folder, name.removesuffix(" gradients"))

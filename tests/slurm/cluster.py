@@ -209,7 +209,7 @@ class Cluster:
         self.daemons[node].wait()
 
     def kill_all(self, name: str) -> None:
-        """SIGKILL for every process in a namespace."""
+        """Sends SIGKILL to every process in a namespace."""
         while pids := self.pids(name):
             for pid in pids:
                 try:
@@ -233,7 +233,7 @@ class Cluster:
         return re.findall(r"got client request: (cmd=put .*)", log)
 
     def listeners(self, node: str) -> list[str]:
-        """`address process` of everything that listens on a node: addresses without ports, `*` for all."""
+        """Lists `address process` of everything that listens on a node: addresses without ports, `*` for all."""
         text = _run([*_inside(node), "ss", "--no-header", "-lntp"])
         found = []
         for line in text.splitlines():
@@ -242,7 +242,7 @@ class Cluster:
         return found
 
     def command(self, *words: str, check: bool = True, folder: Path | None = None, **environment: str) -> str:
-        """Returns what a Slurm command prints."""
+        """Runs a Slurm command and returns what it prints."""
         everything = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **environment}
         return _run([*_inside("controller"), *words], check, everything, folder)
 
@@ -252,7 +252,7 @@ class Cluster:
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def wait_for(self, number: int, *states: str, limit_s: float) -> dict[str, str]:
-        """Returns the job's fields once it is in one of these states."""
+        """Waits until the job is in one of these states, and returns its fields."""
         wait_until(lambda: self.job(number)["JobState"] in states, limit_s, f"job {number} is {' or '.join(states)}")
         return self.job(number)
 

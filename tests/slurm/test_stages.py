@@ -59,7 +59,7 @@ def undisturbed(site, chain):
 
 
 def preempt(site) -> None:
-    """A job of more urgency takes all nodes and ends at once."""
+    """Submits a job of more urgency that takes all nodes and ends at once."""
     about = ("--partition=urgent", "--output=/dev/null", *NODES)
     job = site.cluster.command("sbatch", "--parsable", *about, "--wrap=true", folder=site.folder).strip()
     site.cluster.wait_for(job, "COMPLETED", limit_s=LIMIT_S)

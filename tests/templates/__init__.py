@@ -19,7 +19,7 @@ STARTED = "2026-02-03T23:59:58+02:00"
 
 
 def write_bytes_tokenizer(folder: Path, *texts: str) -> Path:
-    """Returns a tokenizer whose tokens are bytes and, with texts, what is frequent in them."""
+    """Writes a tokenizer whose tokens are bytes and, with texts, what is frequent in them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -255,7 +255,7 @@ class Opening:
 
 
 def opening(rng: random.Random) -> Opening:
-    """Draw an opening."""
+    """Draws an opening."""
     who, key = _person(rng)
     kind = rng.choice(KINDS)
     item, place = rng.choice(kind.items), rng.choice(kind.places)
@@ -315,14 +315,14 @@ class _Writer:
 
 
 def continuation(rng: random.Random, start: Opening) -> str:
-    """Draw a continuation; it begins with a space, so that opening + continuation is the text."""
+    """Draws a continuation; it begins with a space, so that opening + continuation is the text."""
     writer = _Writer(rng, start)
     sentences = [getattr(writer, part)() for part in _pick(rng, SHAPES)]
     return "".join(f" {sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 
 def scene(rng: random.Random) -> tuple[str, str]:
-    """Draw (opening, continuation)."""
+    """Draws (opening, continuation)."""
     start = opening(rng)
     return start.text, continuation(rng, start)
 
@@ -357,7 +357,7 @@ def score(text: str) -> float:
 
 
 def valence(prompts: list[str], responses: list[str]) -> list[float]:
-    """`score` of each response, as a reward function: eval.reward_function=tools/embedded/grammar.py:valence."""
+    """Scores each response with `score`, as a reward function: eval.reward_function=tools/embedded/grammar.py:valence."""
     return [score(response) for response in responses]
 
 

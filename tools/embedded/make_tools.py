@@ -134,7 +134,8 @@ def _says(text: str) -> dict:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token for a mark, a name or a piece of JSON, else for a character: tokenizer.json, tokenizer_config.json."""
+    """Writes tokenizer.json and tokenizer_config.json, with one token for a mark, a name or a piece of JSON, else for a
+    character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate((*MARKS, *WORDS, *CHARACTERS))}
@@ -158,7 +159,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def new_actor(folder: Path, recipe: Recipe) -> Transformer:
-    """Returns a model with random weights, with its tokenizer, in a folder."""
+    """Makes a model with random weights, with its tokenizer, in a folder."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=len(MARKS) + len(WORDS) + len(CHARACTERS),
@@ -188,7 +189,9 @@ def train(model: Path, data: Path, run_folder: Path, recipe: Recipe, ranks: int)
 @torch.no_grad()
 def episodes(actor: Path, rows: Sequence[dict], *, samples: int, temperature: float, tools: bool = True) -> list[float]:
     """Returns whether each episode of an actor is right: turn by turn, with the whole conversation read anew in each.
-    tools: whether calls are answered; without answers an episode ends."""
+
+    tools: whether calls are answered; without answers an episode ends.
+    """
     tokenizer, model = load_tokenizer(str(actor)), load_model(str(actor), head="lm", dtype=torch.float32)
     every = [one for one in rows for _ in range(samples)]
     texts = [f"<|user|>{one['prompt'][0]['content']}{END}<|assistant|>" for one in every]

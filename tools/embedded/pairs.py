@@ -62,8 +62,10 @@ def mixed_pairs(
     rng: random.Random, starts: Sequence[grammar.Opening], samples: Sequence[Sequence[tuple[str, bool]]], num: int
 ) -> Iterator[dict]:
     """Yields pairs for a reward model that also judges whether a text is whole and stays on its subject: a continuation
-    is a model's own (35%), the grammar's (35%), damaged (18%) or of another opening (12%). samples: two of each
-    opening."""
+    is a model's own (35%), the grammar's (35%), damaged (18%) or of another opening (12%).
+
+    samples: two of each opening.
+    """
 
     def candidate(at: int, which: int) -> Candidate:
         way = rng.random()
@@ -85,7 +87,7 @@ def _drawn(rng: random.Random, starts: Sequence[grammar.Opening], candidate: Cal
 
 
 def _distinct(num: int, draw: Callable[[], dict | None]) -> Iterator[dict]:
-    """So many rows that are not None."""
+    """Draws so many rows that are not None."""
     while num:
         if row := draw():
             num -= 1

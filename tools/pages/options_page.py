@@ -154,8 +154,11 @@ def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
 
 
 def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> list[str]:
-    """Returns a table of the plain options, then one for each group. verb: added to their titles. besides: what is left
-    out."""
+    """Returns a table of the plain options, then one for each group.
+
+    verb: added to their titles.
+    besides: what is left out.
+    """
     rows: dict[str, dict[str, list[str]]] = {"": {}}
     for key, one in options_of(tree).items():
         group = key.partition(".")[0]

@@ -82,7 +82,7 @@ class Notes:
         self.found: dict[str, list[tuple[str, str, str]]] = {}
 
     def note(self, frame: FrameType, event: str, argument: object) -> None:
-        """For sys.setprofile."""
+        """Notes a call, for sys.setprofile."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(OWN):
             return
@@ -118,7 +118,7 @@ def _about(file: str) -> str:
 
 
 def to_read_more(ways: dict[str, list[list[str]]]) -> set[str]:
-    """Returns files on the way to the model that a reader is not told to read."""
+    """Returns the files on the way to the model that a reader is not told to read."""
     on_the_way = {file for heading in TO_THE_MODEL for _, file, _ in ways[heading] if file.startswith(ROOMS)}
     return on_the_way - set(TO_READ)
 

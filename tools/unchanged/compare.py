@@ -26,7 +26,8 @@ def renamed(text: str, renames: Mapping[str, str]) -> str:
 
 
 def in_new_names(golden: Golden, renames: Mapping[str, str]) -> Golden:
-    """Returns the same of a golden; of a run only its names, not the values. Raises ValueError where two become one."""
+    """Returns a golden in the names of the new side; of a run only its names, not the values. Raises ValueError where
+    two become one."""
     if not isinstance(golden, Mapping):
         return [REPHRASED.get(line, renamed(line, renames)) for line in golden]
     found = {renamed(name, renames): text for name, text in golden.items()}
@@ -63,8 +64,8 @@ def _short(text: str | None, start: int) -> str:
 def compare(
     old: Mapping[str, Golden], new: Mapping[str, Golden], renames: Mapping[str, str] = RENAMES
 ) -> dict[str, str | None]:
-    """Returns every case of either side -> its first difference, None if there is none. A case that the new side lacks
-    is a difference, and so is one that only the new side has: nobody knows what it was."""
+    """Compares every case of either side; returns its first difference, None if there is none. A case that the new side
+    lacks is a difference, and so is one that only the new side has: nobody knows what it was."""
     old = {renamed(name, renames): in_new_names(golden, renames) for name, golden in old.items()}
     found: dict[str, str | None] = {}
     for name in (*old, *(name for name in new if name not in old)):

@@ -72,7 +72,7 @@ def goldens(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def train(num_ranks: int, options: list[str]) -> None:
-    """Runs the program with one thread per rank. Raises if it fails."""
+    """Returns the files of a run folder that are compared, as names and texts."""
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     command = [mpirun, "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

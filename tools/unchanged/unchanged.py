@@ -111,7 +111,7 @@ def write(folder: Path, parts: tuple[str, ...]) -> int:
 
 
 def assert_from(tree: Path) -> None:
-    """The modules are those of a tree, not those of the checkout that is installed."""
+    """Asserts that the modules are those of a tree, not those of the checkout that is installed."""
     import bench
     import rlhf_spmd
     import rlhf_spmd.kernels
@@ -132,7 +132,8 @@ def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
 
 
 def run_in(tree: Path, arguments: list[str]) -> str:
-    """`python -m tools ARGUMENTS` of a tree, by this interpreter -> its standard output. Raises if it fails."""
+    """Runs `python -m tools ARGUMENTS` of a tree, by this interpreter, and returns its standard output. Raises if it
+    fails."""
     # a tree's own folder comes before the finder of an editable install, also in the ranks that it starts
     environment = os.environ | {"PYTHONPATH": str(tree), "UNCHANGED_TREE": str(tree)}
     package = "tools" if (tree / "tools" / "__main__.py").exists() else "bench"  # where earlier commits have it
@@ -166,7 +167,7 @@ def sha_of(commit: str) -> str:
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """The files of a commit in a folder of their own, for as long as they are needed."""
+    """Checks a commit out into a folder of its own, for as long as it is needed."""
     with tempfile.TemporaryDirectory(prefix="unchanged_tree_") as folder:
         tree = Path(folder) / "tree"
         git("worktree", "add", "--quiet", "--detach", str(tree), commit)

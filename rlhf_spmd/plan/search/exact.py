@@ -125,7 +125,11 @@ class _Branches:
         streaming: bool = False,
         only: Sequence[int] | None = None,
     ):
-        """bounds_s: the least seconds of each phase. only: the calls to choose for; None: all."""
+        """Prepares the search.
+
+        bounds_s: the least seconds of each phase.
+        only: the calls to choose for; None: all.
+        """
         self.model, self.best, self.budget, self.streaming = space.model, best, budget, streaming
         model = space.model
         self.chosen: list[Candidate | None] = [None] * len(model.calls)

@@ -39,7 +39,7 @@ class Left:
 
     @classmethod
     def by(cls, model: CallModel, chosen: Assignment, last: Sequence[int]) -> "Left":
-        """Proves a bound for the calls without a choice.
+        """Returns what the chosen calls leave to the calls without a choice.
 
         last: these calls.
         """
@@ -127,8 +127,9 @@ class LastPhase:
                 yield float(seconds_R[row]), tuple(picked)
 
     def _options(self, chosen: Assignment, place: int) -> _Options:
-        """Returns the candidates of a call. Neither those that share weights add any (on ranks that lack them they do,
-        which the caller checks with CallModel.excess_bytes) nor bases that an earlier call of the phase may have."""
+        """Returns the candidates of a call. One that shares weights adds none of its own (it does on ranks that lack
+        them, which the caller checks with CallModel.excess_bytes), nor does a base that an earlier call of the phase
+        may have."""
         model, index = self.model, self.calls[place]
         base = model.bases[index]
         bases = {one.copy for other, one in enumerate(chosen) if one and one.base_bytes and model.bases[other] == base}

@@ -59,8 +59,10 @@ def read_into(shares: Iterable[Share], read: ReadState) -> None:
 
 
 def decays(name: str, weight: Tensor, on: Decaying) -> bool:
-    """Returns whether weight decay applies to a parameter. decay "all": any one; "matrices": not to vectors, that is,
-    norms and biases; "linear": to matrices, but not the token embeddings (nor the output layer that is tied to them).
+    """Returns whether weight decay applies to a parameter.
+
+    on: "all": to any one; "matrices": not to vectors, that is, norms and biases; "linear": to matrices, but not to the
+        token embeddings (nor to the output layer that is tied to them).
     """
     return on == "all" or (weight.dim() > 1 and (on == "matrices" or "embed" not in name))
 

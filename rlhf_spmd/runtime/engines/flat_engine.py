@@ -53,7 +53,11 @@ class FlatEngine:
         options: EngineOptions,
         bare: Set[str],
     ):
-        """model: in options.dtype, alike on all ranks of groups.data. bare: names of weights without weight decay."""
+        """Sets up training on flat buffers.
+
+        model: in options.dtype, alike on all ranks of groups.data.
+        bare: names of weights without weight decay.
+        """
         self.model, self._groups = model, groups
         self._max_grad_norm, dtype = options.max_grad_norm, options.dtype
         whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight occurs once

@@ -41,8 +41,14 @@ class RunEnvironments:
         form: str = "",
         beat: Callable[[], None] = lambda: None,
     ):
-        """spec, columns: as of load_environments. render, stops, template, form: as of speech_of. key: the column of
-        prompts. beat: see WorkerPool. Raises UserError for an environment, a tool or a template that cannot be used."""
+        """Loads the environments of a run. Raises UserError for an environment, a tool or a template that cannot be
+        used.
+
+        spec, columns: as in load_environments.
+        render, stops, template, form: as in speech_of.
+        key: the column of prompts.
+        beat: see WorkerPool.
+        """
         self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
         self.seed, self.key, self.rank, self.on_failure, self.beat = seed, key, rank, on_failure, beat
         self.journal: Path | None = None  # its folder; None: answers are kept nowhere

@@ -42,7 +42,11 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
     """Processes that hold environments. Raises UserError, also from the start, if one cannot load them."""
 
     def __init__(self, spec: str, columns: Sequence[str], *, num: int, beat: Callable[[], None] = lambda: None):
-        """spec, columns: as of load_environments. beat: see WorkerPool."""
+        """Starts the workers.
+
+        spec, columns: as in load_environments.
+        beat: see WorkerPool.
+        """
         super().__init__(EpisodeWorker, MODULE, {"environment": spec, "columns": list(columns)})
         self.spec, self.beat = spec, beat
         self._place: dict[int, EpisodeWorker] = {}

@@ -53,8 +53,8 @@ class Rollout:
         return self.engine.results(requests)
 
     def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
-        """Of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of turns on
-        their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""
+        """Returns, of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of
+        turns on their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""
         assert self.turns is not None and self.episodes is not None
         requests, device = self._requests(mini_batches), self.engine.device
         rewards_BG, actions_BG = self.turns.rewards(requests, self.episodes), self.turns.actions(requests)
@@ -96,9 +96,10 @@ def generate_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one response per row. Collective over the ranks of one copy of the model, which pass the same rows.
 
-    prompts_BP, bits_BG, options: as of Rollout. Returns responses_BG int64 (-1 after the end; includes the EOS),
-    logprobs_BG float32 under the distribution sampled from (0 after the end), and, if top_k is on, support_BGK int32,
-    the sampling support of each token (padded with -1).
+    prompts_BP, bits_BG, options: as in Rollout.
+
+    Returns responses_BG int64 (-1 after the end; includes the EOS), logprobs_BG float32 under the distribution sampled
+    from (0 after the end), and, if top_k is on, support_BGK int32, the sampling support of each token (padded with -1).
     """
     options = {"max_sequences": max(len(prompts_BP), 1)} | options
     return Rollout(model, prompts_BP[None], bits_BG[None], **options).of(slice(0, 1))

@@ -36,7 +36,7 @@ class Blocks:
         return len(self._free)
 
     def needed(self, num_tokens: int) -> int:
-        """Returns number of blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.size)
 
     def take(self, count: int) -> list[int]:
@@ -55,13 +55,13 @@ class Blocks:
         return block
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more row uses these blocks."""
+        """Notes that one more row uses these blocks."""
         for block in blocks:
             assert self._uses[block] > 0, block
             self._uses[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """One row fewer uses these blocks."""
+        """Notes that one row fewer uses these blocks."""
         for block in blocks:
             assert self._uses[block] > 0, block
             self._uses[block] -= 1
@@ -130,7 +130,7 @@ class Scheduler:
         self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
 
     def num_cached(self, row: RunningRequest) -> int:
-        """Returns number of a row's tokens in the cache."""
+        """Returns the number of a row's tokens in the cache."""
         return row.base + self._steps - row.joined
 
     def admit(self) -> list[Admission]:
@@ -167,7 +167,7 @@ class Scheduler:
         return admitted
 
     def _clear(self, index: int) -> None:
-        """With one block for each row: frees the block of the next row of the batch if a row outside has it."""
+        """Frees, with one block for each row, the block of the next row of the batch if a row outside has it."""
         for row in self.outside:
             if row.blocks == [index]:
                 row.blocks = [self.blocks.take_last()]
@@ -175,9 +175,8 @@ class Scheduler:
                 self.moves.append([(index, row.blocks[0], row.base)])
 
     def resume(self, request: int, num_new: int) -> RunningRequest | None:
-        """Returns a row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free
-        for
-        them: then it is the first of the queue, and all its tokens will be prefilled again.
+        """Gives a row outside num_new more tokens and makes it the last of the batch. Returns None if no blocks are
+        free for them: then it is the first of the queue, and all its tokens will be prefilled again.
         """
         row = self._leave(request)
         cached, row.base = row.base, row.base + num_new
@@ -249,7 +248,7 @@ class Scheduler:
         return preempted
 
     def _room(self, row: RunningRequest) -> int:
-        """Returns number of further tokens that the row's blocks can hold."""
+        """Returns the number of further tokens that the row's blocks can hold."""
         return len(row.blocks) * self.blocks.size - self.num_cached(row)
 
     def _preempt(self) -> int:

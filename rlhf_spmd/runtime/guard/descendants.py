@@ -16,7 +16,7 @@ PAUSE_S = 0.001
 
 
 def adopt() -> None:
-    """From now on this process is the parent of orphans below it. Its children have to call this for themselves."""
+    """Makes this process the parent of orphans below it. Its children have to call this for themselves."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -49,7 +49,7 @@ def children_of(process: int) -> list[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Returns process id -> that of its parent. Not every kernel has /proc/PID/task/*/children."""
+    """Returns the id of the parent of every process. Not every kernel has /proc/PID/task/*/children."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it has ended

@@ -67,8 +67,9 @@ def is_lost(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, *, alone: bool = False) -> str | None:
-    """Returns a message for foreign errors that a user can fix: memory, limits, disk, network; None for all others.
-    alone: of a verb in one process, which holds no model.
+    """Explains foreign errors that a user can fix: memory, limits, disk, network; None for all others.
+
+    alone: of a subcommand in one process, which holds no model.
     """
     first = str(error).partition("\n")[0][:200]
     kind = type(error).__name__
@@ -118,7 +119,7 @@ def no_right(error: PermissionError) -> str:
 
 
 def advice(error: OSError) -> str:
-    """Returns what makes it possible to write a file."""
+    """Advises how to make it possible to write a file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (`ulimit -n`)"
     if error.errno == errno.EFBIG:
@@ -127,7 +128,11 @@ def advice(error: OSError) -> str:
 
 
 def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:
-    """For a rank that waited too long in a control message; last: the last known positions of the late ranks."""
+    """Returns the error of a rank that waited too long in a control message.
+
+    late: the ranks that it waited for.
+    last: the last known positions of these ranks.
+    """
     me = name_ranks([rank], hosts or [socket.gethostname()] * (rank + 1))
     if not late.ranks:
         text = "all ranks arrived, but their messages did not get through: check the network between the hosts"
@@ -139,7 +144,7 @@ def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[in
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """For messages: `ranks 1, 3 (host a) and 5 (host b)`, or `ranks 1, 3` without hosts."""
+    """Names ranks in messages: `ranks 1, 3 (host a) and 5 (host b)`, or `ranks 1, 3` without hosts."""
     by_host: dict[str, list[str]] = {}
     for rank in sorted(ranks):
         by_host.setdefault(hosts[rank] if hosts else "", []).append(str(rank))
@@ -180,7 +185,7 @@ def _format(view: list | None) -> str:
 
 
 def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Returns one message from those of all ranks that failed in the same block."""
+    """Merges the messages of all ranks that failed in the same block."""
     crashed = [rank for rank, failure in failures.items() if "crash" in failure]
     if crashed:
         return failures[crashed[0]]["crash"].rstrip() + f"\n(on {name_ranks(crashed, hosts)} of {len(hosts)})"
@@ -195,8 +200,11 @@ def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[st
 
 
 def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
-    """Returns the message about one rank's failure. reporter: this rank, if the message must name it; where: its
-    position."""
+    """Returns the message about one rank's failure.
+
+    reporter: this rank, if the message must name it.
+    where: its position.
+    """
     text = str(error) if isinstance(error, UserError) else explain(error)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted by SIGINT"

@@ -95,7 +95,7 @@ def pause(seconds: float) -> None:
 
 
 def name_of(record: Record) -> str:
-    """For messages: rank 1 of 4 (host a, process 123)."""
+    """Names a rank in messages: rank 1 of 4 (host a, process 123)."""
     rank, size = record.rank, record.size
     if not record.host:  # it has not joined the others yet, but the launcher has numbered it
         place = launcher.launched(os.environ)
@@ -104,7 +104,7 @@ def name_of(record: Record) -> str:
 
 
 def place_of(record: Record) -> str:
-    """For messages: where a rank ended."""
+    """Says where a rank ended."""
     if not record.num_begun:
         return "before it had joined the other ranks"
     after = record.where.startswith("after ")  # between two actions

@@ -50,7 +50,7 @@ def resume_command(folder: str | Path, num_ranks: int) -> str:
 
 
 def resume_hint(folder: str, num_ranks: int) -> str:
-    """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
+    """Returns the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not folder:
         return ""
     try:

@@ -49,8 +49,8 @@ def number_in(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def launched(environment: Mapping[str, str]) -> Launched:
-    """By the innermost launcher; without one, a process alone. Variables that name no place in a world, because some
-    are left over from another launcher, count as not set."""
+    """Returns this process's place in the world of the innermost launcher; without one, of a process alone. Variables
+    that name no place in a world, because some are left over from another launcher, count as not set."""
     known = dict(environment)
     in_step = number_in(known, "SLURM_STEP_ID") is not None  # otherwise SLURM_NTASKS belongs to the batch script
     if in_step and number_in(known, SLURM[0]) is None:
@@ -79,7 +79,7 @@ def num_on_node(environment: Mapping[str, str]) -> int:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process that a rank starts and that is no rank: an MPI library that it loads by
+    """Returns the environment of a process that a rank starts and that is not a rank: an MPI library that it loads by
     accident finds no world to join."""
     return {name: text for name, text in environment.items() if not name.startswith(OF_A_RANK)}
 
@@ -113,15 +113,15 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> None:
 
 
 def alone(environment: Mapping[str, str]) -> str:
-    """For messages: the beginning of a command that does not see the place a launcher gave to this shell."""
+    """Returns the beginning of a command, for messages, that does not see the place a launcher gave to this shell."""
     return " ".join(["env", *(f"-u {rank}" for _, rank, _ in LAUNCHERS if rank in environment)])
 
 
 def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
     """Returns whether this process reports an error that every process has found, before they have met: the first does,
     or the first on this node. Another one waits for SECOND_REPORT_S, in which srun and Open MPI's mpiexec end it, and
-    reports
-    then: perhaps it is the only one. MPICH's mpiexec ends no process, but has a connection to those that it started.
+    then reports: perhaps it is the only one. MPICH's mpiexec ends no process, but has a connection to those that it
+    started.
     """
     place = launched(environment)
     if place.num == 1 or not (place.local if on_node else place.rank):
@@ -133,7 +133,7 @@ def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Returns whether a launcher stands behind this process that may end it: of several processes, or MPICH's of one."""
+    """Returns whether a launcher may end this process: a launcher of several processes, or MPICH's of one."""
     return num_launched(environment) > 1 or _connection(environment) is not None
 
 

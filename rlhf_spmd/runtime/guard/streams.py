@@ -80,7 +80,7 @@ class Styled(str):
 
     @classmethod
     def joined(cls, *parts: str) -> "Styled":
-        """Returns styled and other texts behind each other."""
+        """Joins styled and other texts."""
         return cls("".join(part if isinstance(part, Styled) else printable(part) for part in parts))
 
 
@@ -112,12 +112,12 @@ def show_passing(text: str) -> None:
 
 
 def silent_s() -> float:
-    """For how many seconds our streams have not been written to, but for the passing line."""
+    """Returns the seconds for which our streams have not been written to, except for the passing line."""
     return time.monotonic() - _wrote_s
 
 
 def _in_child() -> None:
-    """Another thread may have held the lock at a fork. The parent takes its line away."""
+    """Renews the lock after a fork, since another thread may have held it. The parent takes its line away."""
     global _lock, _passing
     _lock, _passing = threading.RLock(), ""
 
@@ -267,7 +267,7 @@ def _open_nowhere(descriptor: int) -> None:
 
 
 def _silence(descriptor: int) -> None:
-    """From now on what is written to a descriptor is dropped."""
+    """Drops from now on what is written to a descriptor."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)

@@ -91,7 +91,7 @@ def supervised() -> Flight:
 
 
 def _end_with(parent: int, number: int) -> None:
-    """From now on this process gets a signal when its parent ends."""
+    """Makes this process get a signal when its parent ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before that
         os._exit(1)
@@ -112,8 +112,8 @@ def leave(status: int) -> NoReturn:
 
 
 def _refuse_exits() -> None:
-    """From now on os._exit raises SystemExit in this process, which Python reports and goes on: MPI has not taken leave
-    of its launcher yet, and the launcher would kill the other ranks."""
+    """Makes os._exit raise SystemExit in this process, which Python reports and goes on: MPI has not taken leave of its
+    launcher yet, and the launcher would kill the other ranks."""
     rank, end = os.getpid(), os._exit
 
     def refuse(status: int) -> NoReturn:
@@ -219,7 +219,7 @@ class Supervisor:
             os._exit(status)
 
     def _end_late(self) -> NoReturn:
-        """Returns the rank has done its work and announced its status, but something keeps it, perhaps MPI."""
+        """Ends a rank that has done its work and announced its status, but that something keeps, perhaps MPI."""
         status = record_in(self.memory).status
         try:
             os.kill(self.child, signal.SIGKILL)
@@ -234,7 +234,8 @@ class Supervisor:
             os._exit(status)
 
     def _end_without_front(self) -> NoReturn:
-        """Returns the launcher ends the job; or somebody has killed the front alone, and no rank will tell."""
+        """Ends without the front: the launcher ends the job; or somebody has killed the front alone, and no rank will
+        tell."""
         try:
             self._keep()
             launcher.unlink_shared_memory(self.child)  # the job ends, perhaps before its ranks have met
@@ -261,8 +262,9 @@ class Supervisor:
 
 
 def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_memory: tuple[int, int] = (0, 0)) -> str:
-    """Returns the message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of
-    memory.
+    """Returns the message about a rank that ended by a signal or its own exit.
+
+    by_kernel: perhaps killed for lack of memory.
     shared_memory: size and free bytes on this node before MPI was loaded.
     """
     lack = "" if record.host else lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
@@ -323,7 +325,7 @@ def _threads(process: int | str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _name_and_fields(text: str) -> tuple[str, list[str]]:
-    """Returns the name in a file of the kernel's named `stat`, which may hold anything, and the fields behind it."""
+    """Returns the name in a file of the kernel's named `stat`, which may hold anything, and the fields after it."""
     start, _, rest = text.rpartition(")")
     return start.partition("(")[2], rest.split()
 

@@ -95,7 +95,7 @@ def _output_of_launcher() -> str | None:
 
 
 def _columns_of(path: str) -> int | None:
-    """Returns the columns of the terminal that is this file (0: it does not tell); None if it is no terminal."""
+    """Returns the columns of the terminal that is this file (0: it does not tell); None if it is not a terminal."""
     with suppress(OSError):
         if not stat.S_ISCHR(os.stat(path).st_mode):  # the launcher's pipe must not be opened
             return None

@@ -179,7 +179,7 @@ class Notes:
         self.say_if(lambda text: True)
 
     def say_if(self, may: Callable[[str], bool]) -> None:
-        """From now on notes are said that `may` allows."""
+        """Sets which notes are said: those that `may` allows."""
         self.tell: Callable[[str], None] = lambda text: streams.say(NOTE + text) if may(text) else None
 
     def changed(self, who: str, what: list[str]) -> None:
@@ -205,7 +205,7 @@ class Children:
         self.dead: set[int] = set()
 
     def expect(self) -> None:
-        """From now on children can tell."""
+        """Lets children tell from now on."""
         with suppress(OSError):
             self.pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             os.register_at_fork(after_in_parent=lambda: setattr(self, "has_forked", True))
@@ -278,7 +278,7 @@ def guarded(who: str) -> Iterator[None]:
 
 
 def _torch() -> ModuleType | None:
-    """torch, if it has been imported and not only begun to be."""
+    """Returns torch, if it has been imported and not only begun to be."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "get_float32_matmul_precision") and hasattr(torch, "backends") else None
 

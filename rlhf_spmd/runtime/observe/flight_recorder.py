@@ -197,8 +197,8 @@ def file_of(folder: str | Path, rank: int) -> Path:
 
 
 def read_records(folder: str | Path) -> list[Record]:
-    """Returns the records of a run folder, by rank; what is none is left out. Raises OSError and UserError for what
-    can't be read."""
+    """Returns the records of a run folder, by rank; files that are not records are left out. Raises OSError and
+    UserError for what can't be read."""
     records = []
     for path in paths_in(Path(folder) / FOLDER, "rank-*.bin"):
         with suppress(FileNotFoundError):

@@ -113,7 +113,7 @@ class Board:
         return dict(sorted(statuses.items()))
 
     def claim(self) -> bool:
-        """Returns true on the one rank that reports why the job ends: the first to ask on its node and, among those,
+        """Returns True on the one rank that reports why the job ends: the first to ask on its node and, among those,
         the first to reach the store. If the store does not answer, the nodes take turns, TURN_S apart."""
         if self.shared and not take_claim(self.descriptor, self.memory):
             return False
@@ -125,7 +125,7 @@ class Board:
         return number in (None, 1)
 
     def first_to_say(self, text: str) -> bool:
-        """Returns whether no rank of this node has said this text. Behind the claim, the first slot has its hashes."""
+        """Returns whether no rank of this node has said this text. After the claim, the first slot has its hashes."""
         said, number = memoryview(self.memory)[:SLOT_BYTES].cast("I"), zlib.crc32(text.encode(errors="replace")) or 1
         if self.shared:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)
@@ -148,7 +148,7 @@ class Board:
         return {rank: _parse(store.get(f"{kind}/{rank}")) if rank in stored else RankStatus() for rank in ranks}
 
     def _ask(self, query: Callable[[], Any], *, keep: bool = False) -> Any:
-        """Returns queries the store in a separate thread: while rank 0 is stopped, its store does not answer (None)."""
+        """Queries the store in a separate thread: while rank 0 is stopped, its store does not answer (None)."""
         answers: list[Any] = []
 
         def ask() -> None:

@@ -43,7 +43,11 @@ class Judge:
         device: torch.device,
         started: str = "",
     ):
-        """model, tokenizer: of generation. started: the time that chat templates write."""
+        """Prepares the choice of the best responses.
+
+        model, tokenizer: of generation.
+        started: the time that chat templates write.
+        """
         reward, self.device, self.of_responses = options.best_of, device, tokenizer
         self.function = self.model = self.texts = None
         self.key = options.data.key or "prompt"
@@ -98,9 +102,11 @@ class Judge:
 
 
 def best_lines(lines: Sequence[Mapping[str, Any]], scores_R: Sequence[float], samples: int) -> list[dict[str, Any]]:
-    """For each prompt the line with the highest score, the first of equal ones, with `completion` in the place of
-    `response`. A response that was cut is taken only if all samples of its prompt were. lines: samples of a prompt are
-    neighbours."""
+    """Returns, for each prompt, the line with the highest score, the first of equal ones, with `completion` in the
+    place of `response`. A response that was cut is taken only if all samples of its prompt were.
+
+    lines: samples of a prompt are neighbours.
+    """
     best = []
     for start in range(0, len(lines), samples):
         group = range(start, start + samples)

@@ -184,7 +184,7 @@ class Replica:
 
 
 def deal(prompts: Sequence[Prompt], copy: int, num_copies: int, window: int) -> Iterator[Sequence[Prompt]]:
-    """Returns the windows of a copy: every num_copies-th prompt, `window` at a time."""
+    """Deals the prompts out: returns the windows of a copy: every num_copies-th prompt, `window` at a time."""
     mine = prompts[copy::num_copies]
     return (mine[start : start + window] for start in range(0, len(mine), window))
 
@@ -209,8 +209,12 @@ def make_replica(
     options: GenerateOptions,
     started: str = "",
 ) -> Replica | None:
-    """Returns this rank's copy of the model with its share of the prompts; None without prompts. folder: of the model,
-    or of an adapter. started: the time that chat templates write. Collective over the copy."""
+    """Loads this rank's copy of the model with its share of the prompts; None without prompts. Collective over the
+    copy.
+
+    folder: of the model, or of an adapter.
+    started: the time that chat templates write.
+    """
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
         parallel = Parallel(layout.shard(world.rank), group=world.group(group_name(group)) if len(group) > 1 else None)
@@ -240,7 +244,7 @@ def make_replica(
 
 
 def window_of(options: GenerateOptions) -> int:
-    """Returns number of prompts in a window, the same on every copy."""
+    """Returns the number of prompts in a window, the same on every copy."""
     return max(WINDOW * options.generation.max_sequences // options.samples_per_prompt, 1)
 
 

@@ -90,8 +90,7 @@ def read_offline_prompts(
     world: World | None = None,
     template: ChatTemplate | None = None,
 ) -> list[Prompt]:
-    """Returns the prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's
-    context.
+    """Reads the prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 
     world: if given, one rank of each node tokenises for the node; collective, in a block of World.together.
     template: of conversations; None: there are none.

@@ -16,7 +16,7 @@ class Tick(NamedTuple):
 
 
 def ticks_around(low: float, high: float, most: int = 6) -> list[Tick]:
-    """From the last round number up to `low` to the first one from `high` on."""
+    """Returns the ticks from the last round number up to `low` to the first one from `high` on."""
     low, high = _apart(low, high)
     for step in _steps(high - low, STEPS):
         first, last = math.floor(Decimal(low) / step), math.ceil(Decimal(high) / step)

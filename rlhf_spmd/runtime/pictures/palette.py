@@ -49,7 +49,7 @@ def run_colours(number: int) -> list[str]:
 
 
 def mix(colour: str, other: str, share: float) -> str:
-    """Returns a colour with this share of another one."""
+    """Mixes a colour with this share of another one."""
     pairs = [(int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
@@ -62,8 +62,8 @@ def shade(hue: str, kind: str) -> str:
 
 
 def styles_of(workflow: Workflow) -> dict[str, Style]:
-    """Call -> its style, the same for all calls of one model and kind. In the legend's order: by model, each from
-    generation to training, then calls without a model."""
+    """Returns the style of each call, the same for all calls of one model and kind. In the legend's order: by model,
+    each from generation to training, then calls without a model."""
     order = {model: number for number, model in enumerate(workflow.models)}
 
     def place(call: Call) -> tuple[int, int]:
@@ -109,6 +109,6 @@ def _style_of(call: Call, order: dict[str, int]) -> Style:
 
 
 def other(name: str) -> Style:
-    """Returns a computation without a model."""
+    """Returns the style of a computation without a model."""
     label = name.replace("_", " ")
     return Style(label, NEUTRAL, words=(label,))

@@ -63,8 +63,10 @@ def write_png(
     num_iterations: int = 2,
     most_lanes: int | None = None,
 ) -> None:
-    """Draws the last iterations in the records that `Tracer.to_records` of every rank returned. most_lanes: if there
-    are more ranks, those that do the same share a lane."""
+    """Draws the last iterations in the records that `Tracer.to_records` of every rank returned.
+
+    most_lanes: if there are more ranks, those that do the same share a lane.
+    """
     shown = last_iterations(lanes(records), num_iterations)
     start_s, end_s = ends_of(shown)
     starts: dict[int, float] = {}  # iteration, from 1 -> seconds when its first rank began it
@@ -93,8 +95,9 @@ def write_png(
 def add_stack(
     picture: Picture, panels: Sequence[Panel], *, workflow: Workflow, most_lanes: int | None = None
 ) -> list[Style]:
-    """Returns timelines of one iteration each, below each other on one axis of seconds. Returns the styles for the
+    """Draws timelines of one iteration each, below each other on one axis of seconds. Returns the styles for the
     legend.
+
     most_lanes: of the whole stack; if there are more ranks, those of a timeline that do the same share a lane.
     """
     found = [lanes(panel.records) for panel in panels]
@@ -182,7 +185,7 @@ class _Stack:
         return [DrawnLane(tuple(lane.rank for lane in group), "", group[0].spans) for group in found]
 
     def _runs(self, spans: Sequence[Span]) -> list[tuple[Style, float, float]]:
-        """(style, start, end) of spans; neighbours of the same style, such as mini-batches, are joined."""
+        """Returns (style, start, end) of spans; neighbours of the same style, such as mini-batches, are joined."""
         runs: list[tuple[Style, float, float]] = []
         for span in spans:
             style = self.style_of(span)
@@ -201,7 +204,11 @@ class _Stack:
         heading: Sequence[tuple[float, str]] = (),
         starts: Mapping[str, float] = {},
     ) -> None:
-        """Adds a timeline. heading: its title and facts, with their x; starts: of iterations, marked by lines."""
+        """Adds a timeline.
+
+        heading: its title and facts, with their x.
+        starts: of iterations, marked by lines.
+        """
 
         def part(area: Area) -> None:
             looks = ("bold", INK), ("normal", FAINT_INK)
@@ -215,7 +222,7 @@ class _Stack:
         picture.add(top + self.lane_inch * max(1, len(self.rows[number])), part)
 
     def add_axis(self, picture: Picture, label: str) -> None:
-        """The axis of seconds below all lanes."""
+        """Draws the axis of seconds below all lanes."""
 
         def part(area: Area) -> None:
             axes = area.axes(LEFT, 0.03, WIDTH - LEFT - RIGHT, 0.001)

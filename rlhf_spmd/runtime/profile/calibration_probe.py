@@ -66,8 +66,10 @@ class AtHand:
 
 
 def at_hand(world: World, config: Config, program: Program, calibration: Calibration, trained_s: float) -> AtHand:
-    """Returns the calibration, scaled to the ranks of this world unless it was made on such a machine. trained_s:
-    seconds of the run's iterations; the value of rank 0 counts. Collective."""
+    """Returns the calibration, scaled to the ranks of this world unless it was made on such a machine. Collective.
+
+    trained_s: seconds of the run's iterations; the value of rank 0 counts.
+    """
     every = machines(world)
     began = time.perf_counter()
     unscaled = AtHand(calibration, calibration, every[0])
@@ -99,9 +101,11 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
 
 
 def num_workers(nodes: Sequence[int], shares: Sequence[float], every: Sequence[Machine]) -> float:
-    """Returns how many ranks of a node compute at full speed at the same time, the mean over all nodes. nodes, shares,
-    every: for each rank its node, the share of time for which it had its cores, and its machine. Limited by the
-    machine's cores, because ranks do not begin and end at exactly the same time."""
+    """Returns how many ranks of a node compute at full speed at the same time, the mean over all nodes. It is limited
+    by the machine's cores, because ranks do not begin and end at exactly the same time.
+
+    nodes, shares, every: for each rank its node, the share of time for which it had its cores, and its machine.
+    """
     of_node: dict[int, float] = {}
     for node, share in zip(nodes, shares, strict=True):
         of_node[node] = of_node.get(node, 0.0) + share
@@ -128,8 +132,11 @@ def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:
 def measure_pieces(
     world: World, config: Config, workload: Workload, table: Measured, grid: Grid, rows: Lengths, *, until: float
 ) -> tuple[Pieces | None, float]:
-    """Returns seconds of the pieces on this rank with its own cores (None: there was no time for all), and the share of
-    time for which it had them. until: of time.perf_counter. Collective."""
+    """Returns the seconds of the pieces on this rank with its own cores (None: there was no time for all), and the
+    share of time for which it had them. Collective.
+
+    until: of time.perf_counter.
+    """
     dtype = config.dtype if DTYPES[config.dtype].itemsize == table.param_bytes else NAMES[table.param_bytes]
     grid = replace(grid, max_response=max(grid.max_response, NUM_TOKENS))
     drawn, trained = (

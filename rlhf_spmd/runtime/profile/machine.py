@@ -41,7 +41,10 @@ def machines(world: "World") -> list[Machine]:
 
 
 def kind_of_machine(*, name: bool = True) -> str:
-    """Returns what machines with equal calibrations have in common. name: with the processor's. Imports torch."""
+    """Returns what machines with equal calibrations have in common. Imports torch.
+
+    name: with the processor's.
+    """
     import torch
 
     parts = [*details(cpu_info()), torch.backends.cpu.get_cpu_capability()]

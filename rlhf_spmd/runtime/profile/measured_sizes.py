@@ -56,7 +56,7 @@ def spread(share: float, most: int, place: float) -> int:
 
 
 def rows_up_to(most: int) -> tuple[int, ...]:
-    """At least two numbers of rows, in growing steps, e.g. 1, 4, 16, 32."""
+    """Returns at least two numbers of rows, in growing steps, e.g. 1, 4, 16, 32."""
     numbers = [1]
     while numbers[-1] * STEP < most:
         numbers.append(numbers[-1] * STEP)

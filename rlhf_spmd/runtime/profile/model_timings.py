@@ -124,13 +124,13 @@ class TimedModel:
 
     @torch.no_grad()
     def infer(self, rows: Rows) -> None:
-        """One micro-batch of an inference call."""
+        """Runs one micro-batch of an inference call."""
         batch, kept = sequences_of(self.call, rows), rows[self.call.kept] if self.call.kept else None
         what = VALUES if self.shape.scalar_head else LOGPROBS
         read_output(self.job, self.model, batch, forward(self.model, batch), [what], kept)
 
     def train(self, engine: TrainEngine, rows: Rows, *, update: bool = False) -> None:
-        """One optimizer step of one micro-batch without the update; or only the update."""
+        """Runs one optimizer step of one micro-batch without the update; or only the update."""
         group = group_name(self.layout.ranks) if self.group is not None else None
         run = Run(self.call.name, group, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
         num, program = len(rows[self.call.prompts]), self.job.program
@@ -191,7 +191,7 @@ def _job_of(world: World, config: Config, workload: Workload, call: Train, layou
 
 
 def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
-    """Returns the tables of a shape in tp slices. Collective over all ranks."""
+    """Measures the tables of a shape in tp slices. Collective over all ranks."""
     few, many = both = tuple(TimedModel(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
     # in tensor-parallel passes, the ranks of a node wait for each other
     seconds = partial(clock.seconds, together=clock.world.nodes.count(clock.world.node) if tp > 1 else 0)
@@ -203,7 +203,10 @@ def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, 
     ]
 
     def table(works: Callable[[dict[str, Tensor]], list[Callable]]) -> ByLength:
-        """Returns seconds of passes, up to the tokens of the largest micro-batch. works: of both models, for some rows."""
+        """Measures the seconds of passes, up to the tokens of the largest micro-batch.
+
+        works: of both models, for some rows.
+        """
         points: dict[float, Points] = {}
         for share, lengths in passes:
             points.setdefault(share, {})[float(sum(map(sum, lengths)))] = seconds(*works(few.rows(lengths)))
@@ -220,7 +223,7 @@ def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, 
 
 
 def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[TimedModel, ...]) -> dict:
-    """Returns tables of a pass over prompts, by length and tokens; of a decode step, by rows; of the extra time of a
+    """Measures tables of a pass over prompts, by length and tokens; of a decode step, by rows; of the extra time of a
     step in which rows end."""
     prefill: dict[float, Points] = {}
     for share in grid.shares:
@@ -255,7 +258,7 @@ def by_length(by_share: dict[float, Points], longest: int) -> ByLength:
 
 
 def layered(points: Points) -> Layered:
-    """Returns time per layer: the difference of the two models, divided by the difference of their layers; and the
+    """Returns the time per layer: the difference of the two models, divided by the difference of their layers; and the
     rest."""
     layer = {amount: max(0.0, many_s - few_s) / (MANY - FEW) for amount, (few_s, many_s) in points.items()}
     rest = {amount: max(0.0, few_s - FEW * layer[amount]) for amount, (few_s, _) in points.items()}

@@ -66,7 +66,7 @@ class Table:
 
 
 def table_of(values: Any, source: str = "the user's cache folder") -> Table:
-    """Returns the table that a file holds. Raises UserError naming `source`."""
+    """Reads the table that a file holds. Raises UserError naming `source`."""
     names = {part.name: part.type for part in fields(Table)}
     kinds: dict[object, type | tuple[type, ...]] = {float: (int, float), int: int, str: str}
     is_table = isinstance(values, Mapping) and values.keys() == names.keys()
@@ -83,9 +83,12 @@ def table_of(values: Any, source: str = "the user's cache folder") -> Table:
 def choose(
     world: World, wanted: str, dtype: str, shapes: Iterable[ModelShape | None], recorded: Recorded | None = None
 ) -> tuple[Table | None, str]:
-    """Makes all ranks use one library -> the table to record, and a note for the user (empty: none). None: F.linear,
-    because the job computes on GPUs or its matrices are small. wanted: the option `products`. recorded: by the run that
-    is resumed. Collective; raises UserError."""
+    """Makes all ranks use one library. Returns the table to record, and a note for the user (empty: none). None:
+    F.linear, because the job computes on GPUs or its matrices are small. Collective; raises UserError.
+
+    wanted: the option `products`.
+    recorded: by the run that is resumed.
+    """
     use({})
     matters = any(shape.has_large_matrices for shape in shapes if shape) and world.computes.index is None
     if not matters or wanted == LINEAR.name or dtype not in DTYPES:
@@ -157,8 +160,8 @@ def _fixed(library: str, dtype: str) -> Table:
 
 
 def of_this_machine(dtype: str) -> Table:
-    """Returns the fastest library here: as it was measured before, else measured now, and kept for the next time. One
-    that is new, such as kernels that were compiled meanwhile, is another case."""
+    """Returns the fastest library here: as it was measured before, else measured now, and kept for the next time. A new
+    library, such as kernels that were compiled meanwhile, is measured again."""
     if known := _recall(dtype):
         return known
     measured = measure(DTYPES[dtype])
@@ -175,7 +178,7 @@ def _kind() -> tuple[str, str, int]:
 
 
 def _name(dtype: str) -> str:
-    """Returns the name of what is known of this kind of machine."""
+    """Returns the name under which results on this kind of machine are kept."""
     here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
     return hashlib.sha256(repr([RULES, dtype, *_kind(), here]).encode()).hexdigest()
 
@@ -215,7 +218,7 @@ def fastest(measured: Mapping[str, Seconds]) -> str:
 
 @torch.inference_mode()
 def measure(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, Seconds]:
-    """Returns the seconds of all libraries that this machine has: the fewest of some repetitions, in which they take
+    """Measures the seconds of all libraries that this machine has: the fewest of some repetitions, in which they take
     turns. Nothing is timed if F.linear is the only one."""
     libraries = [one for one in LIBRARIES.values() if one.exists(dtype)]
     if libraries == [LINEAR]:
@@ -256,7 +259,10 @@ class _Trial:
         )
 
     def _per_byte(self, num_rows: int, own: Sequence) -> float:
-        """own: the first weights, plain or packed."""
+        """Returns the seconds per byte of weights.
+
+        own: the first weights, plain or packed.
+        """
         part = self.weights[: len(own)]
         x = {num_in: torch.ones(num_rows, num_in, dtype=part[0].dtype) for _, num_in in LAYER}
         began = self._clock()
@@ -266,14 +272,14 @@ class _Trial:
 
 
 def fastest_backward(seconds: Mapping[str, float]) -> str:
-    """torch.mm, unless another library is faster by MARGIN."""
+    """Returns torch.mm, unless another library is faster by MARGIN."""
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] * MARGIN < seconds[LINEAR.name] else LINEAR.name
 
 
 @torch.inference_mode()
 def measure_backward(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Returns the seconds of the backward products of some layers after a pass over given tokens, as `measure` has
+    """Measures the seconds of the backward products of some layers after a pass over given tokens, as `measure` has
     them."""
     seconds = {name: math.inf for name in BACKWARD if LIBRARIES[name].exists(dtype)}
     weights = _weights(dtype)

@@ -42,7 +42,7 @@ def groups_of(world: World, tps: Iterable[int]) -> dict[str, tuple[int, ...]]:
 
 
 def inside_ranks(world: World) -> list[tuple[int, ...]]:
-    """2, 4, 8, ... and all ranks of the first node."""
+    """Returns 2, 4, 8, ... and all ranks of the first node."""
     ranks = tuple(rank for rank, node in enumerate(world.nodes) if node == 0)
     sizes = [size for size in (2**power for power in range(1, 12)) if size < len(ranks)]
     return [ranks[:size] for size in (*sizes, len(ranks)) if size > 1]
@@ -62,9 +62,11 @@ def host_group(world: World) -> dict[str, tuple[int, ...]]:
 def profile(
     world: World, config: Config, *, name: str, grid: Grid | None = None, budget_s: float = BUDGET_S
 ) -> Calibration:
-    """Returns the calibration of this machine for the models of a configuration, the same on every rank. Starts torch.
+    """Measures the calibration of this machine for the models of a configuration, the same on every rank. Starts torch.
+    Collective.
 
-    grid: the sizes to measure, by default those of the configuration's batches. budget_s: per measurement. Collective.
+    grid: the sizes to measure, by default those of the configuration's batches.
+    budget_s: per measurement.
     """
     with world.together("choosing what to measure"):
         workload = make_workload(config)
@@ -115,8 +117,10 @@ def profile(
 
 
 def sources_of(device: Device, links: Mapping[str, bool]) -> dict[str, str]:
-    """Returns where each constant comes from; links: whether each was measured. An all-reduce of a decode step is
-    assumed to take what its link does."""
+    """Returns where each constant comes from. An all-reduce of a decode step is assumed to take what its link does.
+
+    links: whether each was measured.
+    """
     found = {name: "measured" for name in OF_DEVICE if getattr(device, name) is not None}
     found |= {name: "measured" if links[name.partition(".")[0]] else "assumed" for name in OF_LINKS}
     return found | {"decode_reduce_s": "assumed"}

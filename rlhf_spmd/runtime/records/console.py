@@ -84,7 +84,7 @@ def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def cell(value: float, form: str, width: int) -> str:
-    """Returns a number in so many places: with fewer digits if the format takes more."""
+    """Formats a number for so many places: with fewer digits if the format takes more."""
     scale, unit = (100.0, "%") if form.endswith("%}") else (1.0, "")
     forms = [f"{{:.{digits}g}}" for digits in (6, 5, 4, 3, 2, 1)]
     texts = [formatted(value, form), *(f"{formatted(value * scale, one)}{unit}" for one in ("{:.0f}", *forms))]
@@ -103,8 +103,12 @@ class Console:
         stream: TextIO | None = None,
         as_json: bool | None = None,
     ) -> None:
-        """metrics: of the run. columns: the names of those that are shown, in their order. as_json: --json or
-        --no-json."""
+        """Prepares the console.
+
+        metrics: of the run.
+        columns: the names of those that are shown, in their order.
+        as_json: --json or --no-json.
+        """
         self.metrics, self.columns, self.enabled = metrics, columns, enabled
         self.stream, self.as_json = stream or sys.stdout, as_json
         self.terminal = terminal.terminal(self.stream)
@@ -113,17 +117,21 @@ class Console:
         self._ended_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last iterations ended
 
     def heading(self, title: str, facts: Mapping[str, object]) -> None:
-        """A title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from p.jsonl"}."""
+        """Prints a title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from
+        p.jsonl"}."""
         self._print(self._style(title, BOLD))
         self._print_facts(facts)
 
     def note(self, text: str) -> None:
-        """A line between others, unless it is empty."""
+        """Prints a line between others, unless it is empty."""
         if text:
             self._print(text)
 
     def iteration(self, number: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line of the progress table; the first call also prints the headings. number: from 1."""
+        """Prints one line of the progress table; the first call also prints the headings.
+
+        number: from 1.
+        """
         if not self._columns:
             places = max(len(NUMBER), len(str(total)) * 2 + 1)
             self._columns = [Column(NUMBER, NUMBER, "", places, 0)]
@@ -151,7 +159,7 @@ class Console:
         return max(total - number, 0) * max(each_s, 0.0)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Responses before and after training, one below the other."""
+        """Prints responses before and after training, one below the other."""
         if not samples:
             return
         width = min(MOST_TEXT, terminal.width(self.stream))
@@ -198,7 +206,7 @@ class Console:
             self._print(result.to_json())
 
     def _print_facts(self, facts: Mapping[str, object]) -> None:
-        """One line for each; in a terminal it is wrapped between words."""
+        """Prints one line for each fact; in a terminal it is wrapped between words."""
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             lines = [str(value)]

@@ -30,7 +30,7 @@ Types = Mapping[str, Any]  # column of the data set -> its Arrow type; None: the
 
 
 def pyarrow_modules() -> tuple[Any, Any]:
-    """pyarrow and its module for Parquet. Raises UserError if they are missing."""
+    """Imports pyarrow and its module for Parquet. Raises UserError if they are missing."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -40,8 +40,8 @@ def pyarrow_modules() -> tuple[Any, Any]:
 
 
 def other_names(columns: Iterable[str], own: Iterable[str]) -> dict[str, str]:
-    """Returns columns of the data set whose name is that of one of a run's own, or no text (half a surrogate pair) ->
-    what they are called in rollouts."""
+    """Returns, for columns of the data set whose name is that of one of a run's own, or not text (half a surrogate
+    pair), what they are called in rollouts."""
     columns, own = list(columns), {*own}
     taken, found = own | {*columns}, {}
     for name in columns:
@@ -90,8 +90,12 @@ def write_part(
     types: Types,
     renamed: Mapping[str, str],
 ) -> None:
-    """Writes rows: what the run adds to each, and its columns of the data set. form: `jsonl` or `parquet`. own, types:
-    of both, for Parquet (OWN_TYPES, types_of). renamed: from other_names. Raises OSError."""
+    """Writes rows: what the run adds to each, and its columns of the data set. Raises OSError.
+
+    form: `jsonl` or `parquet`.
+    own, types: of both, for Parquet (OWN_TYPES, types_of).
+    renamed: from other_names.
+    """
     if form == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             for added, record in rows:

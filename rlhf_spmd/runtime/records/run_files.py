@@ -36,7 +36,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_config(folder: Path) -> Row:
-    """Returns the options of a run; none if they are not there or are no JSON. Raises OSError and UserError."""
+    """Reads the options of a run; none if they are not there or not JSON. Raises OSError and UserError."""
     return json_object(folder / CONFIG)
 
 

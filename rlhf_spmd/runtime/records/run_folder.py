@@ -150,8 +150,11 @@ class RunFolder:
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
     def metrics(self, num_iterations: int, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Returns the rows of the first iterations in metrics.jsonl, with NaN for null. needed: numbers that all have.
-        Raises UserError for a line that is none."""
+        """Reads the rows of the first iterations in metrics.jsonl, with NaN for null. Raises UserError for a line that
+        is not one.
+
+        needed: numbers that all have.
+        """
         rows, path = [], self.path / "metrics.jsonl"
         for number, row in numbered_values(path):
             if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
@@ -167,8 +170,11 @@ class RunFolder:
         return rows
 
     def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns the evaluations before or right after the last of so many iterations. metrics: that all have. Raises
-        UserError for a line that is none."""
+        """Reads the evaluations before or right after the last of so many iterations. Raises UserError for a line that
+        is not one.
+
+        metrics: that all have.
+        """
         rows, path = [], self.path / EVALUATIONS
         for number, row in numbered_values(path):
             is_row = isinstance(row, dict) and type(row.get("iteration")) is int
@@ -194,8 +200,8 @@ class RunFolder:
         self.write("metrics.jsonl", "".join(json.dumps(finite(row)) + "\n" for row in rows))
 
     def samples_before(self) -> list[Shown]:
-        """Returns the response before training of each sample, which an earlier part of this run wrote. Raises
-        UserError for a line that is none."""
+        """Reads the response before training of each sample, which an earlier part of this run wrote. Raises UserError
+        for a line that is not one."""
         found, path = [], self.path / "samples.jsonl"
         for number, row in numbered_values(path):
             is_row = isinstance(row, dict) and isinstance(row.get("before"), str)
@@ -215,7 +221,11 @@ class RunFolder:
         more: Mapping[str, float] = {},
     ) -> None:
         """Adds a line to metrics.jsonl and a point to each curve; both are on disk when this returns. JSON has null for
-        NaN. groups: metric -> group of its curve. more: points of further curves."""
+        NaN.
+
+        groups: metric -> group of its curve.
+        more: points of further curves.
+        """
         if not self.writes:
             return
         with writing(self.path / "metrics.jsonl"):

@@ -22,7 +22,7 @@ def software() -> dict[str, str]:
 
 
 def version_of(package: str) -> str | None:
-    """Returns none: it is not installed."""
+    """Returns the version of a package; None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -31,7 +31,7 @@ def version_of(package: str) -> str | None:
 
 def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
     """Returns the short hash of a checkout's commit, with `-dirty` if files in `code` differ from it; empty if it is
-    none."""
+    not a checkout."""
     if not (checkout / ".git").exists():  # a copy without it may lie within another repository
         return ""
     found = _git(checkout, "rev-parse", "--short", "HEAD")

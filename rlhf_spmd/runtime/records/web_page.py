@@ -189,13 +189,13 @@ def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
 
 
 def _seconds(run: RunFiles) -> float:
-    """Of iterations and evaluations."""
+    """Returns the seconds of iterations and evaluations."""
     times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
     return sum(y for _, y in finite_points([(0, one) for one in times]))
 
 
 def _place(folder: str) -> Path | None:
-    """Returns a folder without links; None if the text is no path."""
+    """Returns a folder without links; None if the text is not a path."""
     try:
         return Path(folder).resolve()
     except (OSError, ValueError, RuntimeError):

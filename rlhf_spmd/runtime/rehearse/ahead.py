@@ -79,7 +79,7 @@ class AheadRehearsal(InstructionLoop):
         """Takes no time."""
 
     def agree(self, batches: Batches, what: str) -> list[dict[str, Any]]:
-        """Returns all ranks tell what they sent in this step."""
+        """Exchanges among all ranks what they sent in this step."""
         return self.inner.agree(self._batch(batches, batches.trained is None), what)
 
     def _transfer_draws(self, number: int) -> bool:

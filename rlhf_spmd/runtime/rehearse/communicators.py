@@ -73,7 +73,7 @@ class Communicators:
         self.sent: list[tuple[Any, np.ndarray]] = []  # requests whose buffers must live until they are done
 
     def start(self, name: str, operation: Operation) -> Operation:
-        """Returns queues an operation, and begins it if it is the first."""
+        """Queues an operation, and begins it if it is the first."""
         self.queues[name].append(operation)
         self.active.add(name)
         self.advance()
@@ -173,7 +173,7 @@ class Communicators:
     # ---- meetings ---------------------------------------------------------------------------------------------------
 
     def _arrive(self, operation: Operation, tag: int) -> None:
-        """The lowest rank learns when each other one comes, and for how long it then works."""
+        """Tells the lowest rank when each other one comes, and for how long it then works."""
         mine, first = np.array([operation.name, time.monotonic(), operation.seconds]), operation.members[0]
         operation.requests = [(None, mine)]
         if self.rank == first:

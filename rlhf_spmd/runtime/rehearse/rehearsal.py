@@ -70,7 +70,12 @@ class Rehearsal(InstructionLoop):
     """Carries out the instructions by sleeping, and by small messages over MPI."""
 
     def __init__(self, program: Program, world: Any, recorder: Tracer, times: Times, factor: float, faults: Faults):
-        """program: `expanded`. times: its forecast's. factor: seconds of the forecast in a second here."""
+        """Prepares the rehearsal of a program.
+
+        program: `expanded`.
+        times: its forecast's.
+        factor: seconds of the forecast in a second here.
+        """
         super().__init__(program, world, recorder)
         self.times, self.factor, self.faults = times, factor, faults
         names = dict.fromkeys([*program.groups, WORLD, WEIGHTS])
@@ -225,7 +230,8 @@ class Rehearsal(InstructionLoop):
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _wait_for_weights(self, number: int, transfer: Transfer, data: Rehearsed) -> None:
-        """The ranks of a reallocation meet, which takes its seconds; then the buckets go on, one step after another."""
+        """Makes the ranks of a reallocation meet, which takes its seconds; then the buckets go on, one step after
+        another."""
         members, operation = transfer.ranks, self.pending.pop(number)
         if len(members) > 1:
             meeting = Operation(name=self._name(f"{number}", data), members=members, seconds=self._moved_s(transfer))
@@ -242,7 +248,7 @@ class Rehearsal(InstructionLoop):
         return max(sent_s, received_s) / self.factor
 
     def _steps(self, number: int, plan: Reallocation, data: Rehearsed) -> Iterator[Operation]:
-        """As runtime/weights/weight_mover.py: at step t the link h of a chain carries bucket t - h."""
+        """Yields the steps of runtime/weights/weight_mover.py: at step t the link h of a chain carries bucket t - h."""
         rank = self.world.rank
         routes = [(index, route) for index, route in enumerate(plan.routes) if rank in route.ranks]
         sizes = {index: max(1, min(route.num_numbers // 100, MOST_BUCKETS)) for index, route in routes}
@@ -270,7 +276,7 @@ class Rehearsal(InstructionLoop):
         """Takes no time."""
 
     def agree(self, data: Rehearsed, what: str) -> list[dict[str, Any]]:
-        """Returns all ranks tell what they sent: nodes of sender and receiver, bytes."""
+        """Exchanges among all ranks what they sent: nodes of sender and receiver, bytes."""
         sent = [[*link, size] for link, size in self.sent_bytes.items()]
         answers: list[dict[str, Any]] = self.world.allgather({"sent_bytes": sent}, what)
         return answers

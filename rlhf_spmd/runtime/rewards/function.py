@@ -60,7 +60,7 @@ class RewardFunction:
         return bool(self.bound.columns) or "ground_truth" in self.bound.words
 
     def bound_to(self, columns: Sequence[str] | None) -> RewardFunction:
-        """Returns the same function, bound to these columns, see reward_styles.bind. Raises UserError."""
+        """Binds the function to these columns, see reward_styles.bind. Raises UserError."""
         with naming(f"reward function {self.name!r}"):
             return RewardFunction(self.name, bind(self.bound.function, columns))
 
@@ -71,7 +71,7 @@ class RewardFunction:
         return [f"{self.name} gets the program's {names}, not the data set's"] if names else []
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
-        """Returns scores of rows without further columns."""
+        """Returns the scores of rows without further columns."""
         return self.score(Scored(prompts, responses))[0]
 
     def score(self, rows: Scored) -> tuple[list[float | None], dict[str, list[float | None]]]:
@@ -98,7 +98,7 @@ class RewardFunction:
             return self.bound.call(rows)
 
     def _logged(self, values: Sequence[Any], rows: Scored) -> list[float | None]:
-        """Returns numbers for the log; None for texts and whatever else is no finite number."""
+        """Returns numbers for the log; None for texts and whatever else is not a finite number."""
         numeric = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
         good = [_finite(one) if isinstance(one, numbers.Real) else None for one in numeric]
         return (good + [None] * len(rows))[: len(rows)]
@@ -205,8 +205,9 @@ def _callable(name: str, found: Any) -> Callable:
 
 
 def read_reward_function(spec: str) -> RewardFunction:
-    """As load_reward_function, from the source alone: nothing of it is imported, and it cannot be called. Raises
-    UserError, and Unread if the source does not show its parameters or if its module is not on this machine."""
+    """Reads a reward function from its source alone: nothing of it is imported, and it cannot be called. Raises
+    UserError as load_reward_function does, and Unread if the source does not show its parameters or if its module is
+    not on this machine."""
     with naming(f"reward function {spec!r}"):
         target, name, is_file = parts_of(spec, "function")
         if is_file:

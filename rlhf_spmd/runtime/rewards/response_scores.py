@@ -48,9 +48,15 @@ class Scorer:
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
     ):
-        """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
-        started: the time that chat templates write. calls: whether this rank calls the reward functions, and starts
-        workers for them; beat: see RewardWorkers."""
+        """Prepares the scoring of responses on this rank.
+
+        role: the judge.
+        tokenizer: the first role's.
+        data: whose further columns reward functions may ask for.
+        started: the time that chat templates write.
+        calls: whether this rank calls the reward functions, and starts workers for them.
+        beat: see RewardWorkers.
+        """
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
@@ -76,10 +82,11 @@ class Scorer:
 
     def of_functions(self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged:
         """Returns the weighted sums of all functions, and for the log the scores of each, if there are several, and
-        whatever else they return. index_B: of the prompts in the data set.
+        whatever else they return. A function that ran out of time does not apply to the row. Raises UserError if a
+        function fails (see function.py), or if none applies to a row for another reason than time.
 
-        A function that ran out of time does not apply to the row. Raises UserError if a function fails (see
-        function.py), or if none applies to a row for another reason than time."""
+        index_B: of the prompts in the data set.
+        """
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.whole_records(index_B) if self.data is not None else []
@@ -117,12 +124,15 @@ class Scorer:
         return self.data.records(index_B) if self.data is not None else [{}] * len(index_B)
 
     def lengths(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> list[int]:
-        """Returns number of tokens of each row in the reward model's input."""
+        """Returns the number of tokens of each row in the reward model's input."""
         return list(self.batch(prompts_BP, responses_BG, ended_B, index_B).lengths) if len(prompts_BP) else []
 
     def batch(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> Sequences:
-        """Returns the reward model's input for these rows. ended_B: whether each response ended by itself. index_B: of
-        the prompts in the data set."""
+        """Returns the reward model's input for these rows.
+
+        ended_B: whether each response ended by itself.
+        index_B: of the prompts in the data set.
+        """
         if self.texts is None:
             return Sequences.join(prompts_BP, responses_BG)
         rows = zip(self._texts(prompts_BP, responses_BG), ended_B.tolist(), self._columns(index_B), strict=True)

@@ -141,7 +141,7 @@ class Bound:
     hidden: tuple[str, ...] = ()
 
     def call(self, rows: Scored) -> Result:
-        """Returns the function's result for these rows. Raises what it raises, and UserError for a dict without scores."""
+        """Calls the function on these rows. Raises what it raises, and UserError for a dict without scores."""
         made = {name: rows.column(name) for name in self.columns}
         made |= {name: WORDS[self.receiver][name](rows) for name in self.words}
         if self.receiver == OF_EACH:
@@ -276,7 +276,7 @@ def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str
 
 
 def _awaited(found: list[Any]) -> list[Any]:
-    """Returns what calls returned; what they will return if they are async, all of them at once."""
+    """Awaits what calls returned if they are async, all of them at once."""
 
     async def one_of(value: Any) -> Any:
         return await value if inspect.isawaitable(value) else value
@@ -297,7 +297,7 @@ def _loop() -> asyncio.Runner:
 
 
 def _of_all(found: Any, num: int) -> Result:
-    """Returns what a function returned for so many rows."""
+    """Checks what a function returned for so many rows."""
     if not isinstance(found, Mapping):
         return Result(found)
     key = next((key for key in SCORE_KEYS if key in found), None)
@@ -310,7 +310,7 @@ def _of_all(found: Any, num: int) -> Result:
 
 
 def _of_each(answers: Sequence[Any]) -> Result:
-    """Returns what a function returned for each row: a number, or a dict with `score` and more numbers."""
+    """Checks what a function returned for each row: a number, or a dict with `score` and more numbers."""
     scores: list[Any] = []
     logs: dict[str, list[Any]] = {}
     for index, found in enumerate(answers):

@@ -21,8 +21,14 @@ class RewardTexts:
     ended: the one of its tokenizer, or else of its config.json."""
 
     def __init__(self, folder: str, shape: ModelConfig, key: str, role: str, *, started: str):
-        """shape: of the reward model. key: the column of prompts. role: for messages. started: the time that its chat
-        template writes. Raises UserError, also for a tokenizer that makes tokens of a text that the model lacks."""
+        """Loads the tokenizer of a reward model. Raises UserError, also for a tokenizer that makes tokens of a text
+        that the model lacks.
+
+        shape: of the reward model.
+        key: the column of prompts.
+        role: for messages.
+        started: the time that its chat template writes.
+        """
         self.folder, self.shape, self.key, self.role = folder, shape, key, role
         self.tokenizer = load_tokenizer(folder)
         own = self.tokenizer.eos_token_id
@@ -32,8 +38,11 @@ class RewardTexts:
         self._check([token for token in beyond if token in self.ends or self.tokenizer.decode([token])])
 
     def tokens(self, prompt: str, response: str, *, ended: bool, columns: Mapping[str, Any]) -> list[int]:
-        """Returns the tokens of a row; of a longer one than the model reads, the last. ended: whether the response
-        ended by itself. columns: of the data set, with the conversation, if the prompt is one. Raises UserError."""
+        """Returns the tokens of a row; of a longer one than the model reads, the last. Raises UserError.
+
+        ended: whether the response ended by itself.
+        columns: of the data set, with the conversation, if the prompt is one.
+        """
         messages = conversation_of(columns, self.key) if self.template else None
         if messages is None:
             tokens = self._closed(self.tokenizer.encode(prompt + response), ended, self.ends[:1])

@@ -64,8 +64,12 @@ class RewardWorkers(WorkerPool[RowWorker]):
         timeout_s: float,
         beat: Callable[[], None] = lambda: None,
     ):
-        """specs, columns: as of load_reward_function. timeout_s: for one response and function; 0: no limit. beat: is
-        called again and again while workers work, and not while all of them sleep."""
+        """Starts the workers.
+
+        specs, columns: as in load_reward_function.
+        timeout_s: for one response and function; 0: no limit.
+        beat: is called again and again while workers work, and not while all of them sleep.
+        """
         super().__init__(RowWorker, MODULE, {"functions": list(specs), "columns": list(columns)})
         self.specs, self.timeout_s, self.beat = list(specs), timeout_s or math.inf, beat
         self._now: Round | None = None

@@ -65,8 +65,10 @@ class Evaluation:
         return bool(self.job.program.workload.workflow.generate_calls)
 
     def run(self, num_done: int) -> tuple[dict[str, float | str], Iteration]:
-        """Returns the metrics, the same on all ranks, and this rank's rows. num_done: iterations before it, which
-        choose its random numbers. Collective."""
+        """Runs an evaluation. Returns the metrics, the same on all ranks, and this rank's rows. Collective.
+
+        num_done: iterations before it, which choose its random numbers.
+        """
         began = time.perf_counter()
         self.executor.begin()
         data = self._iteration(num_done)
@@ -152,7 +154,11 @@ class Evaluator:
     """The evaluations of one run. All ranks call the same methods after the same iterations."""
 
     def __init__(self, job: Job, training: InstructionLoop, folder: RunFolder, num_done: int):
-        """job: of training. num_done: iterations that an earlier part of this run has done."""
+        """Prepares the evaluations of a run.
+
+        job: of training.
+        num_done: iterations that an earlier part of this run has done.
+        """
         self.options, self.last = job.config.eval, job.config.iterations
         self.best = job.config.checkpoint.best
         self.less = job.config.algorithm.is_better_lower(self.best)
@@ -222,7 +228,7 @@ class Evaluator:
         )
 
     def ends(self) -> dict[str, tuple[float, float]]:
-        """Returns metric over all prompts -> its first and last value."""
+        """Returns the first and the last value of each metric over all prompts."""
         names = self._names if self.rows else []
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
 
@@ -235,7 +241,7 @@ class Evaluator:
         return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
-        """For the console."""
+        """Returns a line for the console."""
         parts: list[str] = []
         for name in self._names:
             of_each = [
@@ -254,8 +260,10 @@ def _iterations(num: int) -> str:
 
 
 def evaluate_once(config: Config, program: Program, world: World, num_done: int) -> dict[str, Any]:
-    """Runs an evaluation program once -> its metrics. num_done: the random numbers are those of a run's evaluation
-    after so many iterations. Collective; raises UserError."""
+    """Runs an evaluation program once and returns its metrics. Collective; raises UserError.
+
+    num_done: the random numbers are those of a run's evaluation after so many iterations.
+    """
     job = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
     for note in job.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)

@@ -40,8 +40,9 @@ class CallSeconds:
 def token_counts(
     answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns numbers of tokens of the prompts, and of the responses, of an iteration. answers: of every rank at its
-    end;
+    """Counts the tokens of the prompts, and of the responses, of an iteration.
+
+    answers: of every rank at its end.
     prompts: tokens by prompt index.
     """
     rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
@@ -49,8 +50,10 @@ def token_counts(
 
 
 def given_counts(data: PromptSet, used: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the same of the first rows of a data set with responses: of each row, the mean over its responses. used:
-    the share of the places that have a row; all places together have as many tokens as those."""
+    """Counts the tokens of the first rows of a data set with responses: of each row, the mean over its responses.
+
+    used: the share of the places that have a row; all places together have as many tokens as those.
+    """
     rows = range(min(len(data), FIRST_ROWS))
     responses = [[len(of_key.row(row)) for of_key in data.responses.values()] for row in rows]
     prompts = tuple(max(1, round(used * len(data.prompts.row(row)))) for row in rows)
@@ -121,8 +124,11 @@ def compare(
     answers: Answers | None = None,
 ) -> Compared:
     """Compares the iterations in `records` (of every rank) with their forecast by a calibration. Medians over the
-    iterations, without the run's first one if there are others. lengths: from token_counts. answers: of the run's
-    episodes."""
+    iterations, without the run's first one if there are others.
+
+    lengths: from token_counts.
+    answers: of the run's episodes.
+    """
     prompts, responses = lengths
     met_lengths = ResponseLengths.of(responses, prompts)
     met = replace(program, workload=replace(program.workload, forecast_lengths=met_lengths, answers=answers))
@@ -179,9 +185,13 @@ def compared_run(
     records: Sequence[Mapping[str, Any]],
     answers: Sequence[Mapping],
 ) -> Compared | None:
-    """Compares the last iterations of a run with their forecast, and writes it to the run folder -> the comparison, on
-    rank 0 if there is a calibration. history: metrics of all iterations; records: of the last ones' timeline; answers:
-    of every rank at the end of the last. Collective."""
+    """Compares the last iterations of a run with their forecast, and writes it to the run folder. Returns the
+    comparison, on rank 0 if there is a calibration. Collective.
+
+    history: metrics of all iterations.
+    records: of the last ones' timeline.
+    answers: of every rank at the end of the last.
+    """
     if calibration is None:
         return None
     trained_s = sum(metrics["iteration_s"] for metrics in history)

@@ -50,8 +50,10 @@ def load_rendered(
     template_kwargs: Mapping[str, Any],
     **options: Unpack[SetOptions],
 ) -> PromptSet:
-    """load_prompts, with a chat template for conversations. template_kwargs: data.chat_template_kwargs. Raises
-    UserError."""
+    """Calls load_prompts with a chat template for conversations. Raises UserError.
+
+    template_kwargs: data.chat_template_kwargs.
+    """
     found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **options)
     remarks = (*found.remarks, *template.remarks(template_kwargs))
     return replace(found, remarks=remarks, written_at=template.written_at)
@@ -60,7 +62,7 @@ def load_rendered(
 def run_environments(
     config: Config, tokenizer: Tokenizer, prompts: PromptSet, world: World, eos_ids: Sequence[int], *, started: str
 ) -> RunEnvironments | None:
-    """Returns what answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
+    """Starts what answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
     if not config.environment:
         return None
     template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
@@ -85,9 +87,12 @@ def run_environments(
 def read_prompts(
     config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = (), *, started: str
 ) -> PromptSet:
-    """Returns the data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
-    responses that the set has, if there are any. started: the time that chat templates write, unless a file of
-    precomputed logprobs has its own. Raises UserError."""
+    """Reads the data set of a run, tokenised. Raises UserError.
+
+    known: the tokens that all models know.
+    eos_ids: the first one ends the responses that the set has, if there are any.
+    started: the time that chat templates write, unless a file of precomputed logprobs has its own.
+    """
     template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
     prompts = load_rendered(
         prompt_files(config),

@@ -63,8 +63,10 @@ SPEED = {
 
 
 def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str] = ()) -> dict[str, Metric]:
-    """Returns name -> metric, in the order of the console's columns. functions: names of the reward functions, if
-    several."""
+    """Returns the metrics by name, in the order of the console's columns.
+
+    functions: names of the reward functions, if several.
+    """
     own = algorithm.metrics
     found = {name: metric for name, metric in own.items() if metric.headline is not None} | GENERATION | dict(own)
     has_turns = any(call.has_turns for call in workflow.generate_calls)
@@ -95,7 +97,7 @@ def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) 
 
 
 def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns global metrics of one iteration, the same on every rank; the numbers of the algorithm's state when the
+    """Summarises one iteration as global metrics, the same on every rank; the numbers of the algorithm's state when the
     iteration began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std, or the
     effective sample size NAME_ess as a share of the samples."""
     means, weights = combine(answers)
@@ -124,12 +126,18 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def num_timeouts(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> int:
-    """Returns responses for which a reward function ran out of time. rows: metrics of iterations and evaluations."""
+    """Counts the responses for which a reward function ran out of time.
+
+    rows: metrics of iterations and evaluations.
+    """
     return int(sum(row.get(TIMEOUTS, 0.0) for row in rows)) + sum(sample.num_late for sample in samples)
 
 
 def timeouts_note(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> str:
-    """Returns what time limits that were reached mean for a run; empty if none was. rows, samples: as of num_timeouts."""
+    """Says what time limits that were reached mean for a run; empty if none was.
+
+    rows, samples: as in num_timeouts.
+    """
     if num := num_timeouts(rows, samples):
         late = f"a reward function ran out of reward_timeout_s for {num} responses"
     elif any(row[name] for row in rows for name in row if name.endswith(OF_EPISODES)):

@@ -49,9 +49,12 @@ def prepare(
     started: str = "",
     products: Recorded | None = None,
 ) -> Job:
-    """Loads prompts, tokenizer and models. evaluation: the program of the run's evaluations, if there are any.
-    started: the time of the first start of the run (template_time.py); empty: it is now. products: the library of the
-    run that is resumed; None: it is chosen. Collective; an error on one rank ends all ranks together."""
+    """Loads prompts, tokenizer and models. Collective; an error on one rank ends all ranks together.
+
+    evaluation: the program of the run's evaluations, if there are any.
+    started: the time of the first start of the run (template_time.py); empty: it is now.
+    products: the library of the run that is resumed; None: it is chosen.
+    """
     of_evaluation = evaluated(config)
     started = world.bcast(started or time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
@@ -191,7 +194,7 @@ def _scorer(
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Returns order of the mini-batches and prompts of this rank's rows in one iteration: functions of (seed,
+    """Returns the order of the mini-batches and the prompts of this rank's rows in one iteration: functions of (seed,
     iteration)."""
     config, workload = job.config, job.program.workload
     if job.steps is not None:
@@ -231,8 +234,11 @@ def given_rows(
     prompt_MC: np.ndarray,
     device: torch.device,
 ) -> Store:
-    """Returns a store with this rank's rows of the data set. columns: that the rank holds of each key. prompt_MC:
-    NO_ROW where a place has none."""
+    """Returns a store with this rank's rows of the data set.
+
+    columns: that the rank holds of each key.
+    prompt_MC: NO_ROW where a place has none.
+    """
     store = Store(workload, columns, device)
     for key in workload.workflow.given:
         for held in columns.get(key, ()):
@@ -245,7 +251,7 @@ def given_rows(
 
 
 def occurrences(prompt_N: np.ndarray) -> np.ndarray:
-    """For each entry, the number of earlier entries with the same prompt: its sample index."""
+    """Counts, for each entry, the earlier entries with the same prompt: its sample index."""
     seen: Counter[int] = Counter()
     sample_N = np.empty_like(prompt_N)
     for row, prompt in enumerate(prompt_N.tolist()):

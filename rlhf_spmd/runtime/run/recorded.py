@@ -62,7 +62,10 @@ def run_state(state: RunState) -> dict:
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
-    """Returns the state before the next iteration. values: of `run_state`."""
+    """Returns the state before the next iteration.
+
+    values: of `run_state`.
+    """
     workload = job.program.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)

@@ -96,8 +96,8 @@ class Rollouts:
                 draft.replace(folder / part)
 
     def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:
-        """Returns name -> the number of every row [M, C], from the ranks that made it: results of calls that are one
-        number of each row, and those of the reward functions. NaN: the row has none."""
+        """Exchanges, by name, the number of every row [M, C], from the ranks that made it: results of calls that are
+        one number of each row, and those of the reward functions. NaN: the row has none."""
         mine = dict(_made_here(self.job.program, self.job.world.rank, data)) | data.noted
         found = []
         for index, values_MC in enumerate(mine.values()):
@@ -116,8 +116,9 @@ class Rollouts:
         return whole
 
     def _own(self, numbers: Iterable[str], keys: Sequence[str]) -> dict[str, str]:
-        """Returns the columns that a run adds to those of the data set, with their types (rollout_files.py). numbers:
-        of rows.
+        """Returns the columns that a run adds to those of the data set, with their types (rollout_files.py).
+
+        numbers: of rows.
         keys: that the call reads.
         """
         shapes = self.job.program.workload.workflow.shapes

@@ -24,7 +24,7 @@ from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
 
 def sample_responses(job: Job) -> list[Shown]:
-    """Returns responses to the first prompts, always with the same random numbers, and their scores.
+    """Samples responses to the first prompts, always with the same random numbers, and scores them.
 
     Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns the
     same on every rank.

@@ -209,7 +209,7 @@ class RankModels:
 
     @contextmanager
     def weights(self, call: ModelCall) -> Iterator[Transformer]:
-        """The model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
+        """Gives the model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
         key = self.key(call)
         holder = self.engines[call.model] if key is None else self.sharded.get(key) or self.offloaded.get(key)
         whole = nullcontext() if holder is None else holder.gathered()

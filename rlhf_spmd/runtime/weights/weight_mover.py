@@ -148,8 +148,8 @@ class Mover:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _notifications(self, part: "_Part", step: int) -> list[dist.P2POp]:
-        """Returns first rank: sends that a slot is full, receives that the previous one has been read. Others: receive
-        the former."""
+        """Returns the notifications of a rank. The first rank sends that a slot is full, and receives that the previous
+        one has been read. Others receive the former."""
         first, *others = part.route.ranks
         if step < len(part.buckets) and part.place < len(others):  # counted as in the plan, although not sent
             self.num_bytes_sent += sum(map(numbers_of, part.buckets[step])) * self.plan.bytes_per_number
@@ -236,7 +236,7 @@ class Mover:
 
 
 def slot_bytes(plan: Reallocation, rank: int, bucket_bytes: int) -> int:
-    """Returns bytes of a rank's part of an arena: the slots of each route that begins there."""
+    """Returns the bytes of a rank's part of an arena: the slots of each route that begins there."""
     numbers = plan.bucket_numbers(bucket_bytes)
     slots = [plan.slot_numbers(route, numbers) for route in plan.routes if route.ranks[0] == rank]
     return sum(map(sum, slots)) * plan.bytes_per_number
@@ -291,7 +291,7 @@ class _Part:
         return len(self.buckets) + self.place - last
 
     def packed_numbers(self, bucket: int) -> int:
-        """Returns numbers of a bucket that are packed into a buffer."""
+        """Returns the numbers of a bucket that are packed into a buffer."""
         pairs = zip(self.buckets[bucket], self.in_place[bucket], strict=True)
         return sum(numbers_of(message) for message, there in pairs if there is None)
 

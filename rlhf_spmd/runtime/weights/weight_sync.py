@@ -41,7 +41,7 @@ def _trained(model: Transformer) -> dict[str, Tensor]:
 
 
 def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
-    """Returns all that trains of a model, its weights or its adapters, by parameter name, on the CPU of the first rank
+    """Gathers all that trains of a model, its weights or its adapters, by parameter name, on the CPU of the first rank
     that trains it; None on the others. Collective over these ranks; takes two buckets of extra memory."""
     layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload
     shape, writer = workload.shape(train.model), layout.ranks[0]

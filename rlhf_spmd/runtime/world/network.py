@@ -84,8 +84,8 @@ def _with_address() -> list[str]:
 
 
 def _absent(text: str, present: Sequence[str]) -> list[str]:
-    """Returns what is absent if NCCL finds no interface: the text is a list of prefixes, or with "=" of names, perhaps
-    with ports, of interfaces that it may use or, behind "^", that it must not."""
+    """Says what is absent if NCCL finds no interface: the text is a list of prefixes, or with "=" of names, perhaps
+    with ports, of interfaces that it may use or, after "^", that it must not."""
     excludes, text = text.startswith("^"), text.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
     wanted = [each.partition(":")[0] for each in text.split(",")]

@@ -79,8 +79,12 @@ def threads_wanted(environ: Mapping[str, str]) -> int | None:
 
 def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> dict[str, Any]:
     """Returns this rank's report to the others: "seen": its devices, in order (fields of VisibleDevice); "unseen": if
-    there are none, the evidence of some. wanted: the option `device`; threads: of torch on this rank; num_ranks: of the
-    job."""
+    there are none, the evidence of some.
+
+    wanted: the option `device`.
+    threads: of torch on this rank.
+    num_ranks: of the job.
+    """
     evidence = hints(os.environ)
     if wanted == "cpu" or wanted == "auto" and not evidence:
         return {"seen": [], "unseen": ""}
@@ -94,7 +98,8 @@ def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> di
 
 
 def parse_reports(reports: Sequence[Mapping[str, Any]]) -> tuple[list[list[VisibleDevice]], str]:
-    """From the reports of all ranks: the devices that each sees, and evidence of devices on a rank that sees none."""
+    """Reads, from the reports of all ranks, the devices that each sees, and evidence of devices on a rank that sees
+    none."""
     unseen = next((report["unseen"] for report in reports if report["unseen"]), "")
     return [[VisibleDevice(**device) for device in report["seen"]] for report in reports], unseen
 
@@ -125,7 +130,7 @@ def hints(environ: Mapping[str, str]) -> list[str]:
 
 
 def build_of(torch: Any) -> str:
-    """For messages: the platform that torch was built for."""
+    """Names, for messages, the platform that torch was built for."""
     version = torch.version
     built = f"ROCm {version.hip}" if version.hip else f"CUDA {version.cuda}" if version.cuda else "CPUs alone"
     return f"torch {torch.__version__} is built for {built}"

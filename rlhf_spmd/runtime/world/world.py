@@ -76,8 +76,10 @@ class World:
 
     @classmethod
     def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
-        """Returns meets the other ranks over MPI; without mpiexec, a world of one rank. flight: shared with a
-        supervisor."""
+        """Meets the other ranks over MPI; without mpiexec, a world of one rank.
+
+        flight: shared with a supervisor.
+        """
         mpi, flight = _load_mpi(), flight or Flight()
         rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         launcher.check_world_size(size, os.environ)
@@ -158,15 +160,15 @@ class World:
     # Control messages: anything that JSON can hold (a tuple arrives as a list).
 
     def allgather(self, value: Any, what: str = "a gathering", *, deadline_s: float | None = None) -> list[Any]:
-        """Returns every rank's value, in rank order."""
+        """Gathers every rank's value, in rank order."""
         return [json.loads(text) for text in self._exchange(what, json.dumps(value).encode(), deadline_s=deadline_s)]
 
     def allgather_bytes(self, message: bytes, what: str) -> list[bytes]:
-        """Returns every rank's bytes, in rank order, without JSON."""
+        """Gathers every rank's bytes, in rank order, without JSON."""
         return self._exchange(what, message)
 
     def bcast(self, value: Any, root: int = 0, what: str = "a broadcast") -> Any:
-        """Returns the root's value; values of other ranks are ignored."""
+        """Broadcasts the root's value; values of other ranks are ignored."""
         message = json.dumps(value).encode() if self.rank == root else b""
         return json.loads(self._exchange(what, message)[root])
 
@@ -283,8 +285,8 @@ class World:
     ) -> None:
         """Starts torch.distributed and makes the named groups (ascending world ranks), all with the same deadline.
 
-        pairs: the ranks that will exchange messages, by group (Program.pairs). threads: of torch on this rank; by
-        default OMP_NUM_THREADS or a fair share of the cores.
+        pairs: the ranks that will exchange messages, by group (Program.pairs).
+        threads: of torch on this rank; by default OMP_NUM_THREADS or a fair share of the cores.
         """
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
@@ -369,7 +371,7 @@ class World:
         self.flight.describe(num_instructions=len(program.instructions[self.rank]))
 
     def keep_records(self, folder: str | Path) -> None:
-        """From now on the flight records and instruction lists are written to this run folder; call it on all ranks."""
+        """Writes the flight records and instruction lists to this run folder from now on; call it on all ranks."""
         if self.rank == 0 and self.watch.graph is not None:
             forget(folder, self.size)
             self.watch.graph.write(Path(folder))

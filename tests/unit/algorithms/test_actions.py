@@ -43,7 +43,7 @@ def test_the_pages_are_all():
 
 
 def masks(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """mask [B, FEW], mask [B, WIDE], and for each action of a row its place in the wide one (places_BG [B, FEW])."""
+    """Makes mask [B, FEW], mask [B, WIDE], and for each action of a row its place in the wide one (places_BG [B, FEW])."""
     generator = torch.Generator().manual_seed(seed)
     few_BG = torch.arange(FEW) < torch.randint(1, FEW + 1, (ROWS, 1), generator=generator)
     places_BG = torch.stack([torch.randperm(WIDE - 1, generator=generator)[:FEW].sort()[0] for _ in range(ROWS)])
@@ -63,7 +63,10 @@ def spread(x: Tensor, few_BG: Tensor, wide_BG: Tensor, places_BG: Tensor, junk: 
 
 
 def assert_same(few: Any, wide: Any, few_BG: Tensor, wide_BG: Tensor, norm: float) -> None:
-    """Results of a function for both. norm: by which numbers without a token dim differ."""
+    """Compares the results of a function for both.
+
+    norm: by which numbers without a token dim differ.
+    """
     if isinstance(few, dict):
         assert few.keys() == wide.keys()
         for name in few:

@@ -82,7 +82,7 @@ def test_row_01_kl_penalty_is_signed_and_unscaled():
 
 
 def gae_double_sum(rewards, values, gamma, lam, last_value):
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, for one unmasked sequence."""
+    """Returns A_t = sum over l of (gamma lam)^l delta_{t+l}, for one unmasked sequence."""
     v = [*values, last_value]
     delta = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(len(rewards))]
     return [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, len(delta))) for t in range(len(delta))]

@@ -43,7 +43,7 @@ def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def with_one_more(x_BG: Tensor) -> Tensor:
-    """Returns values have a column after the last token, which no loss reads."""
+    """Adds a column of values after the last token, which no loss reads."""
     return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), NAN)], 1)
 
 

@@ -126,7 +126,7 @@ def make_batch(rollouts: list, o: slow_ppo.Options, *, extra: int = 0, pad_id: i
 
 
 def whiten(batch: Batch, shares: list[list[int]]) -> Batch:
-    """Returns moments of every share, added; then the same mean and variance for all."""
+    """Whitens with the moments of every share, added; then the same mean and variance for all."""
     mask_BG = response_mask(batch.responses_BG)
     total = sum(moments(batch.advantages_BG[rows], mask_BG[rows]) for rows in shares)
     return dataclasses.replace(batch, white_BG=whitened(batch.advantages_BG, mask_BG, total))
@@ -139,7 +139,7 @@ def at_responses(x_BT: Tensor, batch: Batch) -> Tensor:
 
 
 def with_one_more(x_BG: Tensor) -> Tensor:
-    """Returns values have a column after the last token, which the loss does not read."""
+    """Adds a column of values after the last token, which the loss does not read."""
     return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), math.nan)], 1)
 
 
@@ -185,7 +185,7 @@ def assert_same(fast: slow_ppo.Step, slow: slow_ppo.Step) -> None:
 
 
 def fast_train(actor, critic, rollouts, order, o: slow_ppo.Options, shares) -> list[slow_ppo.Step]:
-    """Returns all epochs with torch's own optimizer, clipping and our learning rate."""
+    """Trains all epochs with torch's own optimizer, clipping and our learning rate."""
     optimizers = [
         torch.optim.AdamW(model.parameters(), betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
         for model in (actor, critic)

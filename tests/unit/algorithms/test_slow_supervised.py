@@ -37,7 +37,7 @@ ROWS = 12
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Yields the models are tiny, and threads would only wait for each other."""
+    """Limits torch to one thread: the models are tiny, and threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

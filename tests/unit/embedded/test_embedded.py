@@ -64,7 +64,7 @@ def reward():
 
 @pytest.fixture(scope="module")
 def samples(tokenizer, prompts):
-    """(prompt ids, response ids, response text) of the actor on 256 prompts."""
+    """Samples (prompt ids, response ids, response text) of the actor on 256 prompts."""
     ids = [tokenizer.encode(prompt) for prompt in prompts[:256]]
     bits_BG = random_responses(len(ids), 24)
     actor = load_model(ACTOR, head="lm")

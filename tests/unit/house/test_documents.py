@@ -87,7 +87,7 @@ def inline(path: Path) -> list[str]:
 
 
 def words_for_us(command: str) -> list[str] | None:
-    """Returns the words behind `python -m rlhf_spmd`, or of train.sbatch; None for another command."""
+    """Returns the arguments after `python -m rlhf_spmd`, or of train.sbatch; None for another command."""
     if not re.match(r"(mpirun|mpiexec|python|sbatch|[A-Z_]+=\S+) ", command):
         return None
     words = shlex.split(command)

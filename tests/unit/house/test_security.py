@@ -30,7 +30,7 @@ MAY_RUN = {  # the modules that run code: what the user named, and what this pro
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of an attribute or a name; `().c` of an attribute of anything else."""
+    """Returns `a.b.c` of an attribute or a name; `().c` of an attribute of anything else."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "()"

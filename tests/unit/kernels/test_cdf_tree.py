@@ -46,7 +46,7 @@ def poisson(num: float) -> int:
 
 
 def bound(counts_V: np.ndarray, probs_V: np.ndarray, num: float) -> float:
-    """Of the total variation, from a sample of Poisson(num) draws."""
+    """Bounds the total variation, from a sample of Poisson(num) draws."""
     roots_V = np.sqrt(probs_V)
     squares_V = ((counts_V - num * probs_V) ** 2 - counts_V) / num**2
     square = (squares_V / np.maximum(roots_V, 1e-300)).sum() * roots_V.sum()
@@ -127,7 +127,7 @@ def test_flat_by_a_sample():
 
 
 def zipf_at_each_level(entropy: float) -> np.ndarray:
-    """Zipf's law over the children of each level in some order, [L, F], with this entropy over all tokens."""
+    """Returns Zipf's law over the children of each level in some order, [L, F], with this entropy over all tokens."""
 
     def entropy_of(steepness: float) -> float:
         return nats(zipf(VOCAB // LEAVES, steepness)) + BELOW * nats(zipf(FANOUT, steepness))
@@ -154,7 +154,7 @@ def test_all_words():
 
 
 def distribution(name: str, entropy: float) -> np.ndarray:
-    """Zipf's law in random order, or the softmax of Gaussian logits, of so many nats: [V]."""
+    """Returns Zipf's law in random order, or the softmax of Gaussian logits, of so many nats: [V]."""
     rng = np.random.default_rng(int(entropy))
     if name == "zipf":
         return rng.permutation(zipf(VOCAB, solved(lambda steepness: nats(zipf(VOCAB, steepness)), entropy)))

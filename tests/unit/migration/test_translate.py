@@ -20,7 +20,7 @@ def options_of(name: str, *words: str, algorithm: str | None = None) -> dict:
 
 
 def source_of(tmp_path: Path, text: str, name: str = "job.sh", words: tuple[str, ...] = ()):
-    """Returns a file with this text."""
+    """Writes a file with this text."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return read_source(str(path), words)

@@ -68,7 +68,7 @@ def close(got, expected):
 
 
 def make_tokenizer(folder, *, pad: str | None = "<pad>") -> None:
-    """A word-level tokenizer with a beginning-of-sequence post-processor."""
+    """Makes a word-level tokenizer with a beginning-of-sequence post-processor."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

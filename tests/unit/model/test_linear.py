@@ -23,7 +23,7 @@ PACKS = {"plain_s": 3.0, "packed_s": 2.0, "pack_s": 10.0}  # earned by eleven st
 
 
 def adapted(base: Transformer, rank: int, targets: tuple[str, ...] = Adapters(1, 1.0).targets) -> Transformer:
-    """With a random adapter."""
+    """Makes a model with a random adapter."""
     model, generator = base.with_adapters(Adapters(rank, 2.0 * rank, targets)), torch.Generator().manual_seed(4)
     for name, one in model.named_parameters():
         if name.endswith("lora_B"):

@@ -35,7 +35,7 @@ def make_model(head: str) -> Transformer:
 
 
 def make_pairs(num: int = 9, seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Returns prompts of 1 to 7 tokens with responses of 1 to 6, some full, some ended; one without a response."""
+    """Makes prompts of 1 to 7 tokens with responses of 1 to 6, some full, some ended; one without a response."""
     rng = np.random.default_rng(seed)
     pairs = []
     for i in range(num):
@@ -53,7 +53,7 @@ def join(pairs, max_prompt: int = MAX_PROMPT, max_response: int = MAX_RESPONSE) 
 
 
 def hidden(model: Transformer, tokens: list[int]) -> Tensor:
-    """[T, D] of one sequence alone, without any padding."""
+    """Returns [T, D] of one sequence alone, without any padding."""
     return model(torch.tensor([tokens]))[0]
 
 

@@ -127,7 +127,7 @@ def test_numbers_are_options_and_the_state():
 
 def test_arguments_are_bound_by_name():
     def function(scores_B, mask, *, scale, eps=1e-8):
-        """Of four things."""
+        """Returns a function of four things."""
 
     assert bound(function, {"scores": 1, "mask": 2, "scale": 3, "other": 4}) == {"scores_B": 1, "mask": 2, "scale": 3}
     with pytest.raises(

@@ -34,7 +34,7 @@ def words_of(algorithm: Algorithm) -> set[str]:
 
 @functools.cache
 def forbidden() -> frozenset[str]:
-    """Of all algorithms that come with the package, but the runtime's own words."""
+    """Returns the words of all algorithms that come with the package, except for the runtime's own words."""
     own = {value for name, value in vars(runtime_words).items() if name.isupper() and isinstance(value, str)}
     return frozenset(set().union(*(words_of(load_algorithm(name)) for name in algorithm_names())) - own)
 
@@ -63,7 +63,7 @@ def problems(path: Path) -> list[str]:
 
 
 def files() -> list[Path]:
-    """Returns environments speak the words of other programs, such as "reward"."""
+    """Returns the files to look at. Environments speak the words of other programs, such as "reward"."""
     found = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")) if str(path) != str(ROOT / WORDS)]
     return [path for path in found if path.parent.name != "environments"]
 

@@ -24,7 +24,7 @@ from rlhf_spmd.plan.workload import ResponseLengths
 
 
 def exponential(mean: float) -> LengthDistribution:
-    """Cut where e^-16 are left."""
+    """Returns an exponential distribution, cut where e^-16 are left."""
     step = 16 * mean / CELLS
     survival = np.exp(-(np.arange(CELLS) + 0.5) * step / mean)
     survival[0] = 1.0

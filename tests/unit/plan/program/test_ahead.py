@@ -33,7 +33,7 @@ def errors(program: Program) -> list[str]:
 
 
 def one_piece(programs: list[Program]) -> Program:
-    """Returns programs one after another as one, each with transfers of its own."""
+    """Joins programs one after another into one, each with transfers of its own."""
     transfers, lists = [], [[] for _ in programs[0].instructions]
     for program in programs:
         for mine, some in zip(lists, program.instructions, strict=True):

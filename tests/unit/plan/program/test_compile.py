@@ -62,7 +62,7 @@ def places(workload: Workload, placement: Placement, name: str) -> list[tuple[in
 
 
 def deliveries(workload: Workload, placement: Placement) -> list[tuple[int, str, int]]:
-    """(rank, key, column) of all that has to be sent in an iteration, in no particular order."""
+    """Yields (rank, key, column) of all that has to be sent in an iteration, in no particular order."""
     here: set[tuple[int, str, int]] = set()
     sent = []
     for call in workload.workflow.calls:
@@ -126,7 +126,7 @@ def test_bytes_add_up(program):
 
 
 def shadows_of(program: Program, model: str) -> set[int]:
-    """Returns ranks that use a model without training it."""
+    """Returns the ranks that use a model without training it."""
     layouts = program.placement.layouts
     used = {rank for name, layout in layouts.items() if name.startswith(f"{model}_") for rank in layout.ranks}
     return used - set(layouts[f"{model}_train"].ranks)

@@ -25,7 +25,7 @@ NUMBER_BYTES = 4
 
 
 def grid(ranks, dp=1, pp=1, tp=1) -> list[tuple[int, Shard]]:
-    """(rank, shard) of a layout, in grid order."""
+    """Returns (rank, shard) of a layout, in grid order."""
     assert len(ranks) == dp * pp * tp
     places = [(stage, index) for _ in range(dp) for stage in range(pp) for index in range(tp)]
     return [(rank, Shard(stage, pp, index, tp)) for rank, (stage, index) in zip(ranks, places, strict=True)]
@@ -55,7 +55,7 @@ def where(box) -> tuple[slice, ...]:
 
 
 def whole_model(shape: ModelShape) -> dict[str, np.ndarray]:
-    """Returns every number is unlike any other."""
+    """Makes a model in which every number is unlike any other."""
     values, start = {}, 0
     for weight in weights_of(shape):
         size = weight.layers * weight.rows * weight.columns
@@ -116,7 +116,7 @@ def carry_out(one: Reallocation, held: Values) -> Values:
 
 
 def check(one: Reallocation) -> None:
-    """The targets are slices of the model, and no byte travels in vain."""
+    """Checks that the targets are slices of the model, and that no byte travels in vain."""
     model = whole_model(one.shape)
     made = carry_out(one, hold(one, model))
     for index, (_, shard) in enumerate(one.targets):

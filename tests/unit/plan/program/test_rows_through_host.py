@@ -108,7 +108,8 @@ def test_what_check_passes_also_ends_after_a_change():
 
 
 def crossing(communicators: tuple[str, str]) -> Program:
-    """Returns rank 0 posts transfers 0 and 1, rank 1 posts 1 and 0; each goes through a communicator."""
+    """Returns a program in which rank 0 posts transfers 0 and 1, rank 1 posts 1 and 0; each goes through a
+    communicator."""
     messages = [Message(0, 1, ("responses",), range(4), 1, through_host=name == HOST) for name in communicators]
     transfers = tuple(Transfer(f"transfer {number}", (message,)) for number, message in enumerate(messages))
     program = replace(place_models(make_workload(), 2), transfers=transfers)

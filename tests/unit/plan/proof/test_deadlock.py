@@ -28,7 +28,7 @@ def peers(transfer: Transfer, rank: int, *, chained: bool) -> set[int]:
 
 
 def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> dict[int, int]:
-    """Returns steps ranks at random until none can move; -> where the others are left standing, empty if all lists end.
+    """Steps ranks at random until none can move. Returns where the others are left standing, empty if all lists end.
 
     Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a
     rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted. The

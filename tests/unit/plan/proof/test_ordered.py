@@ -68,8 +68,8 @@ def test_shipped_strategies_pass_and_end(size):
 
 
 def found_in(num_programs: int, num_schedules: int, seed: int) -> dict[str, int]:
-    """Returns random programs, most with Posts in another order: how many pass, and how many that are refused would
-    end."""
+    """Tries random programs, most with Posts in another order. Returns how many pass, and how many that are refused
+    would end."""
     rng = random.Random(seed)
     counts = dict.fromkeys(("passed", "passed with stages", "refused", "refused but ends", "hangs unless connected"), 0)
     while counts["passed"] < num_programs:

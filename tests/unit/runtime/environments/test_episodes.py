@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def world(folder, tmp_path):
-    """world(spec, ...) -> what makes episodes, on workers that are closed afterwards."""
+    """Returns world(spec, ...), which makes episodes, on workers that are closed afterwards."""
     pools: dict[str, EnvironmentWorkers] = {}
 
     def world(spec: str, rows: list[Row], *, name="chatml", journal=None, iteration=3, limits=None, **more) -> Episodes:
@@ -97,7 +97,8 @@ def rows_of(num: int, samples: int = 1, **columns) -> list[Row]:
 
 
 def play(episodes: Episodes, says, *, is_cut=False) -> tuple[list[list[int]], list[str], list[list[float]]]:
-    """Returns the engine: ids, reasons and rewards of the rows. says(row, turn, ids) -> text of a turn; None: a limit."""
+    """Plays the engine: returns ids, reasons and rewards of the rows. says(row, turn, ids) -> text of a turn; None: a
+    limit."""
     ids = episodes.openings()
     tokenizer, (stop,) = episodes.lives[0].speech.tokenizer, episodes.lives[0].speech.joins.stops
     reasons, turns, running = [""] * len(ids), [0] * len(ids), set(range(len(ids)))

@@ -47,7 +47,7 @@ def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes) -> Tr
 
 
 def make_prompts(num: int, seed: int = 0) -> list[list[int]]:
-    """1 to 9 tokens each, any token, the end-of-sequence ids included."""
+    """Makes prompts of 1 to 9 tokens each, any token, the end-of-sequence ids included."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, 1 + (5 * i + seed) % 9).tolist() for i in range(num)]
 

@@ -137,7 +137,7 @@ def test_spans_of_a_device_are_when_it_worked_and_not_when_it_was_asked():
 
 
 def check_chrome(document):
-    """Returns the parts of the Trace Event Format that viewers rely on."""
+    """Checks the parts of the Trace Event Format that viewers rely on."""
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert document["displayTimeUnit"] in ("ms", "ns")
     threads = {}

@@ -74,7 +74,7 @@ class TwoRanks(OneRank):
 
 
 def stored(**changed) -> products.Recorded:
-    """HERE as a run folder has it."""
+    """Returns HERE as a run folder has it."""
     return json.loads(json.dumps(asdict(replace(HERE, **changed)))), "program.json"
 
 
