@@ -23,7 +23,8 @@ _used: set[torch.dtype] = set()
 
 
 def _load():
-    """Returns the compiled module (None: it can't be used), the columns of a panel, the instruction set, and why not."""
+    """Returns the compiled module (None: it can't be used), the columns of a panel, the instruction set, and why
+    not."""
     try:
         from rlhf_spmd.kernels import _native as native
     except ImportError as error:

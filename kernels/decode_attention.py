@@ -101,7 +101,8 @@ class Decode:
         return self._masks[window]
 
     def gather(self, cache_nKsd: Tensor) -> Tensor:
-        """Returns cache_BKSd on a CPU, the slots in use of every row: a view if the blocks are in order, else a copy."""
+        """Returns cache_BKSd on a CPU, the slots in use of every row: a view if the blocks are in order, else a
+        copy."""
         num_blocks, num_kv_heads, block_size, head_dim = cache_nKsd.shape
         if self.in_place:
             return cache_nKsd[: len(self.lengths_B), :, : self.num_slots]

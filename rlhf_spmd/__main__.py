@@ -139,7 +139,8 @@ def _alone(arguments: list[str]) -> int:
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """Returns the options of a command line, with those of the file of --config where it names none. Raises UserError."""
+    """Returns the options of a command line, with those of the file of --config where it names none. Raises
+    UserError."""
     from rlhf_spmd.command_line.arguments import parse
 
     parsed = parse(words, __doc__)

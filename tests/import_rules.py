@@ -388,7 +388,8 @@ def size_problems(source: str, where: Path) -> list[str]:
 
 
 def folder_problems(files: Iterable[Path]) -> list[str]:
-    """Returns which folders hold too many files, and which files lie loose in the package. files: relative to the root."""
+    """Returns which folders hold too many files, and which files lie loose in the package. files: relative to the
+    root."""
     found, sizes = [], Counter(path.parent.as_posix() for path in files if path.name != "__init__.py")
     for folder, number in sizes.items():
         if number > MAX_FILES and not any(folder == name or folder.startswith(name + "/") for name in LISTS):
@@ -418,7 +419,8 @@ def bench_problem(module: str, found: Import) -> str | None:
 
 
 def cycle(arrows: dict[str, set[str]]) -> list[str]:
-    """Returns modules that import one another in a circle, the first one again at the end; empty if there is no circle."""
+    """Returns modules that import one another in a circle, the first one again at the end; empty if there is no
+    circle."""
     done: set[str] = set()
 
     def walk(module: str, path: list[str]) -> list[str]:

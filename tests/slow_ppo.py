@@ -186,7 +186,8 @@ def whitened(per_sequence: list[list[float]]) -> list[list[float]]:
 
 
 def corrections(rollout: Rollout, o: Options) -> list[float]:
-    """Returns what the surrogate of each token is multiplied by, where the generator is not the policy before training."""
+    """Returns what the surrogate of each token is multiplied by, where the generator is not the policy before
+    training."""
     drawn = rollout.generator or rollout.logprobs
     logs = [old - generated for old, generated in zip(rollout.logprobs, drawn, strict=True)]
     result = []

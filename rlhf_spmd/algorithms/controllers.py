@@ -74,7 +74,8 @@ class RunningMoments:
         return std if std > 1e-7 * abs(self.mean) else 1.0
 
     def updated(self, count: float, total: float, squares: float) -> "RunningMoments":
-        """Returns the moments with the scores of one more iteration: their count, sum and sum of squares, all global."""
+        """Returns the moments with the scores of one more iteration: their count, sum and sum of squares, all
+        global."""
         if count == 0:
             return self
         mean = total / count

@@ -155,7 +155,8 @@ def turn_advantages(advantages_NS: Tensor, turn_rewards_NSG: Tensor, mask_NSG: T
 
 
 def group_starts(scores_NS: Tensor) -> Tensor:
-    """Returns 1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no groups."""
+    """Returns 1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no
+    groups."""
     starts_NS = torch.zeros_like(scores_NS)
     starts_NS[:, 0] = 1.0
     return starts_NS

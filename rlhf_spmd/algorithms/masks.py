@@ -1,6 +1,6 @@
 """Masks of response tokens, and which responses ended.
 
-Legend: B sequences, G response tokens. responses_BG: int32 or int64, -1 on padding, which is no token id.
+Legend: B sequences, G response tokens. responses_BG: int32 or int64, -1 on padding, which is not a token id.
 """
 
 from collections.abc import Sequence

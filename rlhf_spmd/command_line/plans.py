@@ -44,8 +44,11 @@ NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fas
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan or a shipped strategy that fits. note: options that were chosen. evaluation: the program of the run's
-    evaluations."""
+    """A plan or a shipped strategy that fits.
+
+    note: options that were chosen.
+    evaluation: the program of the run's evaluations.
+    """
 
     name: str
     program: Program

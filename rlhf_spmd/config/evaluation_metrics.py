@@ -49,7 +49,8 @@ def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:
-    """Returns whether the last row has a larger value of a metric than every earlier one; less: whether a smaller one."""
+    """Returns whether the last row has a larger value of a metric than every earlier one; less: whether a smaller
+    one."""
     sign = -1 if less else 1
     return all(sign * rows[-1][metric] > sign * row[metric] for row in rows[:-1])
 

@@ -38,8 +38,12 @@ QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", ".."
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file sets. words: those of WORDS. page: the algorithm's file, if the file lies in a run folder that has
-    one. of_run: a run wrote it (config.json), so the code that it names is not the user's word."""
+    """What a file sets.
+
+    words: those of WORDS.
+    page: the algorithm's file, if the file lies in a run folder that has one.
+    of_run: a run wrote it (config.json), so the code that it names is not the user's word.
+    """
 
     path: str
     words: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +137,8 @@ def _text_of(path: str) -> str:
 
 
 def _json_as_yaml(text: str) -> str:
-    """Rewrites JSON in those of its spellings that YAML shares: no tabs between values, no odd characters inside them."""
+    """Rewrites JSON in those of its spellings that YAML shares: no tabs between values, no odd characters inside
+    them."""
     kept = (char if char.isprintable() or char in "\r\n" else " " if char == "\t" else _escaped(char) for char in text)
     return "".join(kept)
 

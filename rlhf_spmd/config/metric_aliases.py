@@ -16,8 +16,13 @@ FUNCTION = "{function}"  # in a name: that of each reward function
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One metric elsewhere. ours: metrics of this program. algorithms: that define them so; empty: all. when: values
-    of the algorithm's options. of: the value, from ours."""
+    """One metric elsewhere.
+
+    ours: metrics of this program.
+    algorithms: that define them so; empty: all.
+    when: values of the algorithm's options.
+    of: the value, from ours.
+    """
 
     name: str
     ours: tuple[str, ...]

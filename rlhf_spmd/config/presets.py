@@ -171,7 +171,8 @@ def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
 
 
 def _with_samples(config: Config) -> Config:
-    """Keeps the preset's number of sequences: as many responses to a prompt as the algorithm needs, to fewer prompts."""
+    """Keeps the preset's number of sequences: as many responses to a prompt as the algorithm needs, to fewer
+    prompts."""
     samples = config.algorithm.samples
     return dataclasses.replace(
         config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples)

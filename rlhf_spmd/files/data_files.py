@@ -35,7 +35,8 @@ def stem_of(path: Path) -> str:
 
 
 def named_parts(text: str) -> list[str]:
-    """Returns the files, folders and patterns that an option names. A comma may be a part of the name of a single one."""
+    """Returns the files, folders and patterns that an option names. A comma may be a part of the name of a single
+    one."""
     if text and (is_file(text) or is_folder(text)):  # the empty text is a path, that of the working folder
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]

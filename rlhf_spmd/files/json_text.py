@@ -32,7 +32,8 @@ def _whole(digits: str) -> int:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a file of JSON; an empty one if there is no file, or no object in it. Raises as read_bytes."""
+    """Returns the object in a file of JSON; an empty one if there is no file, or no object in it. Raises as
+    read_bytes."""
     try:
         found = json_value(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):

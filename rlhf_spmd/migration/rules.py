@@ -72,7 +72,11 @@ class Later:
 
 @dataclass(frozen=True)
 class Here:
-    """What a rule reads. name: the entry of the option that it translates; key: the option's name there."""
+    """What a rule reads.
+
+    name: the entry of the option that it translates.
+    key: the option's name there.
+    """
 
     source: Source
     algorithm: Algorithm

@@ -30,8 +30,12 @@ Value = Any  # a text, number, truth value, None, list or mapping, as in YAML
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration there. values: dotted name -> value. left: what is not read, with the reason. module: of a
-    command line of OpenRLHF, e.g. train_dpo."""
+    """A configuration there.
+
+    values: dotted name -> value.
+    left: what is not read, with the reason.
+    module: of a command line of OpenRLHF, e.g. train_dpo.
+    """
 
     program: str
     values: Mapping[str, Value]

@@ -27,7 +27,11 @@ HEADINGS: dict[Kind | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An option there. kind: None if it is unknown. why: what stands beside it."""
+    """An option there.
+
+    kind: None if it is unknown.
+    why: what stands beside it.
+    """
 
     key: str
     value: Value
@@ -38,8 +42,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A configuration as options of this program. later: options that the user must complete -> value and reason.
-    chosen: options that no option there names -> reason."""
+    """A configuration as options of this program.
+
+    later: options that the user must complete -> value and reason.
+    chosen: options that no option there names -> reason.
+    """
 
     source: Source
     algorithm: str

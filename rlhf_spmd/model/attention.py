@@ -96,7 +96,8 @@ class Packed:
 
 
 def has_packed_kernel(q_NHd: Tensor) -> bool:
-    """Returns whether torch's kernel for packed sequences supports these: flash attention, so half precision on a GPU."""
+    """Returns whether torch's kernel for packed sequences supports these: flash attention, so half precision on a
+    GPU."""
     fits = q_NHd.dtype.itemsize == 2 and q_NHd.shape[2] % 8 == 0 and q_NHd.shape[2] <= 256
     if q_NHd.device.type != "cuda" or not fits or torch.version.hip:
         return False

@@ -327,7 +327,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Returns (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
+    """Returns (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` +
+    `rope_scaling`."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     parameters = values.get(key) or {}
     if not isinstance(parameters, dict):

@@ -144,7 +144,8 @@ class Algorithm:
         return int(getattr(self.module, "SAMPLES_PER_PROMPT", 1))
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
-        """Returns why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
+        """Returns why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does
+        not."""
         if not hasattr(self.module, "refused"):
             return ""
         with self.calling("refused", self.module.refused):
@@ -176,7 +177,8 @@ class Algorithm:
         return self._state_by("initial_state", options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
-        """Returns the state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything else."""
+        """Returns the state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything
+        else."""
         if not self.has_state:
             return None
         with self.calling("read_state", self.module.read_state, lets=WRONG_VALUES):

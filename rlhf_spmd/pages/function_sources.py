@@ -40,8 +40,11 @@ class _Binding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A module. package: that relative imports start from; empty: none. folder: where the modules that it imports may
-    be, besides the import path."""
+    """A module.
+
+    package: that relative imports start from; empty: none.
+    folder: where the modules that it imports may be, besides the import path.
+    """
 
     path: Path
     package: str

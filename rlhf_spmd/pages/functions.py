@@ -17,7 +17,10 @@ SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 @dataclass(frozen=True, slots=True)
 class PageFunction:
-    """A function that a call names, with its companions (page.py). words: that its parameters ask for."""
+    """A function that a call names, with its companions (page.py).
+
+    words: that its parameters ask for.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -34,7 +37,10 @@ def word_of(parameter: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a page's function. word: its name without the letters of its shape."""
+    """A parameter of a page's function.
+
+    word: its name without the letters of its shape.
+    """
 
     name: str
     word: str
@@ -94,7 +100,8 @@ def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, st
 
 
 def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[str, str]]:
-    """Returns the words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
+    """Returns the words by which functions may ask about the responses of a call: word -> their key, `mask` or
+    `ended`."""
     if isinstance(call, Compute):
         keys = tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
     else:

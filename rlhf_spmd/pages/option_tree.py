@@ -30,7 +30,7 @@ class ByName(NamedTuple):
 
 class OptionTree:
     """The base of the root of a tree. OPEN: groups whose options are not known to the tree. NO_OPTIONS: other fields
-    that are no options."""
+    that are not options."""
 
     __slots__ = ()
     OPEN: ClassVar[tuple[str, ...]] = ()
@@ -45,8 +45,12 @@ Tree = TypeVar("Tree", bound=OptionTree)
 
 
 class Option(NamedTuple):
-    """An option of a tree. path: the attributes, and the name in a mapping, that lead to its value. owner: the class of
-    its field. form: of ByName, else empty."""
+    """An option of a tree.
+
+    path: the attributes, and the name in a mapping, that lead to its value.
+    owner: the class of its field.
+    form: of ByName, else empty.
+    """
 
     annotation: Any
     value: Any
@@ -61,8 +65,11 @@ class Option(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A value that a user gives an option. where: the place in a file, for messages; empty: the command line. also:
-    what can be named there besides options, for suggestions."""
+    """A value that a user gives an option.
+
+    where: the place in a file, for messages; empty: the command line.
+    also: what can be named there besides options, for suggestions.
+    """
 
     key: str
     value: Given

@@ -28,8 +28,11 @@ class Name:
     """Options of other programs that mean the same.
 
     ours: the options of this program; `*.NAME` is one of the algorithm, `--NAME` a word of the command line.
-    theirs: program -> names or patterns; also: names in further programs. values: texts there -> texts here.
-    rule: function of migration/rules.py that translates a value. why: for names that have no option here.
+    theirs: program -> names or patterns.
+    also: names in further programs.
+    values: texts there -> texts here.
+    rule: function of migration/rules.py that translates a value.
+    why: for names that have no option here.
     """
 
     kind: Kind

@@ -21,8 +21,10 @@ GIVEN = ("workload", "cluster")  # what place() is called with besides its optio
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks. further: a
-    dataclass whose fields are further options, which place() takes by keyword; None: there are none."""
+    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks.
+
+    further: a dataclass whose fields are further options, which place() takes by keyword; None: there are none.
+    """
 
     name: str
     source: str

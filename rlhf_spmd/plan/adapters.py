@@ -20,7 +20,10 @@ NUMBER_BYTES = 4  # adapters are float32 in any precision of the base
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model. targets: the names of layers that have them, of LINEAR_LAYERS."""
+    """The adapters of a model.
+
+    targets: the names of layers that have them, of LINEAR_LAYERS.
+    """
 
     rank: int
     alpha: float

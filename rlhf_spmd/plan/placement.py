@@ -262,7 +262,8 @@ def weights_layout(call: ModelCall, rank: int, workload: Workload, placement: Pl
 
 
 def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement, rank: int) -> tuple[int, ...] | None:
-    """Returns the ranks whose collectives a call enters where it runs in `layout` on `rank`; None if it computes alone."""
+    """Returns the ranks whose collectives a call enters where it runs in `layout` on `rank`; None if it computes
+    alone."""
     if isinstance(call, Train):
         ranks = layout.ranks
     elif isinstance(call, Compute):

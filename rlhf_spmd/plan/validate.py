@@ -121,7 +121,8 @@ def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
 
 
 def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]:
-    """Checks partners: two calls may use one copy of a model's shard only if they split the model with the same ranks."""
+    """Checks partners: two calls may use one copy of a model's shard only if they split the model with the same
+    ranks."""
     # model, rank, shard -> call and the ranks of its copy
     users: dict[tuple[str, int, Shard], tuple[str, tuple[int, ...]]] = {}
     for call in workload.workflow.placed_calls:

@@ -37,10 +37,12 @@ class Role:
     """A model of an algorithm.
 
     head: the output, logits (`lm`) or one number per token (`scalar`; zeros at first if the model trains and its folder
-    has no such head). lr: default learning rate; None: the model never trains. starts_from: roles whose folder it is
-    read from if it has none of its own: the first one with a folder and the first role's tokenizer. judge: it scores
-    whole responses, so a reward function may replace it, and with another tokenizer it reads text. saved: the trained
-    model is written as a Hugging Face folder at the end of a run.
+        has no such head).
+    lr: default learning rate; None: the model never trains.
+    starts_from: roles whose folder it is read from if it has none of its own: the first one with a folder and the first
+        role's tokenizer.
+    judge: it scores whole responses, so a reward function may replace it, and with another tokenizer it reads text.
+    saved: the trained model is written as a Hugging Face folder at the end of a run.
     """
 
     head: Literal["lm", "scalar"]
@@ -52,8 +54,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A symbolic value: the key under which every rank's store holds its rows. kept, logprobs, model: for generated
-    responses, the keys of their sampling supports and logprobs, and the model that made them."""
+    """A symbolic value: the key under which every rank's store holds its rows.
+
+    kept, logprobs, model: for generated responses, the keys of their sampling supports and logprobs, and the model that
+        made them.
+    """
 
     key: str
     kept: str = ""
@@ -63,9 +68,13 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class _ModelCall:
-    """A use of a model. name: of the call, in a workflow. function: what is computed, e.g. "logprobs", or a loss.
-    inputs, outputs: all keys that it reads and makes. tokens: the inputs that the model's sequences consist of:
-    prompts, then one or two keys of responses."""
+    """A use of a model.
+
+    name: of the call, in a workflow.
+    function: what is computed, e.g. "logprobs", or a loss.
+    inputs, outputs: all keys that it reads and makes.
+    tokens: the inputs that the model's sequences consist of: prompts, then one or two keys of responses.
+    """
 
     name: str
     model: str
@@ -93,13 +102,20 @@ class _ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class _LossCall(_ModelCall):
-    """A model call that computes a loss. arguments: parameter of the loss -> key. drawn: the key of the generator's
-    logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of numbers
-    that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response tokens,
-    responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's remaining
-    steps of the iteration are skipped. entropy: whether the loss reads it. loglinear: whether its old logprobs lie
-    between the generator's and the current ones, at the share that the loss gets as `lag_share`. module: that the loss
-    is from; empty: it is looked up."""
+    """A model call that computes a loss.
+
+    arguments: parameter of the loss -> key.
+    drawn: the key of the generator's logprobs, which training compares with its own.
+    kept: the key of the sampling supports.
+    only: the key of numbers that are 0 for rows that are not trained on.
+    divisor: the loss of a mini-batch is divided by its response tokens, responses or rows, or by the sum of a key's
+        numbers.
+    stop: (name of a mean, limit); beyond it the model's remaining steps of the iteration are skipped.
+    entropy: whether the loss reads it.
+    loglinear: whether its old logprobs lie between the generator's and the current ones, at the share that the loss
+        gets as `lag_share`.
+    module: that the loss is from; empty: it is looked up.
+    """
 
     arguments: tuple[tuple[str, str], ...] = ()
     drawn: str = ""
@@ -127,10 +143,14 @@ class Generate(_ModelCall):
 
 @dataclass(frozen=True, slots=True)
 class Infer(_ModelCall):
-    """A forward pass without gradients that makes one key. kept: the key of the sampling supports. current: where the
-    next batch is drawn while one trains, it belongs to training, and has the weights with which that begins; else it
-    has the weights that drew. drawn: the key of the generator's logprobs, with which the parity gate compares the
-    result; a call without outputs does nothing else, for the first mini-batch (program/ahead.py)."""
+    """A forward pass without gradients that makes one key.
+
+    kept: the key of the sampling supports.
+    current: where the next batch is drawn while one trains, it belongs to training, and has the weights with which that
+        begins; else it has the weights that drew.
+    drawn: the key of the generator's logprobs, with which the parity gate compares the result; a call without outputs
+        does nothing else, for the first mini-batch (program/ahead.py).
+    """
 
     kind: Literal["infer"] = field(default="infer", init=False)
     kept: str = ""
@@ -154,9 +174,13 @@ class Measure(_LossCall):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A pure computation on data. arguments: parameter of the function -> key. scope: the rows that it must see at once
-    to make one of them. sums: whether it ends with sums over the whole batch. module: that the function is from; empty:
-    it is looked up."""
+    """A pure computation on data.
+
+    arguments: parameter of the function -> key.
+    scope: the rows that it must see at once to make one of them.
+    sums: whether it ends with sums over the whole batch.
+    module: that the function is from; empty: it is looked up.
+    """
 
     name: str
     model: None = field(default=None, init=False)
@@ -302,9 +326,13 @@ def is_read_by_both(call: Call, workflow: Workflow) -> bool:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls while the algorithm runs on symbolic values. replay: sampling is restricted (top-k, ...), so every
-    pass over generated responses also reads their sampling supports. episodes: responses have several turns, so every
-    call with a mask of responses also reads which of their tokens were drawn."""
+    """Collects calls while the algorithm runs on symbolic values.
+
+    replay: sampling is restricted (top-k, ...), so every pass over generated responses also reads their sampling
+        supports.
+    episodes: responses have several turns, so every call with a mask of responses also reads which of their tokens were
+        drawn.
+    """
 
     roles: Mapping[str, Role]
     shapes: dict[str, Shape]

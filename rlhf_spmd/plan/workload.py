@@ -16,8 +16,10 @@ LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their lau
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama-family model, from which seconds and bytes follow. adapters: those that train on its frozen
-    weights; None: all weights train, or none."""
+    """The sizes of a Llama-family model, from which seconds and bytes follow.
+
+    adapters: those that train on its frozen weights; None: all weights train, or none.
+    """
 
     num_layers: int
     hidden_size: int
@@ -86,8 +88,10 @@ SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288); Qwen2.5 (arXiv 2412.
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
     """How long responses are forecast to be: lognormal with a mean and the standard deviation of the logarithm, cut at
-    the limit; or, with `rows`, as long as some responses were. prompts: tokens of the prompts of these; empty: all have
-    the most."""
+    the limit; or, with `rows`, as long as some responses were.
+
+    prompts: tokens of the prompts of these; empty: all have the most.
+    """
 
     mean: float
     sigma: float = 0.0
@@ -108,8 +112,12 @@ class ResponseLengths:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What episodes are forecast to be answered. turns: of an episode. tokens: of all answers of an episode, which are
-    a part of its response. mean_s, p95_s: mean and 95th percentile of the seconds between two turns."""
+    """What episodes are forecast to be answered.
+
+    turns: of an episode.
+    tokens: of all answers of an episode, which are a part of its response.
+    mean_s, p95_s: mean and 95th percentile of the seconds between two turns.
+    """
 
     turns: float
     tokens: float
@@ -122,9 +130,11 @@ class Workload:
     """The sizes of one iteration, the same under every placement.
 
     models: shape per model name; None for a model that is a Python function (a reward function) and has no weights.
-    rollout_batch: prompts per iteration; mini_batch: sequences per optimizer step; both global.
+    rollout_batch: prompts per iteration.
+    mini_batch: sequences per optimizer step; both global.
     micro_batch: sequences per forward on one data-parallel shard.
-    max_prompt, max_response: tokens. param_bytes: bytes per weight while computing (2 for bfloat16, 4 for float32).
+    max_prompt, max_response: tokens.
+    param_bytes: bytes per weight while computing (2 for bfloat16, 4 for float32).
     """
 
     workflow: Workflow

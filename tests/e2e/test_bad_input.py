@@ -26,8 +26,11 @@ TEMPLATE = Path(__file__).parents[2] / "strategies" / "_template.py"
 
 @dataclass(frozen=True)
 class Case:
-    """Options of one wrong run and what its message must say. `files` are written into the folder first. kind: of what
-    goes wrong; None: of a kind that another case launches. by_check: with one rank there would be another message."""
+    """Options of one wrong run and what its message must say. `files` are written into the folder first.
+
+    kind: of what goes wrong; None: of a kind that another case launches.
+    by_check: with one rank there would be another message.
+    """
 
     options: tuple[str, ...]
     says: tuple[str, ...]

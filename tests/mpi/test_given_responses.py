@@ -167,7 +167,8 @@ def test_logprobs_for_a_file_do_not_depend_on_the_ranks(placement, world, folder
 
 
 def learned(run: RunOf, engine: TrainEngine) -> tuple[int, list[Tensor]]:
-    """Returns all that an optimizer step changes: AdamW's step count, a copy of masters and moments, and the weights."""
+    """Returns all that an optimizer step changes: AdamW's step count, a copy of masters and moments, and the
+    weights."""
     num_steps, slices = engine.optimizer_state()
     return num_steps, [x.clone() for kinds in slices.values() for x in kinds.values()] + [
         *run.weights("actor").values()

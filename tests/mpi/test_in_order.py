@@ -1,7 +1,7 @@
 """Programs whose messages go through communicators that work in order: all of them end, and draw the same tokens.
 
-On gloo, which knows no order, this would show little; `tests/run_mpi.py --backend ordered 4` runs it, and `--backend
-host`, where every tensor goes through a copy in host memory.
+On gloo, which knows no order, this would show little; `tests/run_mpi.py --backend ordered 4` runs it, and
+`--backend host`, where every tensor goes through a copy in host memory.
 """
 
 import dataclasses

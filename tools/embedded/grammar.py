@@ -357,7 +357,8 @@ def score(text: str) -> float:
 
 
 def valence(prompts: list[str], responses: list[str]) -> list[float]:
-    """Scores each response with `score`, as a reward function: eval.reward_function=tools/embedded/grammar.py:valence."""
+    """Scores each response with `score`, as a reward function:
+    eval.reward_function=tools/embedded/grammar.py:valence."""
     return [score(response) for response in responses]
 
 
@@ -366,7 +367,8 @@ def _one_of(phrases) -> str:
 
 
 def _whole() -> re.Pattern:
-    """Returns what a continuation looks like: one or two sentences, whatever their nouns have to do with one another."""
+    """Returns what a continuation looks like: one or two sentences, whatever their nouns have to do with one
+    another."""
     nouns = _one_of([item.split()[-1] for kind in KINDS for item in kind.items] + [
         noun for kind in KINDS for noun, _ in kind.things
     ])  # fmt: skip

@@ -17,7 +17,8 @@ def quality(text: str, ended: bool) -> float:
 
 
 def ranked(rng: random.Random, prompt: str, a: Candidate, b: Candidate, annotator: float = ANNOTATOR) -> dict | None:
-    """Returns a row for `reward_model` and `dpo`; None for two that are equally good, which the annotator leaves out."""
+    """Returns a row for `reward_model` and `dpo`; None for two that are equally good, which the annotator leaves
+    out."""
     if a[1] == b[1] or not a[0].strip() or not b[0].strip():
         return None
     chance = 1 / (1 + math.exp(-annotator * (a[1] - b[1])))
@@ -40,7 +41,8 @@ def pairs_of_samples(rows: Sequence[dict], seed: int) -> list[dict]:
 
 
 def damaged(rng: random.Random, text: str) -> str:
-    """Returns a worse text: words shuffled, one of them dropped or repeated, a sentence repeated, or the end cut off."""
+    """Returns a worse text: words shuffled, one of them dropped or repeated, a sentence repeated, or the end cut
+    off."""
     words = text.split()
     at = rng.randrange(len(words))
     way = rng.randrange(5)

@@ -44,7 +44,11 @@ KEPT = 5  # plans of a search that are listed
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program. layout: NxG, or two of them joined by + for nodes of two types. words: overrides of the preset."""
+    """A program.
+
+    layout: NxG, or two of them joined by + for nodes of two types.
+    words: overrides of the preset.
+    """
 
     strategy: str
     layout: str

@@ -34,7 +34,10 @@ OF_A_PLACE = ("strategy", "num_ranks", "inputs", "surroundings")  # of the state
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run. stopped: it does one iteration, and is resumed for the other one."""
+    """A run.
+
+    stopped: it does one iteration, and is resumed for the other one.
+    """
 
     ranks: int
     strategy: str

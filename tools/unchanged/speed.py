@@ -60,7 +60,8 @@ def verdict(old_s: Sequence[float], new_s: Sequence[float]) -> dict:
 
 
 def outside(num: int) -> int:
-    """Returns how many of so many sorted numbers lie on either side of an interval of their median: by the sign test."""
+    """Returns how many of so many sorted numbers lie on either side of an interval of their median: by the sign
+    test."""
     below, cut = 0.0, 0
     while 2 * (below := below + math.comb(num, cut) / 2**num) <= 1 - CONFIDENCE:  # chance of `cut` or fewer below it
         cut += 1

@@ -41,9 +41,11 @@ def merge_with_peft(folder: Path | str) -> str:
 class AdapterConfig:
     """A LoRA adapter without its numbers. Raises UserError for a rank, an alpha, a pattern or a task that cannot be.
 
-    targets: paths of layers, or their last parts. rank_pattern, alpha_pattern: regular expressions for the end of a
-    path -> the rank or alpha of these layers; the first that matches counts. modules_to_save: modules, named as
-    targets are, of which a trained copy is stored as a whole. base: the folder of its base, as peft wrote it.
+    targets: paths of layers, or their last parts.
+    rank_pattern, alpha_pattern: regular expressions for the end of a path -> the rank or alpha of these layers; the
+        first that matches counts.
+    modules_to_save: modules, named as targets are, of which a trained copy is stored as a whole.
+    base: the folder of its base, as peft wrote it.
     """
 
     rank: int = 8

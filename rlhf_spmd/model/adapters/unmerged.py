@@ -75,7 +75,8 @@ def load_any(
     device: torch.device | str = "cpu",
     parallel: Parallel = WHOLE,
 ) -> Transformer:
-    """Loads the frozen model in a folder, or one shard of it; of an adapter with its base, unmerged. Raises UserError."""
+    """Loads the frozen model in a folder, or one shard of it; of an adapter with its base, unmerged. Raises
+    UserError."""
     below = whole_folder(folder)
     adapted = adapters_in(folder, below) if is_adapter(folder) else None
     fresh = adapted is not None and adapted[1].head == "scalar"

@@ -76,7 +76,8 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
-        """Reads tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be read."""
+        """Reads tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be
+        read."""
         backend = read_backend(folder)
         ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
         return cls(

@@ -27,7 +27,11 @@ FIRST_ID = 100_000_000  # of calls whose format has none
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool. number: its id. error: why it cannot be read, in words for the model; empty: it can."""
+    """A call of a tool.
+
+    number: its id.
+    error: why it cannot be read, in words for the model; empty: it can.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -23,8 +23,11 @@ class TurnJoins:
     """Joins for one chat template with one list of tools.
 
     render(messages, answers): the text of a conversation and, with `answers`, the beginning of the assistant's next
-    turn. encode(text): its tokens, without those that a tokenizer adds to whole texts. stops: the tokens that end a
-    turn. name: of the template, for messages."""
+    turn. encode(text): its tokens, without those that a tokenizer adds to whole texts.
+
+    stops: the tokens that end a turn.
+    name: of the template, for messages.
+    """
 
     render: Callable[[list[Message], bool], str]
     encode: Callable[[str], list[int]]
@@ -67,7 +70,8 @@ class TurnJoins:
         return self._end
 
     def call_text(self, calls: Sequence[Message]) -> str:
-        """Renders a turn that only calls tools, without the end of the turn; empty: the template does not write calls."""
+        """Renders a turn that only calls tools, without the end of the turn; empty: the template does not write
+        calls."""
         opened, said = self.render([ASK], True), self.render([ASK, _answer("", calls)], False)
         text = said[len(opened) :] if said.startswith(opened) else said
         return text.removesuffix(self.end)

@@ -102,11 +102,14 @@ class ByLength:
 class Measured:
     """Tables of one shape on one type of device, for a rank that is one of `tp` slices, including their messages.
 
-    shape: with num_layers 0. param_bytes: per weight while computing. forward: from rows of tokens to logprobs, values
-    or scores, without gradients. train: a forward and a backward pass. prefill: a pass over the prompts that draws the
-    first token; decode: one more token for each of so many rows; None if the model does not generate. ends: extra
-    seconds of a step in which rows end, over the rows that began. update: clipping and the optimizer, over the
-    parameters of a rank.
+    shape: with num_layers 0.
+    param_bytes: per weight while computing.
+    forward: from rows of tokens to logprobs, values or scores, without gradients.
+    train: a forward and a backward pass.
+    prefill: a pass over the prompts that draws the first token.
+    decode: one more token for each of so many rows; None if the model does not generate.
+    ends: extra seconds of a step in which rows end, over the rows that began.
+    update: clipping and the optimizer, over the parameters of a rank.
     """
 
     shape: ModelShape
@@ -124,14 +127,18 @@ class Measured:
 class Device:
     """One type of device.
 
-    matrix_flops: FLOP/s of large products in the compute precision. memory_bytes_per_s: of a long read.
-    host_bytes_per_s: between host and device memory. layer_s: seconds of a layer of a forward pass beside its products
-    and messages (starting its kernels). decode_layer_s, decode_reduce_s: seconds in which the host starts the kernels
-    of a layer of a decode step, and one all-reduce among its slices. graph_layer_s: seconds of a layer between its
-    kernels where decode steps are replayed as CUDA graphs, which the host starts at once; None: it starts each kernel.
+    matrix_flops: FLOP/s of large products in the compute precision.
+    memory_bytes_per_s: of a long read.
+    host_bytes_per_s: between host and device memory.
+    layer_s: seconds of a layer of a forward pass beside its products and messages (starting its kernels).
+    decode_layer_s, decode_reduce_s: seconds in which the host starts the kernels of a layer of a decode step, and one
+        all-reduce among its slices.
+    graph_layer_s: seconds of a layer between its kernels where decode steps are replayed as CUDA graphs, which the host
+        starts at once; None: it starts each kernel.
     num_workers: how many ranks of a node compute at full speed at the same time, if they share its cores (a container
-    may have a core and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the
-    constants. reserve: the share of its memory that a program may not use (cluster.py).
+        may have a core and a half); None: each rank has a device of its own.
+    measured: tables of shapes, which replace the constants.
+    reserve: the share of its memory that a program may not use (cluster.py).
     """
 
     matrix_flops: float
@@ -175,9 +182,13 @@ HOST_LINK = Link(1e9, 2e-4)  # assumed: what sockets inside a node and a thread 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The properties of each node on which seconds depend; a calibration is valid for all equal machines. processor:
-    its name. details: what distinguishes processors of one name, and the instructions that torch uses. cores: available
-    to the ranks of a node, not always whole. threads: of each rank. torch: its version.
+    """The properties of each node on which seconds depend; a calibration is valid for all equal machines.
+
+    processor: its name.
+    details: what distinguishes processors of one name, and the instructions that torch uses.
+    cores: available to the ranks of a node, not always whole.
+    threads: of each rank.
+    torch: its version.
     """
 
     processor: str
@@ -192,11 +203,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """devices: by type. inside, between: links of devices in one node and in two. host: of two processes in one node,
-    by gloo: rows between GPUs take it. pipelined_prefill: whether a copy
-    with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
-    provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine.
-    sources: where constants (CONSTANTS) come from, one of SOURCES."""
+    """The constants of a kind of machine, from which forecasts follow.
+
+    devices: by type.
+    inside, between: links of devices in one node and in two.
+    host: of two processes in one node, by gloo: rows between GPUs take it.
+    pipelined_prefill: whether a copy with stages cuts the prompts of generation into as many micro-batches, so that its
+        stages work at the same time.
+    provenance: the source of the numbers.
+    machine: where they were measured; None: unknown, or not on one machine.
+    sources: where constants (CONSTANTS) come from, one of SOURCES.
+    """
 
     name: str
     devices: Mapping[str, Device]

@@ -55,8 +55,10 @@ def probed_table(device: Device) -> Measured | None:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors for the seconds of a device, by kind. num_workers: how many ranks of a node compute at full speed at the
-    same time, as measured."""
+    """Factors for the seconds of a device, by kind.
+
+    num_workers: how many ranks of a node compute at full speed at the same time, as measured.
+    """
 
     inference: float
     training: float

@@ -226,7 +226,8 @@ def batches_of(ahead: int, workload: Workload, key: str) -> int:
 
 
 def most_alive_bytes(program: Program, rank: int, of_call: Callable[[Workload, ModelCall, Layout, int], int]) -> int:
-    """Returns the most bytes of KV caches, or of what lives as long, that a rank has at one time. of_call: of a call."""
+    """Returns the most bytes of KV caches, or of what lives as long, that a rank has at one time. of_call: of a
+    call."""
     calls = {call.name: call for call in program.workload.workflow.generate_calls}
     layouts = program.placement.layouts
     sizes = {

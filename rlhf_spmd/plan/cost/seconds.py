@@ -102,7 +102,8 @@ class Cost:
         return num_parts * link.latency_s + num_bytes / link.bytes_per_s
 
     def host_message_s(self, source: int, destination: int, num_bytes: int) -> float:
-        """Returns seconds of a message through host memory: a copy to it, the message, and a copy to the other device."""
+        """Returns seconds of a message through host memory: a copy to it, the message, and a copy to the other
+        device."""
         copies_s = sum(num_bytes / self.device(rank).host_bytes_per_s for rank in (source, destination))
         link = self.calibration.host
         if self.cluster.node_of(source) != self.cluster.node_of(destination):

@@ -156,7 +156,8 @@ class _Simulation:
             self.at(self.spans[rank][-1][1], partial(self.ready.append, rank))
 
     def _passes(self, shard: Sequence[int], run: Run) -> list[list[tuple[float, float]]]:
-        """Returns begin and end of each instruction between the "begin" and "update" phases of a training run, by rank."""
+        """Returns begin and end of each instruction between the "begin" and "update" phases of a training run, by
+        rank."""
         node_of = self.program.cluster.node_of
         key = run.call, *((self.times.alike(rank, run), node_of(rank) - node_of(shard[0])) for rank in shard)
         if key not in self.known:

@@ -199,7 +199,8 @@ class Program:
         return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
 
     def layout_of(self, run: Run) -> Layout:
-        """Returns the layout of a Run; a rank may run a compute once for each of several consumers, on other columns."""
+        """Returns the layout of a Run; a rank may run a compute once for each of several consumers, on other
+        columns."""
         return self.placement.layouts[run.consumer or run.call]
 
     def columns_of(self, run: Run, rank: int) -> range:

@@ -42,7 +42,8 @@ def is_pipelined(call: ModelCall, layout: Layout) -> bool:
 
 
 def largest_number(layout: Layout, workload: Workload, call: ModelCall) -> int:
-    """Returns the most micro-batches that a Run can have on one shard: with a budget of tokens each may have one row."""
+    """Returns the most micro-batches that a Run can have on one shard: with a budget of tokens each may have one
+    row."""
     size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
     return _number(layout, workload, call, size)
 

@@ -301,7 +301,8 @@ class _Chains:
 
 
 def _part(piece: Piece, index: int, parts: int) -> Piece | None:
-    """Returns one of `parts` nearly equal parts of a piece, cut by rows if there are enough, else by layers or columns."""
+    """Returns one of `parts` nearly equal parts of a piece, cut by rows if there are enough, else by layers or
+    columns."""
     if parts == 1:
         return piece
     sizes = [last - first for first, last in piece.box]

@@ -64,8 +64,9 @@ class Weight:
     """One kind of weight: [layers, rows, columns] of the whole model.
 
     name: of a parameter of model/transformer.py; `{}` stands for the layer. A parameter with one dim (num_dims 1) has
-    one column. cut: the dim that tensor parallelism splits, in units of `unit` rows or columns; None: every slice holds
-    all of it. stages: which pipeline stages hold it; "layers": each the part of its layers; "ends": first and last.
+        one column.
+    cut: the dim that tensor parallelism splits, in units of `unit` rows or columns; None: every slice holds all of it.
+    stages: which pipeline stages hold it; "layers": each the part of its layers; "ends": first and last.
     """
 
     name: str
@@ -196,7 +197,8 @@ def trained_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
 
 @lru_cache(maxsize=64)
 def frozen_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """Returns the base of a model with adapters: its weights that training leaves as they are; of any other model none."""
+    """Returns the base of a model with adapters: its weights that training leaves as they are; of any other model
+    none."""
     if shape.adapters is None:
         return ()
     return tuple(weight for weight in weights_of(shape) if weight.name != SCORE)

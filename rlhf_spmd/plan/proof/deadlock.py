@@ -103,7 +103,8 @@ class _Transfers:
         return set().union(*(self._queued(rank, chains) for rank in ranks))
 
     def before_chain(self, number: int) -> set[int]:
-        """Returns, once all ranks of a reallocation are at its Wait, the ranks on which earlier operations still wait."""
+        """Returns, once all ranks of a reallocation are at its Wait, the ranks on which earlier operations still
+        wait."""
         if not self._absent.get((number, True), 1):
             return set()
         late = [rank for rank in self.transfers[number].ranks if self._head(rank, WORLD) != (number, True)]

@@ -43,11 +43,16 @@ Destination = tuple[int, int, int, int]  # of weights: first and last + 1 place 
 class Candidate:
     """A call in a layout. Bytes are those of the rank that needs the most of each kind, seconds those of one iteration.
 
-    layout: on some mesh of the same kind; ranks: its own; first, stop: places of its mesh (meshes.Mesh). piece_s:
-    seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
-    ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training,
-    or of a copy of the weights; base_bytes: those of them that models have in common (Workload.bases); the others are
-    the kinds of memory.working_bytes, copies with adapters among the cache_bytes.
+    layout: on some mesh of the same kind.
+    ranks: its own.
+    first, stop: places of its mesh (meshes.Mesh).
+    piece_s: seconds of one mini-batch while streaming.
+    gather_s: seconds to gather the weights, if training spreads them by ZeRO 3.
+    spread_bytes: what then is gathered at a time.
+    whole_bytes: weights of one shard.
+    static_bytes: of training, or of a copy of the weights.
+    base_bytes: those of them that models have in common (Workload.bases); the others are the kinds of
+        memory.working_bytes, copies with adapters among the cache_bytes.
     """
 
     layout: Layout

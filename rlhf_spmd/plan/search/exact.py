@@ -55,8 +55,10 @@ class Space:
 
 @dataclass(slots=True)
 class Best:
-    """The best scored choices, at most `keep`, one for each combination of meshes and grids. most_s: slower choices are
-    not searched for."""
+    """The best scored choices, at most `keep`, one for each combination of meshes and grids.
+
+    most_s: slower choices are not searched for.
+    """
 
     keep: int
     most_s: float = inf
@@ -378,7 +380,8 @@ class _Branches:
         return longest_s
 
     def _apart_s(self, a: int, b: int, size: int) -> float:
-        """Returns the least seconds of two calls without a choice: one after the other, or at once on disjoint meshes."""
+        """Returns the least seconds of two calls without a choice: one after the other, or at once on disjoint
+        meshes."""
         together_s = self._length_s(a) + self._length_s(b)
         for mine, mine_s in zip(*self.quickest[a], strict=True):
             if mine < size:

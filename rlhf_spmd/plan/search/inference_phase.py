@@ -27,8 +27,9 @@ Shared = tuple[tuple[tuple[Destination, int, bool], ...], ...]  # of each model,
 class Left:
     """The resources that a choice for all other calls leaves to these.
 
-    shared: where the weights are that they may share; free_bytes, gathered_bytes: free at each place, and set aside
-    there for gathered weights. least_s: a lower bound of the seconds of these calls, once known.
+    shared: where the weights are that they may share.
+    free_bytes, gathered_bytes: free at each place, and set aside there for gathered weights.
+    least_s: a lower bound of the seconds of these calls, once known.
     """
 
     shared: Shared

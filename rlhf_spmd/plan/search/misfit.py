@@ -37,7 +37,8 @@ class Roomy:
 
 
 def roomiest(space: Space, budget: Budget) -> Roomy | None:
-    """Returns the first choice found that fits, else the one with the least memory; None if no meshes suit all calls."""
+    """Returns the first choice found that fits, else the one with the least memory; None if no meshes suit all
+    calls."""
     model, best = space.model, None
     grids = [grid for prior in dict.fromkeys(priors(space)) if all(grid := grid_on(space, prior))]
     for key, grid in product((least_memory, least_static), grids):  # a frozen model alone gains little if offloaded

@@ -40,7 +40,10 @@ NUM_PRIORS = 5  # around which two_phase searches
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A proposed placement with the forecast of its program. call_level_s: seconds by the call-level model."""
+    """A proposed placement with the forecast of its program.
+
+    call_level_s: seconds by the call-level model.
+    """
 
     name: str
     placement: Placement
@@ -51,9 +54,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Plans, best first. gap: the fraction by which an unexplored placement might be faster in the call-level model;
-    0.0 if the exact search finished, None if the method proves nothing. processor_s: of search_s, what a processor
-    took, which other work on the machine does not lengthen."""
+    """Plans, best first.
+
+    gap: the fraction by which an unexplored placement might be faster in the call-level model; 0.0 if the exact search
+        finished, None if the method proves nothing.
+    processor_s: of search_s, what a processor took, which other work on the machine does not lengthen.
+    """
 
     plans: tuple[Plan, ...]
     gap: float | None

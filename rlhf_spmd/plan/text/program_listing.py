@@ -203,7 +203,8 @@ def memory_table(program: Program, columns: int | None = None) -> str:
 
 
 def show_packed(program: Program) -> str:
-    """Says how many bytes packed copies of weights may take, with which ranks generate on CPUs; empty: there are none."""
+    """Says how many bytes packed copies of weights may take, with which ranks generate on CPUs; empty: there are
+    none."""
     if set(program.cluster.device_types) != {"cpu"}:
         return ""
     most = max(packed_bytes(program, rank) for rank in program.cluster.ranks)

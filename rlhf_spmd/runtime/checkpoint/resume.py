@@ -62,7 +62,10 @@ LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm"
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A run to continue. state: of the checkpoint; empty without one: the run then starts again in its folder."""
+    """A run to continue.
+
+    state: of the checkpoint; empty without one: the run then starts again in its folder.
+    """
 
     folder: Path
     config: Config

@@ -21,8 +21,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """Which prompts each iteration uses. sizes: number of prompts of each file, whose indices follow each other.
-    weights: of the files; empty: the files are one set."""
+    """Which prompts each iteration uses.
+
+    sizes: number of prompts of each file, whose indices follow each other.
+    weights: of the files; empty: the files are one set.
+    """
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...] = ()

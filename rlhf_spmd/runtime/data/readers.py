@@ -308,7 +308,8 @@ def _values_of(column: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with texts in the place of bytes that are UTF-8, and numbers of Python in the place of numpy's."""
+    """Returns a value with texts in the place of bytes that are UTF-8, and numbers of Python in the place of
+    numpy's."""
     if isinstance(value, bytes):
         try:
             return value.decode()

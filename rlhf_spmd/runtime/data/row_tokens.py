@@ -89,9 +89,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """A row. form: how it is written, for messages. text: of the prompt. is_plain: the prompt is a column of its own,
-    as text. marks: 1 for each token of a single response that is learned. remark: for the heading, behind a number of
-    rows; empty: nothing is odd."""
+    """A row.
+
+    form: how it is written, for messages.
+    text: of the prompt.
+    is_plain: the prompt is a column of its own, as text.
+    marks: 1 for each token of a single response that is learned.
+    remark: for the heading, after a number of rows; empty: nothing is odd.
+    """
 
     form: str
     text: str
@@ -186,7 +191,7 @@ def check_text(where: str, text: str, what: str = "the prompt") -> None:
 
 
 def check_unicode(where: str, text: str, what: str) -> None:
-    """Raises UserError for a text that is no Unicode."""
+    """Raises UserError for a text that is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

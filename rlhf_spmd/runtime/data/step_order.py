@@ -19,7 +19,11 @@ NO_ROW = -1  # a place of a step without a row
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """Which rows each step reads. lengths: tokens of each row. most_tokens, most_rows: of a step."""
+    """Which rows each step reads.
+
+    lengths: tokens of each row.
+    most_tokens, most_rows: of a step.
+    """
 
     lengths: np.ndarray
     most_tokens: int

@@ -67,7 +67,10 @@ class WaitGraph:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The position of a rank. trouble: a known problem, e.g. `it is stopped`."""
+    """The position of a rank.
+
+    trouble: a known problem, e.g. `it is stopped`.
+    """
 
     rank: int
     host: str

@@ -51,7 +51,7 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
 
 
 def check_is_folder(folder: Path) -> None:
-    """Raises UserError if what a command names as a run folder is no folder."""
+    """Raises UserError if what a command names as a run folder is not a folder."""
     if not is_folder(folder):
         why = why_no_file(folder)
         why = why if why.startswith("can't") else "is not a folder"

@@ -57,9 +57,12 @@ OF_SLIME = {"args", "sample", "sampling_params"}  # parameters of a function tha
 class Environment:
     """What is known of an environment before it is used.
 
-    speaks: tools (calls in the model's format), chat (a turn is answered by messages) or text (as it is). tools: their
-    names. once: those that must not be called again after a failure. is_stateless: its answers depend on the call
-    alone. saves: it has save() and load()."""
+    speaks: tools (calls in the model's format), chat (a turn is answered by messages) or text (as it is).
+    tools: their names.
+    once: those that must not be called again after a failure.
+    is_stateless: its answers depend on the call alone.
+    saves: it has save() and load().
+    """
 
     name: str
     speaks: str

@@ -28,8 +28,14 @@ hanging: set[Future[Any]] = set()  # calls in this process that still run althou
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an episode begins with. columns: of the row. prompt: its text. messages: its conversation, if it is one.
-    seed: the same for all episodes of a group; sample_seed: of this one."""
+    """What an episode begins with.
+
+    columns: of the row.
+    prompt: its text.
+    messages: its conversation, if it is one.
+    seed: the same for all episodes of a group.
+    sample_seed: of this one.
+    """
 
     columns: dict[str, Any]
     prompt: str
@@ -50,8 +56,12 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What comes back. back: text, or messages with the roles user or tool. has_failed: a tool has, and text says how.
-    logs: further numbers."""
+    """What comes back.
+
+    back: text, or messages with the roles user or tool.
+    has_failed: a tool has, and text says how.
+    logs: further numbers.
+    """
 
     back: str | list[Message] = ""
     reward: float = 0.0

@@ -16,7 +16,10 @@ Render = Callable[..., str]  # as of model.hf.ChatTemplate.render
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How the rows of one environment are written. form: of tool calls; empty: there are none."""
+    """How the rows of one environment are written.
+
+    form: of tool calls; empty: there are none.
+    """
 
     environment: Environment
     tokenizer: Tokenizer

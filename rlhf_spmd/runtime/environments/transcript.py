@@ -47,7 +47,8 @@ def _answers(speech: Speech, said: Sequence[int], ids: Sequence[int]) -> list[st
 
 
 def _around(speech: Speech, said: Sequence[int]) -> str:
-    """Returns a regular expression of what follows a turn, with a group for each answer; empty: there is none to tell."""
+    """Returns a regular expression of what follows a turn, with a group for each answer; empty: there is none to
+    tell."""
     if speech.environment.speaks == "text":
         return ""
     calls = speech.calls(said) if speech.form else []

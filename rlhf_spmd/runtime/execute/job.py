@@ -45,8 +45,11 @@ class RunState:
 
 @dataclass(slots=True)
 class Job:
-    """One rank's part of a job. functions: of the calls, by the name that a call gives. state: before the next
-    iteration."""
+    """One rank's part of a job.
+
+    functions: of the calls, by the name that a call gives.
+    state: before the next iteration.
+    """
 
     config: Config
     program: Program

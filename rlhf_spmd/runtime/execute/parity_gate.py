@@ -85,5 +85,6 @@ def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: 
 
 
 def corrects(call: LossCall) -> bool:
-    """Returns whether the loss of a call gets the generator's logprobs beside the old ones, to correct the difference."""
+    """Returns whether the loss of a call gets the generator's logprobs beside the old ones, to correct the
+    difference."""
     return (GENERATOR_LOGPROBS, call.drawn) in call.arguments

@@ -183,7 +183,8 @@ class Engine:
         return over + self._draw(hidden_BD), num_tokens
 
     def _answers(self) -> tuple[list[int], list[Answer]]:
-        """Takes what has come back to rows outside: the requests that it ends, and the answers with which others go on."""
+        """Takes what has come back to rows outside: the requests that it ends, and the answers with which others go
+        on."""
         assert self.turns is not None
         over: list[int] = []
         going_on: list[Answer] = []

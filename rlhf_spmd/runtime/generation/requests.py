@@ -15,8 +15,11 @@ from rlhf_spmd.runtime.generation.scheduler import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of a request are drawn. temperature 0: the most likely token. stop: texts that end a response, and
-    are part of it. A response ends with an EOS id, a stop text, or after max_new_tokens."""
+    """How the tokens of a request are drawn. temperature 0: the most likely token.
+
+    stop: texts that end a response, and are part of it. A response ends with an EOS id, a stop text, or after
+        max_new_tokens.
+    """
 
     max_new_tokens: int
     min_new_tokens: int = 0

@@ -71,8 +71,10 @@ class Blocks:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request in the batch, or outside, where it has `base` tokens in the cache. key: identifies its prompt; requests
-    with the same prompt have the same key."""
+    """A request in the batch, or outside, where it has `base` tokens in the cache.
+
+    key: identifies its prompt; requests with the same prompt have the same key.
+    """
 
     request: int
     key: int
@@ -84,7 +86,10 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request in the queue. num_tokens: of the prompt, plus those of its response before it was preempted."""
+    """A request in the queue.
+
+    num_tokens: of the prompt, plus those of its response before it was preempted.
+    """
 
     request: int
     key: int
@@ -94,8 +99,11 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that gets the next row. donor: index of a row with the same prompt, already in the cache or admitted in
-    this round; None: prefill. copy: (from, to) for the donor's last, partly filled block."""
+    """A request that gets the next row.
+
+    donor: index of a row with the same prompt, already in the cache or admitted in this round; None: prefill.
+    copy: (from, to) for the donor's last, partly filled block.
+    """
 
     waiting: WaitingRequest
     row: RunningRequest
@@ -105,8 +113,11 @@ class Admission:
 
 @dataclass(slots=True)
 class Scheduler:
-    """The queue and the batch. max_rows: limit of sequences decoded at the same time; prefill_tokens: limit of tokens
-    in one prefill; blocks_per_row: limit of blocks per row (0: none).
+    """The queue and the batch.
+
+    max_rows: limit of sequences decoded at the same time.
+    prefill_tokens: limit of tokens in one prefill.
+    blocks_per_row: limit of blocks per row (0: none).
 
     tables_BM holds the blocks of `rows` (int32; entries beyond a row's blocks are undefined). It is updated in place
     and never rebuilt: a batch of 256 rows gets about twenty new blocks per step.

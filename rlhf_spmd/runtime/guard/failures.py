@@ -54,7 +54,8 @@ class PeerError(UserError):
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Returns whether torch.distributed raised this because of another rank, and not for lack of something on this one."""
+    """Returns whether torch.distributed raised this because of another rank, and not for lack of something on this
+    one."""
     text = str(error)
     if not isinstance(error, RuntimeError) or any(word in text for word in (*NO_DESCRIPTOR, *NO_THREAD, *NO_DEVICE)):
         return False

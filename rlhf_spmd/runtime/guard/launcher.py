@@ -162,8 +162,8 @@ def _connection(environment: Mapping[str, str]) -> int | None:
 
 
 def forget_leftovers(environment: MutableMapping[str, str]) -> None:
-    """Removes MPICH's variables if no launcher stands behind them, because their connection is closed, as in a process
-    that a rank has started, or because they are no numbers. MPICH would end the process."""
+    """Removes MPICH's variables if their launcher is gone, so that the connection is closed, as in a process
+    that a rank has started, or because they are not numbers. MPICH would end the process."""
     numbers = [number_in(environment, name) for name in OF_MPICH if name in environment]
     descriptor = number_in(environment, "PMI_FD")
     with suppress(OSError):

@@ -42,7 +42,8 @@ def start(text: str, *, only_in_place: bool = False) -> None:
 
 
 def say(text: str | Callable[[], str]) -> None:
-    """Sets what this process does from now on; a function is called, from another thread, whenever it is to be shown."""
+    """Sets what this process does from now on; a function is called, from another thread, whenever it is to be
+    shown."""
     global _text
     began_s = time.monotonic()
     _text = text if callable(text) else lambda: f"{text}, {time.monotonic() - began_s:.0f} s"

@@ -65,7 +65,8 @@ def print_json(values: Mapping[str, Any], asked: bool | None = None) -> None:
 
 
 def wants_json(asked: bool | None, found: Terminal | None) -> bool:
-    """Returns whether the line of JSON is printed. asked: --json or --no-json; None: neither, so a terminal gets none."""
+    """Returns whether the line of JSON is printed. asked: --json or --no-json; None: neither, so a terminal gets
+    none."""
     return found is None if asked is None else asked
 
 

@@ -28,8 +28,10 @@ NOT_KNOWN = object()  # the first value of something that depends on the machine
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Something that code may change. read, write: its value. Of torch, they also get the module, and first is the
-    value that torch starts with."""
+    """Something that code may change.
+
+    read, write: its value. Of torch, they also get the module, and first is the value that torch starts with.
+    """
 
     what: str
     read: Callable[..., Any]

@@ -31,7 +31,11 @@ JSON_KINDS = (".jsonl", ".json")  # whose rows may set sampling parameters
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An entry of the file. index: its place in the file, from 0, counting dropped prompts. columns: its others."""
+    """An entry of the file.
+
+    index: its place in the file, from 0, counting dropped prompts.
+    columns: its others.
+    """
 
     index: int
     text: str
@@ -41,7 +45,8 @@ class Prompt:
 
 
 def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = None) -> Sampling:
-    """Returns the sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is ignored)."""
+    """Returns the sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is
+    ignored)."""
     values = {name: getattr(generation, name) for name in SAMPLING_KEYS}
     for name, value in (own or {}).items():
         if name not in SAMPLING_KEYS or value is None:

@@ -185,7 +185,8 @@ def _line(points: Sequence[Point], axes: Axes, colour: str, look: str) -> str:
 
 
 def thinned(points: Sequence[Point], columns: int = WIDTH) -> list[Point]:
-    """Thins points to those that look the same in so many columns of pixels: first, lowest, highest and last of each."""
+    """Thins points to those that look the same in so many columns of pixels: first, lowest, highest and last of
+    each."""
     if len(points) <= 4 * columns:
         return list(points)
     found, step = [], math.ceil(len(points) / columns)

@@ -54,8 +54,11 @@ NAMES: dict[int, Literal["float32", "bfloat16"]] = {4: "float32", 2: "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class AtHand:
-    """A calibration for the current machine, and the given one. scale: the factors of its seconds, after a probe of
-    probe_s seconds; None: it was not scaled, because it was made on this machine or for the reason why_not."""
+    """A calibration for the current machine, and the given one.
+
+    scale: the factors of its seconds, after a probe of probe_s seconds; None: it was not scaled, because it was made on
+        this machine or for the reason why_not.
+    """
 
     given: Calibration
     calibration: Calibration

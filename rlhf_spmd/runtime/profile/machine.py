@@ -108,7 +108,8 @@ def _groups(controller: str) -> list[Path]:
 
 
 def _quota(folder: Path) -> float:
-    """Returns the quota of one control group: version 2 has `cpu.max` with quota and period, version 1 a file for each."""
+    """Returns the quota of one control group: version 2 has `cpu.max` with quota and period, version 1 a file for
+    each."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()

@@ -11,9 +11,14 @@ MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The sizes to measure. max_prompt, max_response: tokens of the longest sequence. shares: mean lengths relative to
-    that. most_rows: rows of full length in one forward. most_places: rows decoded at the same time. tps: numbers of
-    tensor-parallel ranks."""
+    """The sizes to measure.
+
+    max_prompt, max_response: tokens of the longest sequence.
+    shares: mean lengths relative to that.
+    most_rows: rows of full length in one forward.
+    most_places: rows decoded at the same time.
+    tps: numbers of tensor-parallel ranks.
+    """
 
     max_prompt: int
     max_response: int

@@ -192,7 +192,10 @@ def _recall(dtype: str) -> Table | None:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of a library per byte of weights. depends: whether the bits of a row depend on the rows beside it."""
+    """Seconds of a library per byte of weights.
+
+    depends: whether the bits of a row depend on the rows beside it.
+    """
 
     plain_s: float  # a decode step with plain weights
     packed_s: float  # and with packed ones

@@ -36,8 +36,8 @@ RECENT = 10  # iterations by whose seconds the time that is left is estimated
 class Result:
     """The last line of standard output, for machines. NaN, which becomes null, stands for a value not measured.
 
-    iteration_s, forecast_s: measured and forecast seconds of an iteration; scaled_by: the scale of the calibration in
-    the forecast (forecast_report.py).
+    iteration_s, forecast_s: measured and forecast seconds of an iteration.
+    scaled_by: the scale of the calibration in the forecast (forecast_report.py).
     """
 
     strategy: str
@@ -65,7 +65,11 @@ class Result:
 
 
 class Column(NamedTuple):
-    """A column of the table. name: its metric, NUMBER or LEFT. leaves: as in Metric."""
+    """A column of the table.
+
+    name: its metric, NUMBER or LEFT.
+    leaves: as in Metric.
+    """
 
     name: str
     heading: str

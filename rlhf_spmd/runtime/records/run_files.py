@@ -20,8 +20,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What is known of a run without its code. headlines: the metrics that its algorithm reports at the end. made_with:
-    commit, versions, hardware and the like of its last start, by name."""
+    """What is known of a run without its code.
+
+    headlines: the metrics that its algorithm reports at the end.
+    made_with: commit, versions, hardware and the like of its last start, by name.
+    """
 
     strategy: str
     title: str  # of the algorithm

@@ -49,8 +49,10 @@ FIND_S = 10.0  # after which a shared file system shows a new folder on all host
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to one prompt before training and, at the end of a run, after it. late_before, late_after: whether a
-    reward function ran out of time for it."""
+    """A response to one prompt before training and, at the end of a run, after it.
+
+    late_before, late_after: whether a reward function ran out of time for it.
+    """
 
     prompt_index: int
     prompt: str

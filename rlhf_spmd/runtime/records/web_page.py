@@ -150,7 +150,7 @@ class RunFiles:
 
 
 def read(path: Path) -> RunFiles:
-    """Raises UserError if it is no run folder, and OSError if it can't be read."""
+    """Raises UserError if it is not a run folder, and OSError if it can't be read."""
     check_is_folder(path)
     if why := why_no_file(path / CONFIG):
         if "does not exist" not in why:
@@ -179,7 +179,8 @@ def page(runs: Sequence[RunFiles], title: str) -> str:
 
 
 def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
-    """Returns the first and the last value of what an algorithm reports, on held-out data where it has an evaluation."""
+    """Returns the first and the last value of what an algorithm reports, on held-out data where it has an
+    evaluation."""
     found = {}
     for name in (*run.about.headlines, *_scores(run)):
         rows = run.evaluations if any(name in row for row in run.evaluations) else run.metrics

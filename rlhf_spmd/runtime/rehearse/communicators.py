@@ -28,8 +28,12 @@ HEADER = 2  # numbers before those of a message: its name, and when its sender i
 
 @dataclass(slots=True)
 class Part:
-    """One end of a message. name: a number that tells it from all others of an iteration; numbers: what it carries;
-    or, where it arrives, how many numbers it will carry. wire: what it shares with other messages of this rank."""
+    """One end of a message.
+
+    name: a number that tells it from all others of an iteration.
+    numbers: what it carries; or, where it arrives, how many numbers it will carry.
+    wire: what it shares with other messages of this rank.
+    """
 
     name: int
     peer: int
@@ -47,8 +51,11 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """What a rank gives to a communicator at once. members: of a meeting, ascending; seconds: that it takes this rank
-    once all have come."""
+    """What a rank gives to a communicator at once.
+
+    members: of a meeting, ascending.
+    seconds: that it takes this rank once all have come.
+    """
 
     parts: Sequence[Part] = ()
     name: int = 0

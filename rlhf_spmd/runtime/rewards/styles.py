@@ -33,8 +33,12 @@ EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Rows to score. columns: of the data set, without those that hold prompts as text or responses. first: the number
-    of the first row, where these are some of the rows of a rank. key: the column of prompts."""
+    """Rows to score.
+
+    columns: of the data set, without those that hold prompts as text or responses.
+    first: the number of the first row, where these are some of the rows of a rank.
+    key: the column of prompts.
+    """
 
     prompts: Sequence[str]
     responses: Sequence[str]
@@ -131,8 +135,11 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A reward function, and the names by which it is called. receiver: the word that is the response. hidden: words
-    that are columns, too, which the function does not get."""
+    """A reward function, and the names by which it is called.
+
+    receiver: the word that is the response.
+    hidden: words that are columns, too, which the function does not get.
+    """
 
     function: Callable
     receiver: str

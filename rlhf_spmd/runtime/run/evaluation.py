@@ -199,7 +199,8 @@ class Evaluator:
         return self._line(num_done, self.rows[-1])
 
     def is_best(self, num_done: int) -> bool:
-        """Returns whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
+        """Returns whether the evaluation after so many iterations is better than every earlier one, by
+        checkpoint.best."""
         return (
             bool(self.best and self.rows)
             and self.rows[-1]["iteration"] == num_done

@@ -22,8 +22,13 @@ from rlhf_spmd.runtime.run.prepare import make_iteration
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An iteration that is over. number: from 0. metrics: global, the same on every rank. answers: the messages of all
-    ranks. signals: that some rank has received meanwhile."""
+    """An iteration that is over.
+
+    number: from 0.
+    metrics: global, the same on every rank.
+    answers: the messages of all ranks.
+    signals: that some rank has received meanwhile.
+    """
 
     number: int
     data: Iteration

@@ -86,7 +86,8 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
 
 
 def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) -> list[str]:
-    """Returns the metrics that have a column on the console in a run with these options, in the order of the columns."""
+    """Returns the metrics that have a column on the console in a run with these options, in the order of the
+    columns."""
     absent = dict.fromkeys((*GENERATION, "gen_tokens_per_s"), not workflow.generate_calls)
     absent |= {STEP_TOKENS: not config.mini_batch_tokens, TIMEOUTS: not config.reward_timeout_s}
     return [

@@ -42,9 +42,13 @@ from rlhf_spmd.runtime.weights.weight_sync import whole_state
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
-    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
-    the name alone finds the strategy. note: about code that the user did not name."""
+    """The source of a run. A new run makes the folder `root`/`name`, a resumed one continues in its own.
+
+    strategy, source: name and text of the strategy module.
+    cluster: text of the cluster file, if there is one.
+    comes_with_package: the name alone finds the strategy.
+    note: about code that the user did not name.
+    """
 
     strategy: str
     source: str
@@ -94,7 +98,8 @@ def inputs(job: Job) -> dict[str, str]:
 
 
 def base_sums(job: Job) -> dict[str, str]:
-    """Returns the sum of all bits of the base of each model that trains adapters, the same in any layout. Collective."""
+    """Returns the sum of all bits of the base of each model that trains adapters, the same in any layout.
+    Collective."""
     workflow, rank, mine = job.program.workload.workflow, job.world.rank, dict[str, int]()
     for call in workflow.train_calls:
         layout = job.layout(call)

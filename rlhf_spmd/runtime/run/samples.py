@@ -66,8 +66,12 @@ def sample_responses(job: Job) -> list[Shown]:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Responses. prompts: as an environment opens them. tokens: that are scored, padded with -1. rewards: of episodes,
-    by their environments; NaN for those that are dropped."""
+    """Responses.
+
+    prompts: as an environment opens them.
+    tokens: that are scored, padded with -1.
+    rewards: of episodes, by their environments; NaN for those that are dropped.
+    """
 
     prompts: list[list[int]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)

@@ -208,7 +208,8 @@ class WorkerPool(ABC, Generic[One]):
 
 
 def has_ended(process: subprocess.Popen) -> bool:
-    """Returns whether a process ends within END_S. Its status stays to be read, so that its number is not given away."""
+    """Returns whether a process ends within END_S. Its status stays to be read, so that its number is not given
+    away."""
     until_s = time.monotonic() + END_S
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         if time.monotonic() > until_s:

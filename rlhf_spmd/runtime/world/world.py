@@ -200,7 +200,8 @@ class World:
             self._note(f"after {what}")
 
     def messages(self) -> Any:
-        """Returns an MPI communicator of its own. Collective; all ranks are here, so that MPI does not wait for long."""
+        """Returns an MPI communicator of its own. Collective; all ranks are here, so that MPI does not wait for
+        long."""
         self.barrier("a communicator")
         return self.control.comm.Dup()
 

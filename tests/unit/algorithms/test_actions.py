@@ -43,7 +43,8 @@ def test_the_pages_are_all():
 
 
 def masks(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes mask [B, FEW], mask [B, WIDE], and for each action of a row its place in the wide one (places_BG [B, FEW])."""
+    """Makes mask [B, FEW], mask [B, WIDE], and for each action of a row its place in the wide one (places_BG [B,
+    FEW])."""
     generator = torch.Generator().manual_seed(seed)
     few_BG = torch.arange(FEW) < torch.randint(1, FEW + 1, (ROWS, 1), generator=generator)
     places_BG = torch.stack([torch.randperm(WIDE - 1, generator=generator)[:FEW].sort()[0] for _ in range(ROWS)])

@@ -54,7 +54,8 @@ def models(seed: int = 0) -> tuple[nn.Module, nn.Module]:
 
 
 def make_rollouts(num: int, options: slow_ppo.Options, *, noise: float = 0.2) -> list[slow_ppo.Rollout]:
-    """Returns responses of 1 to 7 tokens, some ended; old logprobs and values a little off, so that things are clipped."""
+    """Returns responses of 1 to 7 tokens, some ended; old logprobs and values a little off, so that things are
+    clipped."""
     rng = np.random.default_rng(0)
     actor, critic = models()
     words = [v for v in range(VOCAB) if v not in options.eos_ids]

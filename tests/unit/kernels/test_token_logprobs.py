@@ -51,7 +51,8 @@ class Case:
 
 
 def make_case(num_rows, size, vocab_size, dtype, device, *, banned=False, kept=False, known=False, **options) -> Case:
-    """Makes a case: row 1, if there is one, has no token; no token is banned where it stands, and each is in its set."""
+    """Makes a case: row 1, if there is one, has no token; no token is banned where it stands, and each is in its
+    set."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden_ND = torch.randn(num_rows, size, generator=generator, dtype=torch.float64)
     weight_VD = torch.randn(vocab_size, size, generator=generator, dtype=torch.float64)

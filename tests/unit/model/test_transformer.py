@@ -74,7 +74,8 @@ CASES = {
 
 
 def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
-    """Returns a small random model of transformers, every parameter (biases and norms too) away from its initial value."""
+    """Returns a small random model of transformers, every parameter (biases and norms too) away from its initial
+    value."""
     import transformers
 
     family, options = CASES[case]

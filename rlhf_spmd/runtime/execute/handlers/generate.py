@@ -112,7 +112,8 @@ def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Te
 def _all_of_iteration(
     job: Job, call: Generate, model: Transformer, run: Run, data: Iteration, columns: slice
 ) -> Rollout:
-    """Returns the engine with all rows that this rank generates for a call in an iteration, in the order of its Runs."""
+    """Returns the engine with all rows that this rank generates for a call in an iteration, in the order of its
+    Runs."""
     generation, num_rows = job.config.generation, columns.stop - columns.start
     places = generation.max_sequences
     if run.mini_batch is not None:

@@ -17,7 +17,8 @@ def line(slope: float, start: float = 0.0) -> Curve:
 
 
 def table(**parts) -> Measured:
-    """Makes a table in which a layer takes a second for each token, the rest ten; longer sequences take twice as long."""
+    """Makes a table in which a layer takes a second for each token, the rest ten; longer sequences take twice as
+    long."""
     short, long = Layered(line(1.0), line(0.0, 10.0)), Layered(line(2.0), line(0.0, 20.0))
     by_length = ByLength((4.0, 8.0), (short, long))
     return Measured(SHAPE, 1, 2, by_length, by_length, line(1e-3), **parts)

@@ -69,7 +69,8 @@ def edit(path: Path, **values: object) -> None:
 
 @pytest.fixture
 def marker(tmp_path, run) -> Path:
-    """Returns the file that code of the run would make: it has a page, a strategy, a reward function, and names them."""
+    """Returns the file that code of the run would make: it has a page, a strategy, a reward function, and names
+    them."""
     marker = tmp_path / "ran"
     code = f"open({str(marker)!r}, 'w')\ndef place(workload, cluster): ...\ndef score(prompts, responses): ...\n"
     for name in ("algorithm.py", "strategy.py", "reward.py", "elsewhere.py"):
