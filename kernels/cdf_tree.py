@@ -36,7 +36,7 @@ WORD_MASK = 0xFFFFFFFF
 
 
 def depth(num_leaves: int) -> int:
-    """Levels of the smallest tree with at least `num_leaves` leaves."""
+    """Returns the levels of the smallest tree with at least `num_leaves` leaves."""
     levels = 0
     while FANOUT**levels < num_leaves:
         levels += 1
@@ -44,7 +44,7 @@ def depth(num_leaves: int) -> int:
 
 
 def levels_over(vocab_size: int) -> int:
-    """Levels between the root and the blocks."""
+    """Returns the levels between the root and the blocks."""
     return depth(-(-vocab_size // BLOCK))
 
 
@@ -52,7 +52,7 @@ LEVELS_INSIDE = depth(BLOCK)  # between a block and its tokens
 
 
 def level_uniforms(bits_B: Tensor, num_levels: int) -> Tensor:
-    """The number of each level, float64 [B, L] in [0, 1), from random bits int64 [B]."""
+    """Returns the number of each level, float64 [B, L] in [0, 1), from random bits int64 [B]."""
     assert bits_B.dtype == torch.int64, bits_B.dtype
     levels_L = torch.arange(num_levels, device=bits_B.device) * 0x9E3779B9 & WORD_MASK
     x_BL = (bits_B >> 32 & WORD_MASK)[:, None] ^ levels_L
@@ -83,7 +83,7 @@ def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
 
 
 def level_numbers(bits_B: np.ndarray, num_levels: int) -> np.ndarray:
-    """level_uniforms for an array."""
+    """Returns level_uniforms for an array."""
     assert bits_B.dtype == np.int64, bits_B.dtype
     levels_L = (np.arange(num_levels, dtype=np.uint64) * np.uint64(0x9E3779B9)).astype(np.uint32)
     x_LB = (bits_B >> 32).astype(np.uint32) ^ levels_L[:, None]
@@ -101,7 +101,7 @@ def _child(masses_BF: np.ndarray, number_B: np.ndarray) -> np.ndarray:
 
 
 def descend(masses_BN: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
-    """descend_ref for arrays; nodes are summed in the type of the masses."""
+    """Descends as descend_ref, for arrays; nodes are summed in the type of the masses."""
     num_rows, num_levels = numbers_BL.shape
     rows_B, index_B = np.arange(num_rows), np.zeros(num_rows, dtype=np.int64)
     left_BN = masses_BN
@@ -117,7 +117,8 @@ def descend(masses_BN: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
 
 
 def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
-    """The same draw if only a few listed leaves have mass: ids [B, C] and their masses, 0 for excluded ones.
+    """Returns the draw of `descend` if only a few listed leaves have mass: ids [B, C] and their masses, 0 for excluded
+    ones.
 
     One pass over the lists per level; no array is as wide as the tree.
     """
@@ -138,7 +139,7 @@ def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.nda
 
 @triton.jit
 def level_number(bits, LEVEL: tl.constexpr):
-    """One of level_uniforms, float64, from a scalar."""
+    """Returns one of level_uniforms, float64, from a scalar."""
     if LEVEL == 0:
         x = bits.to(tl.uint64) & 0xFFFFFFFF
     else:
@@ -152,7 +153,10 @@ def level_number(bits, LEVEL: tl.constexpr):
 
 @triton.jit
 def descend_row(masses_N, bits, FIRST: tl.constexpr, LEVELS: tl.constexpr):
-    """descend_ref for masses float64 [8**LEVELS], whose root is at level FIRST: the leaf, int32."""
+    """Returns the leaf, int32, that descend_ref returns for masses float64 [8**LEVELS].
+
+    FIRST: the level of the root.
+    """
     children_F = tl.arange(0, 8)
     index = tl.full([], 0, tl.int32)
     left_N = masses_N

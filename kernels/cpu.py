@@ -23,7 +23,8 @@ _used: set[torch.dtype] = set()
 
 
 def _load():
-    """-> the compiled module (None: it can't be used), the columns of a panel, the instruction set, why not."""
+    """Returns the compiled module (None: it can't be used), the columns of a panel, the instruction set, and why
+    not."""
     try:
         from rlhf_spmd.kernels import _native as native
     except ImportError as error:
@@ -38,12 +39,12 @@ _native, COLUMNS, INSTRUCTIONS, _problem = _load()
 
 
 def problem() -> str:
-    """Why this machine cannot use them; empty if it can."""
+    """Returns why this machine cannot use them; empty if it can."""
     return _problem
 
 
 def is_missing() -> bool:
-    """Whether an installation with a compiler would have them."""
+    """Returns whether an installation with a compiler would have them."""
     return problem() == NOT_COMPILED and platform.machine() in ("x86_64", "AMD64")
 
 
@@ -55,7 +56,7 @@ def use(dtypes: Collection[torch.dtype]) -> None:
 
 
 def used_for(x: Tensor) -> bool:
-    """Whether this process uses them for a tensor like x."""
+    """Returns whether this process uses them for a tensor like x."""
     return x.dtype in _used and x.device.type == "cpu"
 
 
@@ -68,7 +69,7 @@ class Panels:
 
 
 def pack(weight_OI: Tensor) -> Panels:
-    """A copy of the weights in that order."""
+    """Returns a copy of the weights in that order."""
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = weight_OI.new_empty(-(-num_out // COLUMNS) * COLUMNS, num_in)
@@ -77,7 +78,7 @@ def pack(weight_OI: Tensor) -> Panels:
 
 
 def product(x_NI: Tensor, weight_OI: Tensor | Panels, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + b -> y_NO, without a backward pass. Raises MemoryError if there is no room for its scratch."""
+    """Returns x W^T + b -> y_NO, without a backward pass. Raises MemoryError if there is no room for its scratch."""
     is_packed = isinstance(weight_OI, Panels)
     if isinstance(weight_OI, Panels):
         numbers, num_out = weight_OI.numbers, weight_OI.num_out
@@ -95,7 +96,7 @@ def product(x_NI: Tensor, weight_OI: Tensor | Panels, bias_O: Tensor | None = No
 
 
 def rmsnorm(x: Tensor, weight_D: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See kernels/rmsnorm.py; x is [T, D] or, without a residual, [T, H, D]."""
+    """Normalises as kernels/rmsnorm.py; x is [T, D] or, without a residual, [T, H, D]."""
     num_heads, stride_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     assert x.stride(-1) == 1
     y = x.new_empty(x.shape)
@@ -108,7 +109,7 @@ def rmsnorm(x: Tensor, weight_D: Tensor, eps: float, residual: Tensor | None = N
 
 
 def rotate(x_THd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> Tensor:
-    """See kernels/rope.py."""
+    """Rotates as kernels/rope.py."""
     num_tokens, num_heads, head_dim = x_THd.shape
     assert x_THd.stride(2) == 1 and cos_Tf.is_contiguous() and sin_Tf.is_contiguous()
     y_THd = x_THd.new_empty(x_THd.shape)
@@ -118,7 +119,7 @@ def rotate(x_THd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> Tensor:
 
 
 def kv_write(x_TKd: Tensor, cache_nKsd: Tensor, slots_T: Tensor) -> None:
-    """See kernels/kv_write.py."""
+    """Writes as kernels/kv_write.py."""
     num_tokens, num_heads, head_dim = x_TKd.shape
     assert x_TKd.stride(2) == 1 and cache_nKsd.is_contiguous() and slots_T.dtype == torch.int64
     sizes = num_tokens, num_heads, head_dim, cache_nKsd.shape[2], x_TKd.stride(0), x_TKd.stride(1)
@@ -128,7 +129,7 @@ def kv_write(x_TKd: Tensor, cache_nKsd: Tensor, slots_T: Tensor) -> None:
 def decode_attention(
     q_BHd: Tensor, keys_nKsd: Tensor, values_nKsd: Tensor, tables_BM: Tensor, lengths_B: Tensor, window: int | None
 ) -> Tensor:
-    """See kernels/decode_attention.py."""
+    """Computes attention as kernels/decode_attention.py."""
     num_rows, num_heads, head_dim = q_BHd.shape
     num_kv_heads, block_size = keys_nKsd.shape[1:3]
     assert q_BHd.stride()[1:] == (head_dim, 1) and keys_nKsd.is_contiguous() and values_nKsd.is_contiguous()
@@ -141,7 +142,7 @@ def decode_attention(
 
 
 def silu_mul(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """See kernels/silu_mul.py."""
+    """Computes silu(gate) * up as kernels/silu_mul.py."""
     assert gate_NI.stride(1) == up_NI.stride(1) == 1
     y_NI = gate_NI.new_empty(gate_NI.shape)
     sizes = *gate_NI.shape, gate_NI.stride(0), up_NI.stride(0)
@@ -152,7 +153,7 @@ def silu_mul(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
 def block_masses(
     logits_BV: Tensor, temperature_B: Tensor, block: int, *, offset: int = 0, least_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See kernels/sample_cpu.py."""
+    """Computes block masses as kernels/sample_cpu.py."""
     num_rows, width = logits_BV.shape
     assert logits_BV.stride(1) == 1 and temperature_B.dtype == torch.float32
     num_blocks = -(-(offset + width) // block)

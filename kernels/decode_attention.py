@@ -59,7 +59,12 @@ class Decode:
 
     @classmethod
     def prepare(cls, tables_BM: Tensor, lengths_B: Tensor, block_size: int, dtype: torch.dtype) -> "Decode":
-        """tables_BM int32, lengths_B int32 or int64, on the cache's device; dtype: of the queries."""
+        """Prepares what all layers of a step have in common.
+
+        tables_BM: int32, on the cache's device.
+        lengths_B: int32 or int64, on the cache's device.
+        dtype: of the queries.
+        """
         assert tables_BM.shape[0] == lengths_B.shape[0] and tables_BM.device == lengths_B.device
         if tables_BM.is_cuda:
             return cls(tables_BM, lengths_B, block_size, dtype, tables_BM.shape[1] * block_size)
@@ -77,7 +82,8 @@ class Decode:
         return step
 
     def mask(self, window: int | None) -> Tensor | None:
-        """CPU: mask_B11S to add to scores, 0 or -inf; None: every row sees every slot. Shared by all layers."""
+        """Returns mask_B11S to add to scores on a CPU, 0 or -inf; None: every row sees every slot. Shared by all
+        layers."""
         if window is not None and window >= self.num_slots:
             window = None
         if window not in self._masks:
@@ -95,7 +101,8 @@ class Decode:
         return self._masks[window]
 
     def gather(self, cache_nKsd: Tensor) -> Tensor:
-        """CPU: cache_BKSd, the slots in use of every row: a view if the blocks are in order, else a copy."""
+        """Returns cache_BKSd on a CPU, the slots in use of every row: a view if the blocks are in order, else a
+        copy."""
         num_blocks, num_kv_heads, block_size, head_dim = cache_nKsd.shape
         if self.in_place:
             return cache_nKsd[: len(self.lengths_B), :, : self.num_slots]
@@ -111,10 +118,12 @@ class Decode:
 def decode_attention(
     q_BHd: Tensor, keys_nKsd: Tensor, values_nKsd: Tensor, step: Decode, *, window: int | None = None
 ) -> Tensor:
-    """-> out_BHd, in the queries' dtype. window: number of a row's last tokens that are visible; None: all.
+    """Computes attention of one token of each row: out_BHd, in the queries' dtype.
 
-    On a CPU the cache must be finite everywhere (initialise it with zeros), because a hidden slot has weight 0, and
-    0 x NaN is NaN. There is no backward pass.
+    window: number of a row's last tokens that are visible; None: all.
+
+    On a CPU the cache must be finite everywhere (initialise it with zeros), because a hidden slot has weight 0, and 0 x
+    NaN is NaN. There is no backward pass.
     """
     assert not (torch.is_grad_enabled() and q_BHd.requires_grad), "decode_attention has no backward pass"
     assert keys_nKsd.shape[2] == step.block_size, (keys_nKsd.shape, step.block_size)
@@ -126,7 +135,8 @@ def decode_attention(
 
 
 def _on_cpu(q_BHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B11S: Tensor | None, empty_B: Tensor | None) -> Tensor:
-    """torch's attention without repeating keys and values: the heads of a group are queries of one key-value head.
+    """Calls torch's attention without repeating keys and values: the heads of a group are queries of one key-value
+    head.
 
     The exception is half precision with one thread or long rows: there torch packs keys for several queries, which
     costs more than it saves (a third at 32 rows and 8/4 heads of 64).
@@ -149,7 +159,7 @@ def decode_attention_ref(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """The reference: row by row, token by token, in float32 or wider."""
+    """Computes the reference: row by row, token by token, in float32 or wider."""
     wide = torch.promote_types(q_BHd.dtype, torch.float32)
     block_size, group = keys_nKsd.shape[2], q_BHd.shape[1] // keys_nKsd.shape[1]
     out_BHd = torch.zeros_like(q_BHd)
@@ -193,7 +203,8 @@ def _scan(
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """-> the sum of exponentials times values, the maximal exponent (base 2), the sum of exponentials; in one pass."""
+    """Returns the sum of exponentials times values, the maximal exponent (base 2), and the sum of exponentials; in one
+    pass."""
     dims_D = tl.arange(0, D)
     max_G = tl.full([G], -float("inf"), tl.float32)
     sum_G = tl.zeros([G], tl.float32)
@@ -327,8 +338,10 @@ def decode_attention_triton(
     window: int | None = None,
     num_parts: int | None = None,
 ) -> Tensor:
-    """The launcher. num_parts: a power of two; None: chosen from the shapes. Only the last dim of q and of the cache
-    must be contiguous."""
+    """Launches the kernels. Only the last dim of q and of the cache must be contiguous.
+
+    num_parts: a power of two; None: chosen from the shapes.
+    """
     (num_rows, num_heads, head_dim), (_, num_kv_heads, block_size, _) = q_BHd.shape, keys_nKsd.shape
     assert keys_nKsd.shape == values_nKsd.shape and keys_nKsd.shape[3] == head_dim, (q_BHd.shape, keys_nKsd.shape)
     assert q_BHd.dtype == keys_nKsd.dtype == values_nKsd.dtype, "queries and cache have one dtype"
@@ -373,11 +386,15 @@ def decode_attention_triton(
 
 
 def choose_parts(num_pairs: int, longest: int, num_processors: int) -> int:
-    """Parts that a row is split into, a power of two: about enough programs to fill the device, with MIN_TOKENS to
-    MAX_TOKENS each. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have.
+    """Returns the parts that a row is split into, a power of two: about enough programs to fill the device, with
+    MIN_TOKENS to MAX_TOKENS each.
 
-    The number that fills the device is rounded to the nearest power of two, not up: parts cost bytes, which the
-    second kernel reads again, and a full device gains nothing from twice as many programs."""
+    num_pairs: (row, key-value head) pairs.
+    longest: tokens that a row can have.
+
+    The number that fills the device is rounded to the nearest power of two, not up: parts cost bytes, which the second
+    kernel reads again, and a full device gains nothing from twice as many programs.
+    """
     exactly = num_processors * PROGRAMS_PER_PROCESSOR / num_pairs
     to_fill = 1 << max(round(math.log2(exactly)), 0)
     wanted = max(min(to_fill, longest // MIN_TOKENS), -(-longest // MAX_TOKENS), 1)

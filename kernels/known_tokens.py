@@ -30,15 +30,16 @@ class KnownTokens:
         return self.stop - len(self.holes)
 
     def within(self, ids: range) -> range:
-        """Those of consecutive ids that lie below `stop`."""
+        """Returns those of consecutive ids that lie below `stop`."""
         return range(min(ids.start, self.stop), min(ids.stop, self.stop))
 
     def width(self, ids: range) -> int:
-        """How many columns of a product over these ids are computed: whole tiles that hold all ids below `stop`."""
+        """Returns how many columns of a product over these ids are computed: whole tiles that hold all ids below
+        `stop`."""
         return min(-(-len(self.within(ids)) // TILE) * TILE, len(ids))
 
     def columns_of_holes(self, ids: range, device: torch.device) -> Tensor | None:
-        """The places of the holes among these ids, int64 [H]; None if there is none."""
+        """Returns the places of the holes among these ids, int64 [H]; None if there is none."""
         first, last = bisect_left(self.holes, ids.start), bisect_left(self.holes, ids.stop)
         if first == last:
             return None
@@ -55,5 +56,5 @@ class KnownTokens:
         return x_NC if columns_H is None else x_NC.index_fill_(1, columns_H, value)
 
     def missing(self, vocab_size: int) -> list[int]:
-        """The ids of a model with so many rows that are not known."""
+        """Returns the ids of a model with so many rows that are not known."""
         return [*self.holes, *range(self.stop, vocab_size)]

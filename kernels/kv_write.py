@@ -16,8 +16,8 @@ from rlhf_spmd.kernels.triton_import import tl, triton
 
 
 def heads_of(slots_T: Tensor, cache_nKsd: Tensor) -> Tensor | None:
-    """The row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K], computed once for
-    all layers; no slot may be -1. None if `kv_write` needs no such rows for this cache."""
+    """Returns the row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K], computed
+    once for all layers; no slot may be -1. None if `kv_write` needs no such rows for this cache."""
     if cache_nKsd.is_cuda or cpu.used_for(cache_nKsd):
         return None
     num_heads, block_size = cache_nKsd.shape[1:3]
@@ -35,7 +35,11 @@ def kv_write(
     slots_T: Tensor,
     heads_TK: Tensor | None = None,
 ) -> None:
-    """slots_T int64: the slot of each token; -1: not written (padding). heads_TK: `heads_of` the slots."""
+    """Writes keys and values of new tokens to the cache.
+
+    slots_T: int64, the slot of each token; -1: not written (padding).
+    heads_TK: `heads_of` the slots.
+    """
     if keys_TKd.is_cuda:
         kv_write_triton(keys_TKd, values_TKd, cache_keys_nKsd, cache_values_nKsd, slots_T)
         return
@@ -60,7 +64,7 @@ def kv_write(
 def kv_write_ref(
     keys_TKd: Tensor, values_TKd: Tensor, cache_keys_nKsd: Tensor, cache_values_nKsd: Tensor, slots_T: Tensor
 ) -> None:
-    """The reference: token by token."""
+    """Writes token by token, as the reference."""
     block_size = cache_keys_nKsd.shape[2]
     for t, slot in enumerate(slots_T.tolist()):
         if slot >= 0:
@@ -111,7 +115,7 @@ def _kv_write_kernel(
 def kv_write_triton(
     keys_TKd: Tensor, values_TKd: Tensor, cache_keys_nKsd: Tensor, cache_values_nKsd: Tensor, slots_T: Tensor
 ) -> None:
-    """The launcher: a program per token. Last dims must be contiguous."""
+    """Launches a program per token. Last dims must be contiguous."""
     num_tokens, num_heads, head_dim = keys_TKd.shape
     block_size = cache_keys_nKsd.shape[2]
     assert keys_TKd.shape == values_TKd.shape and slots_T.shape == (num_tokens,)

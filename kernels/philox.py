@@ -23,7 +23,8 @@ STREAM_BITS, POSITION_BITS = 8, 24  # of the third counter word
 
 
 def philox_uint32(seed: int, c0, c1, c2, c3) -> np.ndarray:
-    """The four output words, uint32 [4, ...], for the 128-bit counters (c0, c1, c2, c3) under the 64-bit key `seed`.
+    """Returns the four output words, uint32 [4, ...], for the 128-bit counters (c0, c1, c2, c3) under the 64-bit key
+    `seed`.
 
     The counters are integers or integer arrays in [0, 2**32) that broadcast against each other; the low half of the
     seed is k0.
@@ -42,12 +43,12 @@ def philox_uint32(seed: int, c0, c1, c2, c3) -> np.ndarray:
 
 
 def random_bits(seed: int, stream: int, iteration: int, prompt_B, sample_B, num_positions: int) -> np.ndarray:
-    """The random bits of each response token, int64 [B, G], for global prompt and sample indices.
+    """Returns the random bits of each response token, int64 [B, G], for global prompt and sample indices.
 
     stream: the purpose of the tokens, in [0, 2**8); numbers of different streams are independent. The key is the seed
-    and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions. The low
-    half of the bits is the first output word, used for the top level of the tree; the high half is the second word,
-    used for all other levels (cdf_tree.py).
+        and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions. The low
+        half of the bits is the first output word, used for the top level of the tree; the high half is the second word,
+        used for all other levels (cdf_tree.py).
     """
     assert 0 <= stream < 2**STREAM_BITS, f"stream {stream} exceeds {STREAM_BITS} bits"
     assert 0 <= num_positions <= 2**POSITION_BITS, f"{num_positions} positions exceed {POSITION_BITS} bits"

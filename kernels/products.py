@@ -42,13 +42,17 @@ class Library(Protocol):
     prepares: bool  # whether the first product with a number of rows takes long
 
     def exists(self, dtype: torch.dtype) -> bool:
-        """Whether this machine has it: its operators run, and agree with F.linear on a small product."""
+        """Returns whether this machine has it: its operators run, and agree with F.linear on a small product."""
 
     def multiply(self, x_NI: Tensor, weight_OI: Tensor | cpu.Panels, bias_O: Tensor | None) -> Tensor:
-        """-> y_NO, without a derivative. weight_OI: plain, or as `pack` made it. N >= 1."""
+        """Returns y_NO, without a derivative. N >= 1.
+
+        weight_OI: plain, or as `pack` made it.
+        """
 
     def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor | cpu.Panels:
-        """A copy of the weights in the library's order, made for num_rows rows; `multiply` takes it with any number."""
+        """Returns a copy of the weights in the library's order, made for num_rows rows; `multiply` takes it with any
+        number."""
 
 
 class Linear:
@@ -102,7 +106,7 @@ class Native:
 
 
 def _few_sizes(num_rows: int) -> int:
-    """A number at least as large, of 8 for each power of two; of 16 from 256 on, where more rows cost more."""
+    """Rounds a number up to one of 8 for each power of two; of 16 from 256 on, where more rows cost more."""
     step = 1 << max((num_rows - 1).bit_length() - (4 if num_rows <= 256 else 5), 0)
     return -(-num_rows // step) * step
 
@@ -117,7 +121,7 @@ BACKWARD = {"linear": torch.mm, "native": _native_mm}  # products [N, M] x [M, K
 
 
 def _agrees(library: Library, dtype: torch.dtype) -> bool:
-    """Whether a library multiplies as F.linear does, with plain and packed weights, up to rounding."""
+    """Returns whether a library multiplies as F.linear does, with plain and packed weights, up to rounding."""
     x_NI, weight_OI, bias_O = (torch.arange(1.0, 1 + n * m).view(n, m).sin().to(dtype) for n, m in _SMALL)
     with torch.no_grad():
         wanted_NO = F.linear(x_NI.double(), weight_OI.double(), bias_O[0].double())
@@ -148,7 +152,7 @@ class Choice:
     pack_s: float = 1.0e-9
 
     def packs(self, num_steps: float) -> bool:
-        """Whether packing is earned by this number of decode steps."""
+        """Returns whether packing is earned by this number of decode steps."""
         return self.pack_s < num_steps * (self.plain_s - self.packed_s)
 
 
@@ -163,13 +167,13 @@ def use(table: Mapping[str, Choice]) -> None:
 
 
 def in_use(dtype: torch.dtype) -> Library:
-    """The library for products of CPU tensors of this dtype."""
+    """Returns the library for products of CPU tensors of this dtype."""
     return _chosen[dtype][0] if dtype in _chosen else LINEAR
 
 
 def rows_for(num_rows: int, dtype: torch.dtype) -> int:
-    """The number of rows to which a pass over so many tokens is padded, so that each product is soon not the first with
-    its number of rows."""
+    """Returns the number of rows to which a pass over so many tokens is padded, so that each product is soon not the
+    first with its number of rows."""
     return _few_sizes(num_rows) if in_use(dtype).prepares else num_rows
 
 
@@ -184,7 +188,7 @@ class Packed:
 
 
 def earns_packing(weight_OI: Tensor, num_steps: float) -> bool:
-    """Whether weights like this one should be packed for this number of decode steps."""
+    """Returns whether weights like this one should be packed for this number of decode steps."""
     if not weight_OI.is_cpu or weight_OI.dtype not in _chosen:
         return False
     library, choice = _chosen[weight_OI.dtype]
@@ -193,7 +197,7 @@ def earns_packing(weight_OI: Tensor, num_steps: float) -> bool:
 
 @torch.no_grad()
 def packed(weight_OI: Tensor, num_rows: int) -> Packed:
-    """A packed copy, for products of about num_rows rows."""
+    """Returns a packed copy, for products of about num_rows rows."""
     library = in_use(weight_OI.dtype)
     return Packed(library, library.pack(weight_OI, num_rows), len(weight_OI))
 
@@ -202,7 +206,7 @@ def packed(weight_OI: Tensor, num_rows: int) -> Packed:
 
 
 def product(x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None) -> Tensor:
-    """x [..., I] -> [..., O], differentiable once if the weight is not packed."""
+    """Multiplies x [..., I] -> [..., O], differentiable once if the weight is not packed."""
     if isinstance(weight_OI, Packed):
         return _multiply(weight_OI.library, x, weight_OI.weight, bias_O, weight_OI.num_out)
     library = _library(x, weight_OI)
@@ -214,7 +218,7 @@ def product(x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None)
 
 
 def product_in(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """The product, without a derivative; it lies in out_NO if the library can write there."""
+    """Multiplies without a derivative; the result lies in out_NO if the library can write there."""
     library = _library(x_NI, weight_OI)
     if library is LINEAR:
         return torch.mm(x_NI, weight_OI.T, out=out_NO)

@@ -18,7 +18,7 @@ TILE = 2048  # numbers that a program holds, if a row is shorter than that
 
 
 def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """-> (y, s): the normalised rows, and x + residual (x itself without a residual). x may also be [T, H, D].
+    """Returns (y, s): the normalised rows, and x + residual (x itself without a residual). x may also be [T, H, D].
 
     There is no backward pass.
     """
@@ -34,7 +34,7 @@ def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | No
 
 
 def rmsnorm_ref(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The reference: the formula, in float32 or wider."""
+    """Computes the reference: the formula, in float32 or wider."""
     s_ND = x_ND if residual_ND is None else x_ND + residual_ND
     wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
     y_ND = wide_ND * torch.rsqrt(wide_ND.square().mean(dim=-1, keepdim=True) + eps) * weight_D
@@ -85,7 +85,7 @@ def _rmsnorm_kernel(
 def rmsnorm_triton(
     x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The launcher: a program per long row, or per handful of short ones. Only the last dims must be contiguous."""
+    """Launches a program per long row, or per handful of short ones. Only the last dims must be contiguous."""
     assert x_ND.dim() in (2, 3) and weight_D.shape == x_ND.shape[-1:] and weight_D.dtype == x_ND.dtype, x_ND.shape
     assert x_ND.stride(-1) == weight_D.stride(0) == 1
     assert residual_ND is None or (residual_ND.shape, residual_ND.dtype) == (x_ND.shape, x_ND.dtype)

@@ -16,7 +16,7 @@ from rlhf_spmd.kernels.triton_import import tl, triton
 
 
 def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (q_THd, k_TKd) rotated. q and k may be views of one projection. There is no backward pass on a GPU.
+    """Returns q_THd and k_TKd rotated. q and k may be views of one projection. There is no backward pass on a GPU.
 
     cos and sin may be `prepared`, once for all layers."""
     if q_THd.is_cuda:
@@ -32,18 +32,18 @@ def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[
 
 
 def prepared(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors as `rope` reads them fastest: `doubled` where torch's operations turn, else as they are."""
+    """Returns the factors as `rope` reads them fastest: `doubled` where torch's operations turn, else as they are."""
     return (cos_Tf, sin_Tf) if cos_Tf.is_cuda or cpu.used_for(cos_Tf) else doubled(cos_Tf, sin_Tf)
 
 
 def doubled(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors [T, 1, d] for a whole head, and for a head with its halves exchanged. On a CPU this takes fewer, longer
-    operations than half by half, and gives the same bits."""
+    """Returns factors [T, 1, d] for a whole head, and for a head with its halves exchanged. On a CPU this takes fewer,
+    longer operations than half by half, and gives the same bits."""
     return torch.cat((cos_Tf, cos_Tf), dim=-1)[:, None], torch.cat((-sin_Tf, sin_Tf), dim=-1)[:, None]
 
 
 def _together(q_THd: Tensor, k_TKd: Tensor) -> Tensor:
-    """q and k as one tensor: a view if they are adjacent in one projection."""
+    """Returns q and k as one tensor: a view if they are adjacent in one projection."""
     num_tokens, num_heads, head_dim = q_THd.shape
     one_storage = q_THd.untyped_storage().data_ptr() == k_TKd.untyped_storage().data_ptr()
     behind = q_THd.storage_offset() + num_heads * q_THd.stride(1)
@@ -53,7 +53,7 @@ def _together(q_THd: Tensor, k_TKd: Tensor) -> Tensor:
 
 
 def rope_ref(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference: q and k separately."""
+    """Computes the reference: q and k separately."""
     return rotate(q_THd, cos_Tf, sin_Tf), rotate(k_TKd, cos_Tf, sin_Tf)
 
 
@@ -130,7 +130,7 @@ def _rope_kernel(
 
 
 def rope_triton(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """The launcher: a program per token. Only the last dims must be contiguous; cos and sin have the dtype of q."""
+    """Launches a program per token. Only the last dims must be contiguous; cos and sin have the dtype of q."""
     (num_tokens, num_heads, head_dim), (_, num_kv_heads, _) = q_THd.shape, k_TKd.shape
     assert head_dim % 2 == 0 and k_TKd.shape == (num_tokens, num_kv_heads, head_dim), (q_THd.shape, k_TKd.shape)
     assert cos_Tf.shape == sin_Tf.shape == (num_tokens, head_dim // 2), cos_Tf.shape

@@ -38,7 +38,8 @@ BLOCKS = 8  # blocks per program of the first kernel
 def sample_ref(
     logits_BV: Tensor, bits_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
 ) -> Sampled:
-    """The reference of sample(): sorts whole rows; excluded tokens have mass 0 in a tree over the whole vocabulary."""
+    """Computes the reference of sample(): sorts whole rows; excluded tokens have mass 0 in a tree over the whole
+    vocabulary."""
     rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
     vocab_size = logits_BV.shape[1]
     z_BV = logits_BV.to(rules.temperature_B.dtype) / rules.temperature_B[:, None]
@@ -75,7 +76,7 @@ def _blocks_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The largest logit of each block, and the sum of exp((logit - largest) / temperature)."""
+    """Computes the largest logit of each block, and the sum of exp((logit - largest) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     block_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids_NK = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -100,7 +101,7 @@ def _merge_kernel(
     # meta
     LEAVES: tl.constexpr,
 ):
-    """The mass of a row, for the rules."""
+    """Computes the mass of a row, for the rules."""
     row = tl.program_id(0).to(tl.int64)
     mass_N, _highest = _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES)
     tl.store(total_ptr + row, tl.sum(mass_N, axis=0))
@@ -108,7 +109,7 @@ def _merge_kernel(
 
 @triton.jit
 def _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES: tl.constexpr):
-    """Block masses relative to the row's largest logit, float64, and that logit."""
+    """Returns block masses relative to the row's largest logit, float64, and that logit."""
     leaf_N = tl.arange(0, LEAVES)
     there_N = leaf_N < num_blocks
     max_N = tl.load(max_ptr + row * num_blocks + leaf_N, mask=there_N, other=float("-inf"))
@@ -186,7 +187,10 @@ def _draw_kernel(
 def sample_triton(
     logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
 ) -> Sampled:
-    """any_restricted: whether any row may be restricted. Rows may have any stride; logits of a row are contiguous."""
+    """Launches the kernels. Rows may have any stride; logits of a row are contiguous.
+
+    any_restricted: whether any row may be restricted.
+    """
     num_rows, vocab_size = logits_BV.shape
     assert logits_BV.dtype in (torch.float32, torch.bfloat16, torch.float16), logits_BV.dtype
     assert logits_BV.stride(1) == 1 and bits_B.shape == (num_rows,) and bits_B.is_contiguous()
@@ -225,10 +229,12 @@ def sample_triton(
 def sample(
     logits_BV: Tensor, bits_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
 ) -> Sampled:
-    """Draws a token per row. bits_B: int64, from philox.random_bits; tensor or numpy.
+    """Draws a token per row.
 
-    temperature (0: the lowest id among the largest logits), top_k (0: off), top_p and min_p are numbers or tensors [B].
-    num_stored = K: the support is limited to the K most likely tokens, and their ids are returned.
+    bits_B: int64, from philox.random_bits; tensor or numpy.
+    temperature, top_k, top_p, min_p: numbers or tensors [B]. temperature 0 takes the lowest id among the largest
+        logits; top_k 0 is off.
+    num_stored: K: the support is limited to the K most likely tokens, and their ids are returned.
     """
     rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
     bits_B = torch.as_tensor(bits_B, device=logits_BV.device)

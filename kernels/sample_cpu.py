@@ -29,7 +29,10 @@ LOWEST = torch.finfo(torch.float32).min
 def sample_cpu(
     logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
 ) -> Sampled:
-    """any_restricted: whether any row may be restricted."""
+    """Draws a token per row on a CPU.
+
+    any_restricted: whether any row may be restricted.
+    """
     if len(logits_BV) == 0:
         return empty(logits_BV, rules, num_stored)
     if not any_restricted:
@@ -57,9 +60,10 @@ def empty(logits_BV: Tensor, rules: Rules, num_stored: int) -> Sampled:
 def block_masses(
     logits_BV: Tensor, temperature_B: Tensor, *, offset: int = 0, least_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """max z [B], and the mass of each block relative to it, float64 [B, N].
+    """Returns max z [B], and the mass of each block relative to it, float64 [B, N]. Only tokens with z >= least_B
+    count.
 
-    offset: of the first logit in its block. Only tokens with z >= least_B count.
+    offset: of the first logit in its block.
     """
     num_rows, width = logits_BV.shape
     if cpu.used_for(logits_BV) and width:
@@ -103,7 +107,7 @@ def _draw_open(
 
 
 def _block_logits(logits_BV: Tensor, blocks_B: Tensor) -> Tensor:
-    """The logits of one block of each row [B, K], -inf beyond the vocabulary."""
+    """Returns the logits of one block of each row [B, K], -inf beyond the vocabulary."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     if vocab_size % BLOCK == 0:
         return logits_BV.unflatten(1, (-1, BLOCK))[torch.arange(len(blocks_B), device=device), blocks_B]
@@ -121,8 +125,11 @@ def draw_inside(
     total_B: Tensor | None,
     vocab_size: int,
 ) -> Sampled:
-    """Draws a token of the chosen block. z_BK: -inf outside the support; overwritten. support_mass_B, total_B: mass of
-    all blocks."""
+    """Draws a token of the chosen block.
+
+    z_BK: -inf outside the support; overwritten.
+    support_mass_B, total_B: mass of all blocks.
+    """
     shifted_BK = z_BK.sub_(max_B[:, None])
     inside_B = descend(shifted_BK.exp().cpu().numpy(), numbers_BL)
     inside_B1 = torch.from_numpy(inside_B).to(z_BK.device)[:, None]
@@ -131,7 +138,12 @@ def draw_inside(
 
 
 def _result(tokens_B: Tensor, shifted_B: Tensor, mass_B: Tensor, total_B: Tensor | None) -> Sampled:
-    """shifted_B: z - max z of the tokens; mass_B: of the support; total_B: of the vocabulary (None: the same)."""
+    """Returns the result of drawing.
+
+    shifted_B: z - max z of the tokens.
+    mass_B: of the support.
+    total_B: of the vocabulary (None: the same).
+    """
     if total_B is None:
         logprobs_B = (shifted_B - mass_B.log()).to(shifted_B.dtype)
         return Sampled(tokens_B, logprobs_B, logprobs_B, logprobs_B * 0 + 1)  # 1 or NaN

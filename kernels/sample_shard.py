@@ -42,10 +42,11 @@ def sample_shard(
     min_p=0.0,
     num_stored: int = 0,
 ) -> Sampled:
-    """sample() for rows whose logits [B, v] each rank of the group holds for its slice of the vocabulary.
+    """Samples rows whose logits [B, v] each rank of the group holds for its slice of the vocabulary, as sample() does.
 
-    slices: of each rank, consecutive; they need not align with the blocks, and the last ones may be empty. All
-    arguments except the logits, and the result, are the same on all ranks.
+    slices: of each rank, consecutive; they need not align with the blocks, and the last ones may be empty.
+
+    All arguments except the logits, and the result, are the same on all ranks.
     """
     vocabulary, vocab_size = slices[group.rank()], slices[-1].stop
     assert logits_Bv.shape[1] == len(vocabulary) and vocabulary.step == 1 and len(slices) == group.size()
@@ -89,7 +90,7 @@ def sample_shard(
 
 
 def gather_slices(logits_Bv: Tensor, slices: Sequence[range], group: dist.ProcessGroup) -> Tensor:
-    """Whole rows of logits [B, V] from the slices of all ranks, in one message."""
+    """Gathers whole rows of logits [B, V] from the slices of all ranks, in one message."""
     missing = max(map(len, slices)) - logits_Bv.shape[1]
     mine_Bv = torch.nn.functional.pad(logits_Bv, (0, missing)) if missing else logits_Bv.contiguous()
     all_SBv = mine_Bv.new_empty(group.size(), *mine_Bv.shape)
@@ -98,7 +99,7 @@ def gather_slices(logits_Bv: Tensor, slices: Sequence[range], group: dist.Proces
 
 
 def _from_all(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensors, each float64 [S, ...], in one message; ids and masses are exact in float64."""
+    """Gathers every rank's tensors, each float64 [S, ...], in one message; ids and masses are exact in float64."""
     mine = torch.cat([part.double().flatten() for part in parts])
     out = mine.new_empty(group.size() * len(mine))
     all_gather(out, mine, group=group)
@@ -108,8 +109,8 @@ def _from_all(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tenso
 
 
 def _local_candidates(logits_Rv: Tensor, rules: Rules, num: int, vocabulary: range) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest z of this slice and their ids [R, C], padded with -inf, and below_R: tokens with z > below_R are all
-    listed."""
+    """Returns the largest z of this slice and their ids [R, C], padded with -inf, and below_R: tokens with z > below_R
+    are all listed."""
     here = min(num, len(vocabulary))
     values_RC, ids_RC = largest(logits_Rv, here)
     z_RC = values_RC / rules.temperature_B[:, None]

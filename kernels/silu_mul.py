@@ -20,7 +20,8 @@ TILE = 1024  # numbers of a row that a program takes
 
 
 def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
-    """-> y_NI. Without up, the first argument is [N, 2 I]: gate and up of one projection, side by side.
+    """Returns silu(gate) * up, y_NI. Without up, the first argument is [N, 2 I]: gate and up of one projection, side by
+    side.
 
     There is no backward pass.
     """
@@ -34,7 +35,7 @@ def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
 
 
 def swiglu(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """-> y_NI by torch's operations, differentiable once: what training computes. It keeps gate and up alone."""
+    """Returns y_NI by torch's operations, differentiable once: what training computes. It keeps gate and up alone."""
     return _SwiGLU.apply(gate_NI, up_NI)
 
 
@@ -54,7 +55,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def silu_mul_ref(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """The reference: the formula, in float32 or wider, with one rounding before the product."""
+    """Computes the reference: the formula, in float32 or wider, with one rounding before the product."""
     wide_NI = gate_NI.to(torch.promote_types(gate_NI.dtype, torch.float32))
     return (wide_NI / (1.0 + (-wide_NI).exp())).to(gate_NI.dtype) * up_NI
 
@@ -84,7 +85,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """The launcher: a program per TILE numbers of a row. Only the last dims must be contiguous."""
+    """Launches a program per TILE numbers of a row. Only the last dims must be contiguous."""
     assert gate_NI.shape == up_NI.shape and gate_NI.dim() == 2 and gate_NI.dtype == up_NI.dtype, gate_NI.shape
     assert gate_NI.stride(1) == up_NI.stride(1) == 1
     assert gate_NI.dtype in (torch.float32, torch.bfloat16, torch.float16), gate_NI.dtype

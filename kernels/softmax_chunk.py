@@ -35,22 +35,23 @@ HIGHEST, TOTAL, WEIGHTED, TOKEN = range(4)  # a row's statistics
 
 
 def _pieces(logits_NC: Tensor) -> list[slice]:
-    """Slices of rows that fit a CPU's cache; a GPU takes all rows at once."""
+    """Yields slices of rows that fit a CPU's cache; a GPU takes all rows at once."""
     rows = len(logits_NC) if logits_NC.is_cuda else CACHED_BYTES // (4 * logits_NC.shape[1])
     rows = max(rows, 1)
     return [slice(start, start + rows) for start in range(0, len(logits_NC), rows)]
 
 
 def divide_by_temperature(logits_RC: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in at least float32; the tensor itself if that changes nothing."""
+    """Returns logits / temperature in at least float32; the tensor itself if that changes nothing."""
     z_RC = logits_RC.to(torch.promote_types(logits_RC.dtype, torch.float32))
     return z_RC if temperature == 1.0 else z_RC / temperature
 
 
 def statistics_ref(logits_NC: Tensor, tokens_N: Tensor, *, temperature: float, entropy: bool) -> Tensor:
-    """(highest, total, weighted, token) of each row: [4, N], at least float32.
+    """Returns (highest, total, weighted, token) of each row: [4, N], at least float32.
 
-    tokens_N: columns of the chunk; `token` is 0 for a token outside the chunk. weighted is 0 unless entropy.
+    tokens_N: columns of the chunk; `token` is 0 for a token outside the chunk.
+    entropy: without it, weighted is 0.
     """
     wide = torch.promote_types(logits_NC.dtype, torch.float32)
     statistics_4N = torch.zeros(4, len(logits_NC), dtype=wide, device=logits_NC.device)
@@ -80,10 +81,10 @@ def gradients_ref(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """The logits' gradients, written to `out` (which may be the logits): [N, C].
+    """Computes the logits' gradients, written to `out` (which may be the logits): [N, C].
 
-    log_total_N: highest + log total over the whole vocabulary; +inf for a row without token. entropy_N and its
-    gradient: None if entropy was not requested.
+    log_total_N: highest + log total over the whole vocabulary; +inf for a row without token.
+    entropy_N, grad_entropy_N: None if entropy was not requested.
     """
     grad_N = grad_N / temperature
     for piece in _pieces(logits_NC):
@@ -105,7 +106,7 @@ def gradients_ref(
 
 
 def _inside(tokens_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Which tokens are columns of the chunk, and an index [N, 1] for gather, clamped into range."""
+    """Returns which tokens are columns of the chunk, and an index [N, 1] for gather, clamped into range."""
     return (tokens_N >= 0) & (tokens_N < num_columns), tokens_N.clamp(0, num_columns - 1)[:, None]
 
 
@@ -129,7 +130,7 @@ def _statistics_kernel(
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: one pass with a running maximum."""
+    """Runs one program per row: one pass with a running maximum."""
     row = tl.program_id(0).to(tl.int64)
     logits_C = logits_NC + row * logits_stride
     highest = tl.full([], -float("inf"), tl.float32)
@@ -158,7 +159,7 @@ def _statistics_kernel(
 
 
 def statistics_triton(logits_NC: Tensor, tokens_N: Tensor, *, temperature: float, entropy: bool) -> Tensor:
-    """statistics_ref, in float32."""
+    """Computes statistics_ref, in float32."""
     num_rows, num_columns = logits_NC.shape
     assert logits_NC.stride(1) == 1 and logits_NC.dtype != torch.float64
     assert tokens_N.shape == (num_rows,) and tokens_N.dtype == torch.int64 and tokens_N.is_contiguous()
@@ -201,7 +202,7 @@ def _gradients_kernel(
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and block of columns."""
+    """Runs one program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -229,7 +230,7 @@ def gradients_triton(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """gradients_ref, computed in float32."""
+    """Computes gradients_ref in float32."""
     num_rows, num_columns = logits_NC.shape
     assert logits_NC.stride(1) == out.stride(1) == 1 and out.shape == logits_NC.shape
     assert logits_NC.dtype != torch.float64 and tokens_N.dtype == torch.int64

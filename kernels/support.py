@@ -57,12 +57,12 @@ class Rules(NamedTuple):
         return Rules(*(rule_B[index] for rule_B in self))
 
     def restricted(self, vocab_size: int) -> Tensor:
-        """Whether the rules may exclude tokens of a row: bool [B]."""
+        """Returns whether the rules may exclude tokens of a row: bool [B]."""
         return self.has_top_k_B | (self.limit_B < vocab_size) | (self.top_p_B < 1) | (self.floor_B > -torch.inf)
 
 
 def make_rules(logits_BV: Tensor, temperature, top_k, top_p, min_p, num_stored: int) -> Rules:
-    """Numbers or tensors [B] -> Rules on the device of the logits."""
+    """Converts numbers or tensors [B] to Rules on the device of the logits."""
     values = temperature, top_k, top_p, min_p = tuple(
         x.item() if isinstance(x, Tensor) and not x.dim() else x for x in (temperature, top_k, top_p, min_p)
     )
@@ -102,7 +102,7 @@ _make_rules_cached = functools.lru_cache(maxsize=1)(_make_rules)  # numbers rare
 
 
 def support_ref(z_BV: Tensor, rules: Rules) -> Tensor:
-    """Whether a token is in the support: bool [B, V]. The reference: sorts whole rows."""
+    """Returns whether a token is in the support, bool [B, V], as the reference: sorts whole rows."""
     vocab_size = z_BV.shape[1]
     sorted_BV, ids_BV = z_BV.sort(dim=1, descending=True, stable=True)  # ties by id
     masses_BV = (sorted_BV.double() - sorted_BV[:, :1].double()).exp()
@@ -119,7 +119,7 @@ def support_ref(z_BV: Tensor, rules: Rules) -> Tensor:
 
 
 def largest(logits_BV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` largest logits of each row and their ids [B, C], most likely first.
+    """Returns the `num` largest logits of each row and their ids [B, C], most likely first.
 
     They all lie in the `num` groups with the largest maxima. One fast pass finds these maxima, and two short top-k
     searches replace a long one.
@@ -143,7 +143,8 @@ def largest(logits_BV: Tensor, num: int) -> tuple[Tensor, Tensor]:
 def support_sizes(
     z_BC: Tensor, masses_BC: Tensor, total_B: Tensor, below_B: Tensor | None, rules: Rules
 ) -> tuple[Tensor, Tensor]:
-    """How many of a row's sorted candidates are in the support [B], and whether the number is certain: bool [B].
+    """Returns how many of a row's sorted candidates are in the support [B], and whether the number is certain: bool
+    [B].
 
     masses_BC = exp(z - max z), float64; total_B is their sum over the whole vocabulary. All tokens with z > below_B are
     candidates, tokens with z == below_B may be missing. below_B=None: all tokens are candidates.
@@ -165,7 +166,7 @@ def support_sizes(
 
 
 def first_candidates(rules: Rules, vocab_size: int, num_stored: int) -> int:
-    """How many of a row's largest logits to try first."""
+    """Returns how many of a row's largest logits to try first."""
     limited_B = (rules.limit_B < vocab_size) | (num_stored > 0)
     wanted_B = torch.where(limited_B, rules.limit_B + SPARE, FIRST_CANDIDATES)
     wanted_B = torch.where(rules.has_top_k_B, rules.top_k_B + SPARE, wanted_B)
@@ -180,8 +181,8 @@ def in_order(z_BC: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def support_minimum(z_BV: Tensor, total_B: Tensor, rules: Rules) -> Tensor:
-    """The smallest z in the support [B], for rows without a limit. Sorts the values of whole rows, in numpy: ten times
-    as fast as in torch."""
+    """Returns the smallest z in the support [B], for rows without a limit. Sorts the values of whole rows, in numpy:
+    ten times as fast as in torch."""
     sorted_BV = torch.from_numpy(np.sort(z_BV.cpu().numpy(), axis=1)).to(z_BV.device).flip(1)
     masses_BV = (sorted_BV - sorted_BV[:, :1]).exp().double()
     counts_B, _ = support_sizes(sorted_BV, masses_BV, total_B, None, rules)

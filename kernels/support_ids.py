@@ -42,7 +42,7 @@ def _collect_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The keys of the supported tokens, in any order."""
+    """Collects the keys of the supported tokens, in any order."""
     row = tl.program_id(0).to(tl.int64)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(floor_ptr + row)
     least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
@@ -67,7 +67,7 @@ def _collect_kernel(
 def collect_triton(
     logits_BV: Tensor, rules: Rules, support: Support, sorted_BN: Tensor, num_stored: int, num_leaves: int
 ) -> Tensor:
-    """The ids of the support, at most num_stored: int32 [B, K], most likely first, -1 after the last."""
+    """Returns the ids of the support, at most num_stored: int32 [B, K], most likely first, -1 after the last."""
     num_rows, vocab_size = logits_BV.shape
     keys_BK = torch.full((num_rows, num_stored), EMPTY, dtype=torch.int64, device=logits_BV.device)
     _collect_kernel[(num_rows,)](

@@ -40,14 +40,14 @@ class Support(NamedTuple):
 
 @triton.jit
 def image(z):
-    """A float's bits as an integer with the same order; -0 equals 0."""
+    """Returns a float's bits as an integer with the same order; -0 equals 0."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value(image):
-    """The float of an `image`."""
+    """Returns the float of an `image`."""
     bits = image.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -56,7 +56,7 @@ def value(image):
 def load_tile(
     row_ptr, order_ptr, start, num, vocab_size, temperature, highest, floor, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Blocks order[start], order[start + 1], ... below num -> ids, logits and images of their tokens [T]."""
+    """Loads blocks order[start], order[start + 1], ... below num: ids, logits and images of their tokens [T]."""
     place_T = tl.arange(0, TILE)
     slot_T = start + place_T // BLOCK
     block_T = tl.load(order_ptr + slot_T, mask=slot_T < num, other=0).to(tl.int32)
@@ -85,7 +85,8 @@ def _search(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The largest image t with at least `goal` tokens (or mass) at or above it; lo has enough, hi has not (int64)."""
+    """Returns the largest image t with at least `goal` tokens (or mass) at or above it; lo has enough, hi has not
+    (int64)."""
     step_P = tl.arange(0, PIVOTS) + 1
     turn = 0
     while hi - lo > 1:
@@ -133,7 +134,7 @@ def _sums(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """-> the mass and the number of tokens at or above the image `least`, and the number strictly above it."""
+    """Returns the mass and the number of tokens at or above the image `least`, and the number strictly above it."""
     num = tl.sum((block_images_N >= least).to(tl.int32), axis=0)
     mass = tl.full([], 0.0, tl.float64)
     count = tl.full([], 0, tl.int32)
@@ -164,7 +165,7 @@ def _last_id(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The smallest id such that `quota` tokens with the image `least` have ids up to it."""
+    """Returns the smallest id such that `quota` tokens with the image `least` have ids up to it."""
     num = tl.sum((block_images_N >= least).to(tl.int32), axis=0)
     step_P = tl.arange(0, PIVOTS) + 1
     lo = tl.full([], -1, tl.int64)  # too few up to here
@@ -203,7 +204,7 @@ def _limited(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """-> (least, last) with at most `limit` tokens: raises `least`, then cuts its ties after the id `last`."""
+    """Returns (least, last) with at most `limit` tokens: raises `least`, then cuts its ties after the id `last`."""
     last = tl.full([], 0, tl.int64) + vocab_size - 1
     _mass, count, above = _sums(
         row_ptr, order_ptr, block_images_N, vocab_size, temperature, highest, floor, least.to(tl.int32), scale,
@@ -246,7 +247,7 @@ def _store_masses(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The supported mass of the first `num` blocks in the order."""
+    """Stores the supported mass of the first `num` blocks in the order."""
     slots = tl.arange(0, TILE // BLOCK)
     for start in range(0, num, TILE // BLOCK):
         ids_T, x_T, image_T = load_tile(
@@ -341,7 +342,10 @@ def _threshold_kernel(
 def threshold_triton(
     logits_BV: Tensor, rules: Rules, block_max_BN: Tensor, total_B: Tensor, num_leaves: int
 ) -> tuple[Support, Tensor]:
-    """-> the support, and the block maxima in descending order. total_B: mass of a row relative to its max, float64."""
+    """Returns the support, and the block maxima in descending order.
+
+    total_B: mass of a row relative to its max, float64.
+    """
     num_rows, vocab_size = logits_BV.shape
     num_blocks = block_max_BN.shape[1]
     assert logits_BV.stride(1) == 1 and block_max_BN.is_contiguous() and num_leaves >= num_blocks

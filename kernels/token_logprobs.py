@@ -42,15 +42,15 @@ Banned = tuple[tuple[int, ...], Tensor]  # token ids, and early_N (bool): the ro
 
 
 def columns_per_chunk(num_rows: int, vocab_size: int) -> int:
-    """Columns C of a chunk: as many as fit CHUNK_BYTES, at least V / MOST_CHUNKS."""
+    """Returns the columns C of a chunk: as many as fit CHUNK_BYTES, at least V / MOST_CHUNKS."""
     least = -(-vocab_size // MOST_CHUNKS)
     columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), least)
     return min(-(-columns // TILE) * TILE, vocab_size)
 
 
 def kinds_of_widths(vocab_size: int) -> list[int]:
-    """Numbers of columns, one for each kind of chunk that Triton compiles a kernel of its own for (1, multiples of 16
-    and all others), for any number of rows. The last chunk has what whole tiles leave."""
+    """Returns numbers of columns, one for each kind of chunk that Triton compiles a kernel of its own for (1, multiples
+    of 16 and all others), for any number of rows. The last chunk has what whole tiles leave."""
     whole, rest = vocab_size - vocab_size % TILE, vocab_size % TILE
     kinds = {(size == 1, size % 16 == 0): size for size in (vocab_size, rest, whole) if size}
     return list(kinds.values())
@@ -71,7 +71,7 @@ def token_logprobs_ref(
     entropy: bool = False,
     top: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """What token_logprobs computes, for the whole vocabulary."""
+    """Computes what token_logprobs does, for the whole vocabulary."""
     logits_NV = hidden_ND @ weight_VD.T
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     real_N = tokens_N >= 0
@@ -95,7 +95,7 @@ def token_logprobs_ref(
 
 
 def _asked(logprobs_N: Tensor, *others: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """Logprobs, and what else was asked for."""
+    """Returns logprobs, and what else was asked for."""
     found = (logprobs_N, *(one for one in others if one is not None))
     return found if len(found) > 1 else logprobs_N
 
@@ -116,7 +116,7 @@ class _Settings:
     triton: bool
 
     def chunks(self, num_rows: int, vocab_size: int) -> list[range]:
-        """The columns of this rank's slice that hold known tokens, in chunks; there may be none."""
+        """Returns the columns of this rank's slice that hold known tokens, in chunks; there may be none."""
         width = vocab_size
         if self.known is not None:
             width = self.known.width(range(self.first, self.first + vocab_size))
@@ -124,8 +124,8 @@ class _Settings:
         return [range(start, min(start + columns, width)) for start in range(0, width, columns)]
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, columns: range, out_NC: Tensor) -> Tensor:
-        """The logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are -inf.
-        They lie in out_NC, or in memory of their own."""
+        """Returns the logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are
+        -inf. They lie in out_NC, or in memory of their own."""
         logits_NC = product_in(out_NC, hidden_ND, weight_VD[columns.start : columns.stop])
         return self.ban(logits_NC, columns, -math.inf)
 
@@ -147,7 +147,7 @@ class _Settings:
         return run(*arguments, temperature=temperature, out=out)
 
     def merged(self, parts: list[Tensor]) -> Tensor:
-        """The statistics [4, N] of all chunks of all ranks."""
+        """Returns the statistics [4, N] of all chunks of all ranks."""
         parts_C4N = torch.stack(parts)
         highest_CN = parts_C4N[:, HIGHEST]
         highest_N = highest_CN.amax(0)
@@ -166,17 +166,17 @@ class _Settings:
 
 
 def _buffer(hidden_ND: Tensor, chunks: list[range]) -> Tensor:
-    """The memory that all chunks share."""
+    """Returns the memory that all chunks share."""
     return hidden_ND.new_empty(len(hidden_ND) * max(map(len, chunks), default=0))
 
 
 def _view(buffer: Tensor, num_rows: int, columns: range) -> Tensor:
-    """A view [N, C] of the memory that all chunks share."""
+    """Returns a view [N, C] of the memory that all chunks share."""
     return buffer[: num_rows * len(columns)].view(num_rows, len(columns))
 
 
 def _nothing(hidden_ND: Tensor) -> Tensor:
-    """The statistics [4, N] of a slice without known tokens."""
+    """Returns the statistics [4, N] of a slice without known tokens."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     statistics_4N = torch.zeros(4, len(hidden_ND), dtype=wide, device=hidden_ND.device)
     statistics_4N[HIGHEST] = -math.inf
@@ -285,16 +285,18 @@ def token_logprobs(
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The tokens' logprobs_N under softmax(hidden weight^T / temperature) and, on request, its entropy_N: at least
-    float32, differentiable once; 0 without gradient where the token is -1. top: also whether no token was more likely,
-    bool [N].
+    """Returns the tokens' logprobs_N under softmax(hidden weight^T / temperature) and, on request, its entropy_N: at
+    least float32, differentiable once; 0 without gradient where the token is -1.
 
-    banned: (token ids, early_N bool): these tokens have probability 0 in those rows. support_NK: the support of each
-    token (ids, padded with -1), to which the distribution is restricted. known: all other tokens have probability 0 in
-    all rows; None: all are known. first, group: weight_VD is the slice of the
-    vocabulary that begins with token `first`; the other ranks of the group hold the other slices and the same
-    hidden_ND. All ranks get the same results and must use them identically: the backward pass sends no message, and
-    each rank's gradient of hidden_ND is a partial sum.
+    banned: (token ids, early_N bool): these tokens have probability 0 in those rows.
+    support_NK: the support of each token (ids, padded with -1), to which the distribution is restricted.
+    known: all other tokens have probability 0 in all rows; None: all are known.
+    top: also returns whether no token was more likely, bool [N].
+    first, group: weight_VD is the slice of the vocabulary that begins with token `first`; the other ranks of the group
+        hold the other slices and the same hidden_ND.
+
+    All ranks get the same results and must use them identically: the backward pass sends no message, and each rank's
+    gradient of hidden_ND is a partial sum.
     """
     on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
     how = _Settings(temperature, banned, known, entropy, first, group, triton=on_gpu)
@@ -315,7 +317,7 @@ def token_logprobs_triton(
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """token_logprobs by the Triton kernels, wherever the tensors are."""
+    """Computes token_logprobs by the Triton kernels, wherever the tensors are."""
     how = _Settings(temperature, banned, known, entropy, first, group, triton=True)
     return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 

@@ -42,9 +42,9 @@ ON_RANKS = ("train", "evaluate", "generate", "precompute", "profile")  # verbs t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status. The module of a verb is imported when the verb is called.
+    """Runs a command line and returns its exit status. The module of a subcommand is imported when it is called.
 
-    arguments: by default those of this process, whose standard streams are then prepared, too.
+    arguments: by default those of this process, whose standard streams are then prepared as well.
     """
     from rlhf_spmd.runtime.guard import launcher, signals, streams
 
@@ -139,7 +139,8 @@ def _alone(arguments: list[str]) -> int:
 
 
 def read(words: list[str]) -> argparse.Namespace:
-    """The options of a command line, with those of the file of --config where it names none. Raises UserError."""
+    """Returns the options of a command line, with those of the file of --config where it names none. Raises
+    UserError."""
     from rlhf_spmd.command_line.arguments import parse
 
     parsed = parse(words, __doc__)

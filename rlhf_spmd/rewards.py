@@ -24,14 +24,14 @@ GIVEN = "####"  # what stands before the answer in GSM8K
 
 
 def exact_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
-    """1 if the response, without space around it, is the answer; else 0. None where the answer is null."""
+    """Scores 1 if the response, without space around it, is the answer; else 0. None where the answer is null."""
     pairs = zip(responses, answer, strict=True)
     return [None if right is None else float(response.strip() == str(right).strip()) for response, right in pairs]
 
 
 def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
-    """1 if the last number of the response is exactly the last number of the answer; else 0. None where the answer is
-    null.
+    """Scores 1 if the last number of the response is exactly the last number of the answer; else 0. None where the
+    answer is null.
 
     Numbers may have thousands separators, a sign and an exponent, and may begin with their point. An answer that holds
     no number never matches; text after `####` counts alone, as in GSM8K.
@@ -45,8 +45,8 @@ def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) 
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, exactly, after `####` if there is one; None if there is no number, or one whose
-    exponent has more than 18 digits."""
+    """Returns the last number in a text, exactly, after `####` if there is one; None if there is no number, or one
+    whose exponent has more than 18 digits."""
     found = NUMBER.findall(text.rpartition(GIVEN)[2].replace(MINUS, "-"))
     try:
         return Decimal(found[-1].replace(",", "")) if found else None
@@ -55,8 +55,8 @@ def last_number(text: str) -> Decimal | None:
 
 
 def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
-    r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0. None where the answer is
-    null.
+    r"""Scores 1 if the last \boxed{} of the response is mathematically equal to the answer; else 0. None where the
+    answer is null.
 
     Equality is that of math-verify: symbolic, by SymPy, but of decimal fractions to six places. The answer is LaTeX or
     plain text, with or without \boxed{}. An expression may take SymPy very long. The time limits of math-verify itself
@@ -77,7 +77,7 @@ def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) ->
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{} of a text holds, braces counted; None if there is none that ends."""
+    r"""Returns what the last \boxed{} of a text holds, braces counted; None if there is none that ends."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -90,8 +90,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def matches(pattern: str) -> Callable[[list[str], list[str]], list[float]]:
-    """A reward function: 1 if the whole response, without space around it, matches a regular expression, in which a dot
-    stands for line breaks, too; else 0."""
+    """Returns a reward function that scores 1 if the whole response, without space around it, matches a regular
+    expression, in which a dot stands for line breaks, too; else 0."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def matches_pattern(prompts: list[str], responses: list[str]) -> list[float]:
@@ -103,14 +103,17 @@ def matches(pattern: str) -> Callable[[list[str], list[str]], list[float]]:
 def remote(
     *urls: str, batch: int = 64, at_once: int = 8, timeout_s: float = 30.0, tries: int = 5, columns: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """A reward function that asks servers, in the protocol of OpenRLHF: the request is a POST of the JSON object
-    {"query": [...], "prompts": [...], "labels": [...]}, and the answer {"rewards": [...]}, one number for each query.
+    """Returns a reward function that asks servers, in the protocol of OpenRLHF: the request is a POST of the JSON
+    object {"query": [...], "prompts": [...], "labels": [...]}, and the answer {"rewards": [...]}, one number for each
+    query. A request that fails raises UserError, so the run ends.
 
-    urls: of servers that give the same scores; requests go to them in turns. batch: responses of a request. at_once:
-    requests of a rank that are under way. timeout_s: seconds for one try; keep it below `deadline_s`. tries: of a
-    request, each at the next server, after pauses of 1, 2, 4, ... seconds; refusals (statuses 400 to 428 and 430 to
-    499) are not tried again. columns: of the data set, which are sent under their names, too. A request that fails
-    raises UserError, so the run ends.
+    urls: of servers that give the same scores; requests go to them in turns.
+    batch: responses of a request.
+    at_once: requests of a rank that are under way.
+    timeout_s: seconds for one try; keep it below `deadline_s`.
+    tries: of a request, each at the next server, after pauses of 1, 2, 4, ... seconds; refusals (statuses 400 to 428
+        and 430 to 499) are not tried again.
+    columns: of the data set, which are sent under their names, too.
     """
     if not urls:
         raise UserError("rlhf_spmd.rewards.remote has no server: name one, such as remote('http://host:5000/score')")
@@ -138,7 +141,7 @@ def remote(
 
 
 async def _asked(client: Any, urls: Sequence[str], part: dict[str, list[Any]]) -> list[float]:
-    """The rewards of one request, which is tried at one server after the other."""
+    """Asks one server after the other for the rewards of one request."""
     import httpx
 
     said = ""
@@ -159,7 +162,7 @@ async def _asked(client: Any, urls: Sequence[str], part: dict[str, list[Any]]) -
 
 
 def _rewards_of(url: str, text: str, num: int) -> list[float]:
-    """The numbers of an answer."""
+    """Returns the numbers of an answer."""
     try:
         found = json.loads(text)["rewards"]
         scores = [float(one) for one in found]
@@ -171,12 +174,12 @@ def _rewards_of(url: str, text: str, num: int) -> list[float]:
 
 
 def num_words(prompts: list[str], responses: list[str]) -> list[float]:
-    """The number of words of each response; with a negative weight a penalty for length."""
+    """Returns the number of words of each response; with a negative weight a penalty for length."""
     return [float(len(response.split())) for response in responses]
 
 
 def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
-    """The sentiment of each response, from -1 (negative) to 1: the compound score of VADER.
+    """Returns the sentiment of each response, from -1 (negative) to 1: the compound score of VADER.
 
     VADER is a lexicon of about 7,500 rated words with rules for negation, emphasis and punctuation (Hutto and Gilbert,
     ICWSM 2014). It needs no network and no weights, so a demonstration of RLHF runs on a laptop.

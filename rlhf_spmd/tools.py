@@ -60,7 +60,7 @@ class Passages:
         self._found_in = Counter(word for counts in self._counts for word in counts)
 
     def search(self, query: str, most: int = 3) -> list[str]:
-        """The passages that fit best, the best first; of equal ones the first in the file."""
+        """Returns the passages that fit best, the best first; of equal ones the first in the file."""
         words = WORD.findall(query.lower())
         scores = [self._score(words, number) for number in range(len(self.texts))]
         order = sorted(range(len(scores)), key=lambda number: -scores[number])
@@ -109,7 +109,7 @@ def python(code: str) -> str:
 
 @cache
 def _bubblewrap() -> str:
-    """The path of bwrap, if it is there and may be used; else empty."""
+    """Returns the path of bwrap, if it is there and may be used; else empty."""
     path = shutil.which("bwrap")
     if path is None:
         return ""

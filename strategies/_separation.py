@@ -33,7 +33,7 @@ class Options:
 def separated(
     workload: Workload, training_ranks: tuple[int, ...], other_ranks: tuple[int, ...], options: Options
 ) -> Placement:
-    """Training on the first ranks, all else on the others."""
+    """Places training on the first ranks, all else on the others."""
     limits: Limits = {"micro_batch": options.micro_batch, "tokens": options.tokens}
     training = Layout.grid_of(training_ranks, pp=options.training_pp, tp=options.training_tp, **limits)
     return Placement.separated(

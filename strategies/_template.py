@@ -16,8 +16,11 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def place(workload: Workload, cluster: Cluster, *, ratio: str = "1/2", zero: int = 0) -> Placement:
-    """ratio: share of the ranks for the first of the two models that only infer. zero: ZeRO stage of the models
-    that train."""
+    """Places the first of the two models that only infer on a share of the ranks.
+
+    ratio: share of the ranks for this model.
+    zero: ZeRO stage of the models that train.
+    """
     workflow = workload.workflow
     if len(workflow.frozen_models) != 2:
         models = ", ".join(workflow.frozen_models) or "none"

@@ -25,10 +25,14 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. tp: tensor-parallel size of
-    models that generate, and of those that do not train; training stays data-parallel. recompute: compute activations
-    again in the backward pass instead of keeping them. micro_batch: number of sequences per forward pass; None: the
-    option micro_batch. tokens: limit on the tokens of a forward pass, in place of micro_batch; None: no limit."""
+    """Places every call on all ranks.
+
+    zero: ZeRO stage of the models that train; 3 also shards the weights of the others.
+    tp: tensor-parallel size of models that generate, and of those that do not train; training stays data-parallel.
+    recompute: compute activations again in the backward pass instead of keeping them.
+    micro_batch: number of sequences per forward pass; None: the option micro_batch.
+    tokens: limit on the tokens of a forward pass, in place of micro_batch; None: no limit.
+    """
     limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
     trained = Layout.data_parallel(cluster.ranks, zero=zero, **limits)
     home = trained if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, **limits)

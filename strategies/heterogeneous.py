@@ -18,7 +18,10 @@ OPTIONS = Options  # the further options of place(), those of separation
 
 
 def place(workload: Workload, cluster: Cluster, *, generation_device: str | None = None, **options: Any) -> Placement:
-    """generation_device: device type of the ranks that generate and infer; None: that of the last node."""
+    """Places training on the ranks of one device type, generation and inference on those of another.
+
+    generation_device: device type of the ranks that generate and infer; None: that of the last node.
+    """
     types = cluster.device_types
     if len(types) != 2:
         raise UserError(

@@ -24,11 +24,14 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; other models get
-    all ranks, and the shares below 1 sum to 1; empty: the models that are not trained share the ranks evenly. zero:
-    ZeRO stage of the models that train; 3 also shards the weights of the others, each over its own ranks. micro_batch:
-    number of sequences per forward pass; None: the option micro_batch. tokens: limit on the tokens of a forward pass,
-    in place of micro_batch; None: no limit."""
+    """Places the models as interleaving1 does, with one exchange for those that only infer.
+
+    ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; other models get all ranks,
+        and the shares below 1 sum to 1; empty: the models that are not trained share the ranks evenly.
+    zero: ZeRO stage of the models that train; 3 also shards the weights of the others, each over its own ranks.
+    micro_batch: number of sequences per forward pass; None: the option micro_batch.
+    tokens: limit on the tokens of a forward pass, in place of micro_batch; None: no limit.
+    """
     limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
     placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, **limits)
     frozen = workload.workflow.frozen_calls

@@ -28,16 +28,23 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """generation_tp: tensor-parallel size of the actor in generation. generation_pp: number of pipeline stages of the
-    actor in generation; stages decode one after another, so use them only if the actor does not fit otherwise.
+    """Places every call on all ranks, in a grid of its own for generation, inference and training.
+
+    generation_tp: tensor-parallel size of the actor in generation.
+    generation_pp: number of pipeline stages of the actor in generation; stages decode one after another, so use them
+        only if the actor does not fit otherwise.
     training_tp: tensor-parallel size of the models in training; None: the largest that a node and the key-value heads
-    allow. training_pp: number of pipeline stages of the models in training. inference_tp: tensor-parallel size of
-    the reference, the reward model and the critic when they infer; None: that of training. inference_pp: number of
-    pipeline stages of the reference, the reward model and the critic when they infer. zero: ZeRO stage of the models
-    in training. recompute: compute activations again in the backward pass instead of keeping them. offload: keep the
-    reference and the reward model in host memory between their calls. micro_batch: number of sequences per forward
-    pass; None: the option micro_batch. tokens: limit on the tokens of a forward pass, instead of micro_batch; None: no
-    limit."""
+        allow.
+    training_pp: number of pipeline stages of the models in training.
+    inference_tp: tensor-parallel size of the reference, the reward model and the critic when they infer; None: that of
+        training.
+    inference_pp: number of pipeline stages of the reference, the reward model and the critic when they infer.
+    zero: ZeRO stage of the models in training.
+    recompute: compute activations again in the backward pass instead of keeping them.
+    offload: keep the reference and the reward model in host memory between their calls.
+    micro_batch: number of sequences per forward pass; None: the option micro_batch.
+    tokens: limit on the tokens of a forward pass, instead of micro_batch; None: no limit.
+    """
     ranks = cluster.ranks
     limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
     if training_tp is None:

@@ -20,7 +20,10 @@ OPTIONS = Options  # the further options of place()
 
 
 def place(workload: Workload, cluster: Cluster, *, generation_ranks: int | None = None, **options: Any) -> Placement:
-    """generation_ranks: number of ranks, counted from the last, that generate and infer; None: half of the ranks."""
+    """Places training on the first ranks, generation and inference on the last.
+
+    generation_ranks: number of ranks, counted from the last, that generate and infer; None: half of the ranks.
+    """
     size = cluster.num_devices
     num = size // 2 if generation_ranks is None else generation_ranks
     if not 0 < num < size:

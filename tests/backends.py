@@ -12,7 +12,7 @@ from tests import ordered_group
 
 
 def install(name: str) -> None:
-    """Every process group of this process uses that backend from now on."""
+    """Makes every process group of this process use that backend from now on."""
     shared_memory.SHARED_MEMORY = ""
     devices.BACKENDS["cpu"] = name
     if name == "ordered":
@@ -24,5 +24,5 @@ def install(name: str) -> None:
 
 
 def _copied(tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
-    """As if the tensor lay on a device."""
+    """Copies the tensor as if it lay on a device."""
     return tensor.detach().clone() if copied else torch.full_like(tensor, 77)

@@ -72,7 +72,7 @@ CASES = (attention, rows, logprobs, sampling)
 
 
 def all_kernels() -> set[str]:
-    """Every kernel that kernels/ defines: its jitted functions with a name that ends so."""
+    """Returns every kernel that kernels/ defines: its jitted functions with a name that ends so."""
     modules = (importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__))
     found = (value for module in modules for value in vars(module).values() if isinstance(value, JITFunction))
     return {name_of(kernel) for kernel in found if kernel.__name__.endswith("_kernel")}

@@ -11,5 +11,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def device() -> str:
-    """Where kernel tests put their tensors."""
+    """Returns where kernel tests put their tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"

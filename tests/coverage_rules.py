@@ -110,7 +110,7 @@ class Named:
 
 
 def coverage_problems(root: Path, covers: dict[str, tuple[str, ...]] = COVERS) -> Iterator[str]:
-    """Everything in a tree that breaks the rule, one line each."""
+    """Yields everything in a tree that breaks the rule, one line each."""
     tree = _Tree(root)
     told = {f"rlhf_spmd.{short}": test for test, shorts in covers.items() for short in shorts}
     for module in sorted(set(told) - tree.modules.keys()):
@@ -136,7 +136,7 @@ def coverage_problems(root: Path, covers: dict[str, tuple[str, ...]] = COVERS) -
 
 
 def _test_files(module: str) -> tuple[str, ...]:
-    """Where the test file of a module may be, below tests/."""
+    """Returns where the test file of a module may be, below tests/."""
     *room, name = module.split(".")[1:]
     return "/".join((ALONE, *room, f"test_{name}.py")), *(f"{folder}/test_{name}.py" for folder in WITH_RANKS)
 
@@ -169,7 +169,7 @@ class _Tree:
 
     @functools.cache  # noqa: B019
     def used(self, test: str) -> frozenset[str]:
-        """The modules that a test file and the files of tests that it imports import or name."""
+        """Returns the modules that a test file and the files of tests that it imports import or name."""
         files, todo = set(), [test]
         while todo:
             if (file := todo.pop()) not in files:
@@ -187,7 +187,8 @@ class _Tree:
         return frozenset(modules & self.modules.keys())
 
     def reached(self, test: str) -> set[str]:
-        """These, and all that they import in turn; the program imports every verb, of which only those named count."""
+        """Returns these, and all that they import in turn; the program imports every verb, of which only those named
+        count."""
         reached: set[str] = set()
         todo = list(self.used(test))
         while todo:

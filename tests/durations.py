@@ -30,13 +30,13 @@ class Durations:
 
 
 def pytest_configure(config):
-    """Only the process that collects the reports writes: with pytest-xdist its workers don't."""
+    """Registers the report in the process that collects: with pytest-xdist the workers don't write."""
     if FILE in os.environ and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(Path(os.environ[FILE])), "durations of tests")
 
 
 def summary(path: Path) -> Sequence[str]:
-    """The slowest tests, and the other ones that take longer than LONG_S."""
+    """Returns the slowest tests, and the other ones that take longer than LONG_S."""
     tests = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     tests.sort(key=lambda entry: -entry[2])
     num_shown = max(NUM_SLOWEST, sum(seconds > LONG_S for _, _, seconds in tests))

@@ -18,7 +18,8 @@ Responses = dict[tuple[int, int], list[int]]  # (prompt, sample) -> tokens
 
 @torch.no_grad()
 def edge_distances(logits_BV: Tensor, bits_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
-    """How close the random numbers came to drawing another token: float64 [B], negative if they do draw another.
+    """Returns how close the random numbers came to drawing another token: float64 [B], negative if they do draw
+    another.
 
     The smallest distance, over the levels, between a level's number and the edges of the chosen child's interval, both
     in [0, 1). Rounding errors in the logits move the edges by about 1e-7, so only a token with a smaller distance may
@@ -86,14 +87,15 @@ class Replay(RunOf):
 
 
 def closest(config: Config) -> list[float]:
-    """The smallest distance of each iteration."""
+    """Returns the smallest distance of each iteration."""
     replay = Replay(config)
     replay.iterations()
     return [min(min(row) for row in distances.values()) for distances in replay.distances]
 
 
 def explain_flips(config: Config, found: list[Responses]) -> str:
-    """Where the responses of a run first differ from those on one rank, and how close its number was to an edge."""
+    """Returns where the responses of a run first differ from those on one rank, and how close its number was to an
+    edge."""
     replay = Replay(config)
     for number, responses in enumerate(found):
         replay.iteration()

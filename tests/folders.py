@@ -13,7 +13,7 @@ WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in "aeiou"]  # 60 words
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token per word; ids 0 <s>, 1 </s>, 2 <unk>, then the words."""
+    """Writes a tokenizer with one token per word; ids 0 <s>, 1 </s>, 2 <unk>, then the words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {word: index for index, word in enumerate(["<s>", "</s>", "<unk>", *WORDS])}
@@ -37,7 +37,7 @@ def save_model(model: Transformer, folder: Path, **options) -> None:
 
 
 def write_model(folder: Path, *, head: str = "lm", seed: int = 0, **sizes) -> Path:
-    """A random Llama of about 20,000 parameters, saved as a Hugging Face folder."""
+    """Writes a random Llama of about 20,000 parameters, saved as a Hugging Face folder."""
     shape = {
         "model_type": "llama",
         "vocab_size": 63,
@@ -59,14 +59,14 @@ def write_model(folder: Path, *, head: str = "lm", seed: int = 0, **sizes) -> Pa
 
 
 def write_prompts(path: Path, num: int = 40) -> Path:
-    """Prompts of 1 to 6 words."""
+    """Writes prompts of 1 to 6 words."""
     lines = [{"prompt": " ".join(WORDS[(7 * i + 3 * j) % len(WORDS)] for j in range(1 + i % 6))} for i in range(num)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
 def write_all(folder: Path, **actor_sizes) -> list[str]:
-    """Actor, reward model and prompts in `folder`; returns overrides for a small, fast run on them.
+    """Writes actor, reward model and prompts to `folder`; returns overrides for a small, fast run on them.
 
     More eos_token_ids for the actor let more of its responses end: with one, a seventh of them.
     """

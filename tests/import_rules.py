@@ -134,7 +134,7 @@ BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
 
 
 def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """A line for each room: what it may import."""
+    """Returns a line for each room: what it may import."""
     names, short = list(table), package.removeprefix("rlhf_spmd.")
     return {
         f"{package}.{name}": (*table[name], *(f"{short}.{above}" for above in names[:number]))
@@ -304,7 +304,7 @@ class Import:
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Every module of the package by its dotted name; a package is named like its __init__."""
+    """Returns every module of the package by its dotted name; a package is named like its __init__."""
     found = {}
     for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -314,7 +314,7 @@ def modules_of(root: Path) -> dict[str, Path]:
 
 
 def imports_of(tree: ast.Module, module: str, is_package: bool, known: set[str]) -> Iterator[Import]:
-    """All imports, also inside functions, under TYPE_CHECKING, relative, and by import_module("name")."""
+    """Yields all imports, also inside functions, under TYPE_CHECKING, relative, and by import_module("name")."""
     package = module if is_package else module.rpartition(".")[0]
     todo: list[tuple[ast.AST, bool]] = [(tree, False)]
     while todo:
@@ -348,7 +348,7 @@ def rule(table: dict, module: str):
 
 
 def import_problem(module: str, found: Import) -> str | None:
-    """Why `module` may not import this; None if it may."""
+    """Returns why `module` may not import this; None if it may."""
     target, top = found.module, found.module.partition(".")[0]
     if within(target, "rlhf_spmd"):
         if module == LAZY and not found.late and target != "rlhf_spmd.errors":
@@ -374,7 +374,7 @@ def import_problem(module: str, found: Import) -> str | None:
 
 
 def size_problems(source: str, where: Path) -> list[str]:
-    """What is too long in a file."""
+    """Returns what is too long in a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -385,7 +385,8 @@ def size_problems(source: str, where: Path) -> list[str]:
 
 
 def folder_problems(files: Iterable[Path]) -> list[str]:
-    """Which folders hold too many files, and which files lie loose in the package. files: relative to the root."""
+    """Returns which folders hold too many files, and which files lie loose in the package. files: relative to the
+    root."""
     found, sizes = [], Counter(path.parent.as_posix() for path in files if path.name != "__init__.py")
     for folder, number in sizes.items():
         if number > MAX_FILES and not any(folder == name or folder.startswith(name + "/") for name in LISTS):
@@ -395,14 +396,14 @@ def folder_problems(files: Iterable[Path]) -> list[str]:
 
 
 def long_files(root: Path) -> dict[str, int]:
-    """The lines of files that are long: is each one story?"""
+    """Returns the lines of files that are long: is each one story?"""
     paths = [*modules_of(root).values(), *(path for folder in BESIDE for path in (root / folder).rglob("*.py"))]
     lines = {path.relative_to(root).as_posix(): path.read_bytes().count(b"\n") for path in paths}
     return {path: number for path, number in lines.items() if number >= LONG_FILE}
 
 
 def bench_problem(module: str, found: Import) -> str | None:
-    """Why a bench may not import this of the benches; None if it may. It may import anything else."""
+    """Returns why a bench may not import this of the benches; None if it may. It may import anything else."""
     allowed = rule(BENCH_ROOMS, module)
     if (
         not within(found.module, "bench")
@@ -415,7 +416,8 @@ def bench_problem(module: str, found: Import) -> str | None:
 
 
 def cycle(arrows: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another in a circle, the first one again at the end; empty if there is no circle."""
+    """Returns modules that import one another in a circle, the first one again at the end; empty if there is no
+    circle."""
     done: set[str] = set()
 
     def walk(module: str, path: list[str]) -> list[str]:
@@ -431,7 +433,7 @@ def cycle(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def problems_of(root: Path) -> list[str]:
-    """Everything in a tree that breaks a rule, one line each: path, line, what."""
+    """Returns everything in a tree that breaks a rule, one line each: path, line, what."""
     arrows, modules = {}, modules_of(root)
     found = folder_problems([path.relative_to(root) for path in modules.values()])
     beside = [path for folder in BESIDE for path in sorted((root / folder).rglob("*.py"))]

@@ -51,7 +51,7 @@ class Finish:
 
 
 def expanded(program: Program, rng: random.Random) -> Program:
-    """The program with bodies of random sizes in the place of its Runs with stages."""
+    """Returns the program with bodies of random sizes in the place of its Runs with stages."""
     chosen: dict[Run, int] = {}
 
     def choose(step: Run) -> int:
@@ -64,7 +64,7 @@ def expanded(program: Program, rng: random.Random) -> Program:
 
 
 def actions(program: Program, rank: int) -> Iterator[Start | Finish]:
-    """What a rank of an expanded program does, as far as others have to do with it."""
+    """Yields what a rank of an expanded program does, as far as others have to do with it."""
     for position, step in enumerate(program.instructions[rank]):
         if isinstance(step, Run) and step.group is not None:
             yield from _collective(step.group, step, program.groups.get(step.group, (rank,)), position)
@@ -95,8 +95,8 @@ def _communicator(program: Program, transfer: Transfer, rank: int) -> str:
 
 
 def _chains(transfer: Transfer, step: Post | Wait, rank: int) -> Iterator[Start | Finish]:
-    """As runtime/weights/weight_mover.py: one step after the other; at step t the link h of a chain carries bucket t -
-    h."""
+    """Yields the steps of runtime/weights/weight_mover.py, one after the other; at step t the link h of a chain carries
+    bucket t - h."""
     plan = transfer.reallocation
     routes = [(number, route) for number, route in enumerate(plan.routes) if rank in route.ranks]
     sizes = {number: min(-(-route.num_numbers // BUCKET_NUMBERS), MOST_BUCKETS) for number, route in routes}
@@ -136,7 +136,7 @@ class Machine:
         self.at_first: dict[tuple, set[int]] = {}  # communicator and pair -> hosts at its first message
 
     def run(self) -> dict[int, str]:
-        """-> where the ranks stand that never end."""
+        """Runs all lists. Returns the places of the ranks that never end."""
         ranks = list(self.program.cluster.ranks)
         left = {rank: deque(actions(self.program, rank)) for rank in ranks}
         started: dict[tuple, Operation] = {}
@@ -176,7 +176,7 @@ class Machine:
         return True
 
     def _carry_out(self) -> bool:
-        """What stands first in each queue begins, and is over if all that it needs has begun, in random order."""
+        """Begins what is first in each queue, which is over if all that it needs has begun, in random order."""
         happened, keys = False, [key for key, queue in self.queues.items() if queue]
         self.rng.shuffle(keys)
         for rank, name in keys:
@@ -194,14 +194,17 @@ class Machine:
         return happened
 
     def crossed(self) -> list[tuple]:
-        """Pairs whose messages did not leave and arrive in one order."""
+        """Returns pairs whose messages did not leave and arrive in one order."""
         pairs = {key[:3] for key in self.order}
         return [pair for pair in pairs if self.order.get((*pair, "source")) != self.order.get((*pair, "destination"))]
 
 
 def standing(program: Program, rng: random.Random, **options) -> dict[int, str]:
-    """Where ranks are left standing in one random schedule of a program without bodies in it; {} if all lists end.
-    options: of the Machine."""
+    """Returns where ranks are left standing in one random schedule of a program without bodies in it; {} if all lists
+    end.
+
+    options: of the Machine.
+    """
     machine = Machine(expanded(program, rng), rng, **options)
     found = machine.run()
     assert found or not machine.crossed(), machine.crossed()

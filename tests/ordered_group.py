@@ -87,7 +87,7 @@ class OrderedGroup(HostGroup):
         return None
 
     def batched(self, post: Callable[[], None]) -> dist.Work:
-        """Messages that `post` queues, as one operation."""
+        """Returns messages that `post` queues, as one operation."""
         self._batch = []
         post()
         batch, self._batch = self._batch, None
@@ -142,7 +142,7 @@ def _byte() -> torch.Tensor:
 
 
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """As torch's where a backend coalesces: one operation of the communicator, and one Work."""
+    """Posts as torch does where a backend coalesces: one operation of the communicator, and one Work."""
     group = operations[0].group or dist.group.WORLD
     if not isinstance(group, OrderedGroup):
         return _batch_isend_irecv(operations)

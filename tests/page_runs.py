@@ -16,7 +16,7 @@ PLACED = ("moved_bytes", "moved_messages", "parity_max_abs")  # what depends on 
 
 
 def trained(words: list[str], num_ranks: int, run: Path) -> Path:
-    """The run folder of a training with these words of the command line."""
+    """Returns the run folder of a training with these words of the command line."""
     _train([*words, "--runs", str(run.parent), "--name", run.name], num_ranks)
     return run
 
@@ -41,7 +41,8 @@ def timeless(run: Path) -> list[dict]:
 
 
 def weights(run: Path) -> list[float]:
-    """Every float32 master of the last checkpoint that one rank has, sorted: their order differs between layouts."""
+    """Returns every float32 master of the last checkpoint that one rank has, sorted: their order differs between
+    layouts."""
     last, found = max((run / "checkpoints").glob("iteration-*")), []
     for path in last.glob("rank-*.safetensors"):
         with safe_open(path, "np") as file:
@@ -52,7 +53,7 @@ def weights(run: Path) -> list[float]:
 
 
 def assert_same(run: Path, other: Path, where: str) -> None:
-    """The same tokens, and numbers within 1e-5, but for what depends on the placement."""
+    """Asserts the same tokens, and numbers within 1e-5, except for what depends on the placement."""
     for mine, theirs in zip(metrics(run), metrics(other), strict=True):
         assert mine.get("tokens_sha256") == theirs.get("tokens_sha256"), where
         for key in theirs.keys() - {*TIMED, *PLACED, "tokens_sha256"}:

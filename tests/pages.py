@@ -54,7 +54,7 @@ def surrogate(logprobs_BG, weights_BG, mask_BG):
 
 
 def write_page(folder: Path, *changes: tuple[str, str], name: str = "mine") -> Path:
-    """The page with pieces of its text replaced, as folder/NAME.py."""
+    """Returns the page with pieces of its text replaced, as folder/NAME.py."""
     text = PAGE
     for old, new in changes:
         assert text.count(old) == 1, old
@@ -65,7 +65,7 @@ def write_page(folder: Path, *changes: tuple[str, str], name: str = "mine") -> P
 
 
 def checked(path: Path | str, **options) -> Algorithm:
-    """A loaded page whose workflow, with these options, and functions fit each other. Raises UserError."""
+    """Returns a loaded page whose workflow, with these options, and functions fit each other. Raises UserError."""
     algorithm = load_algorithm(str(path))
     chosen = algorithm.options(**options)
     check_functions(algorithm, algorithm.workflow(chosen), chosen)
@@ -73,7 +73,7 @@ def checked(path: Path | str, **options) -> Algorithm:
 
 
 def config_of(path: Path, overrides: list[str], *more: str) -> Config:
-    """The configuration of tests/folders.write_all for the page above."""
+    """Returns the configuration of tests/folders.write_all for the page above."""
     kept = [word for word in overrides if not word.startswith(("ppo.", "models.", "optimizer."))]
     folders = [word.partition("=")[2] for word in overrides if word.startswith("models.")]
     models = [f"models.{role}={folder}" for role, folder in zip(("policy", "judge"), folders, strict=True)]
@@ -81,12 +81,12 @@ def config_of(path: Path, overrides: list[str], *more: str) -> Config:
 
 
 def everywhere(workload: Workload, cluster: Cluster) -> Placement:
-    """A placement of every call on all ranks, for any names of models."""
+    """Returns a placement of every call on all ranks, for any names of models."""
     layout = Layout.data_parallel(cluster.ranks)
     return Placement({call.name: layout for call in workload.workflow.placed_calls})
 
 
 def run_of(path: Path, overrides: list[str], *more: str) -> RunOf:
-    """A run of the page on one rank."""
+    """Returns a run of the page on one rank."""
     config = config_of(path, overrides, *more)
     return RunOf(config, program=compiled(config, place=everywhere))

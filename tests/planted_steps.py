@@ -29,7 +29,7 @@ def crashes(light: Light) -> Found:
 
 
 def hangs(light: Light) -> Found:
-    """With a child in a session of its own, as the ranks of a launcher are."""
+    """Hangs with a child in a session of its own, as the ranks of a launcher are."""
     light.row(work="planted", number=3)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     (light.out / "child").write_text(str(child.pid), encoding="utf-8")

@@ -30,7 +30,10 @@ def make_workload(
     replay: bool = False,
     **options,
 ) -> Workload:
-    """PPO with four models of one shape but different heads; `options` are PPO's."""
+    """Makes a workload of PPO with four models of one shape but different heads.
+
+    options: PPO's.
+    """
     ppo = load_algorithm("ppo")
     scalar = shape and replace(shape, scalar_head=True)
     return Workload(
@@ -49,12 +52,13 @@ def make_workload(
 
 
 def subsets(size: int) -> list[tuple[int, ...]]:
-    """Every non-empty set of ranks, small ones first."""
+    """Returns every non-empty set of ranks, small ones first."""
     return [ranks for count in range(1, size + 1) for ranks in combinations(range(size), count)]
 
 
 def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
-    """Any workload, with every call on any ranks of up to six in any order, and any overlap of transfers with work."""
+    """Returns any workload, with every call on any ranks of up to six in any order, and any overlap of transfers with
+    work."""
     workload = make_workload(
         mini_batch=choose(range(1, 8)),
         num_mini_batches=choose(range(1, 4)),
@@ -85,8 +89,8 @@ def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
 
 
 def random_ranks(choose: Choose, workload: Workload, cluster: Cluster, *, apart: bool) -> dict[str, tuple[int, ...]]:
-    """Ranks of every call, often the same few lists, so that calls share them; if `apart`, a model that trains is used
-    elsewhere, as streaming wants it."""
+    """Returns ranks of every call, often the same few lists, so that calls share them; if `apart`, a model that trains
+    is used elsewhere, as streaming wants it."""
 
     def ordered(ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(ranks) if choose([True, False]) else choose(list(permutations(ranks)))
@@ -114,7 +118,7 @@ SPLIT_SHAPE = ModelShape(4, 16, 32, 4, 2, 4, 32)  # four stages or two slices
 
 
 def random_split_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
-    """Any workload, on any of two to eight ranks; also such that `validate` refuses."""
+    """Returns any workload, on any of two to eight ranks; also such that `validate` refuses."""
     workload = make_workload(
         mini_batch=choose(range(1, 8)),
         num_mini_batches=choose(range(1, 5)),
@@ -156,7 +160,7 @@ def random_split_placement(choose: Choose, workload: Workload, cluster: Cluster)
 
 
 def random_split_program(choose: Choose, plan: Callable = random_split_plan) -> Program:
-    """The program of the first plan that `validate` accepts. plan(choose) -> workload, placement, cluster."""
+    """Returns the program of the first plan that `validate` accepts. plan(choose) -> workload, placement, cluster."""
     while True:
         try:
             return compile_program(*plan(choose))
@@ -165,8 +169,8 @@ def random_split_program(choose: Choose, plan: Callable = random_split_plan) -> 
 
 
 def streaming_with_stages(workload: Workload, cluster: Cluster) -> Placement:
-    """Training on rank 0, generation, rewards and values on rank 1, the reference in two stages on ranks 2 and 3. With
-    one communicator for all messages it hangs where communicators work in order."""
+    """Places training on rank 0, generation, rewards and values on rank 1, the reference in two stages on ranks 2 and
+    3. With one communicator for all messages it hangs where communicators work in order."""
     layouts = {name: Layout.data_parallel((0,)) for name in ("actor_train", "critic_train")}
     layouts |= {name: Layout.data_parallel((1,)) for name in ("actor_generate", "reward_infer", "critic_infer")}
     layouts["reference_infer"] = Layout.grid_of((2, 3), pp=2)
@@ -174,7 +178,7 @@ def streaming_with_stages(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def place_models(workload: Workload, size: int, **ranks) -> Program:
-    """A program in which each model runs on its ranks; models that are not named run on all."""
+    """Returns a program in which each model runs on its ranks; models that are not named run on all."""
     everyone = Layout.data_parallel(range(size))
     layouts = {model: Layout.data_parallel(where) for model, where in ranks.items()}
     placement = Placement.by_model(workload, **(dict.fromkeys(workload.workflow.models, everyone) | layouts))
@@ -182,7 +186,7 @@ def place_models(workload: Workload, size: int, **ranks) -> Program:
 
 
 def place_calls(workload: Workload, layout: str, **ranks) -> Program:
-    """A program in which each call runs on its ranks; calls that are not named run on all."""
+    """Returns a program in which each call runs on its ranks; calls that are not named run on all."""
     cluster = Cluster.parse(layout)
     calls = workload.workflow.placed_calls
     layouts = {call.name: Layout.data_parallel(ranks.get(call.name, cluster.ranks)) for call in calls}
@@ -190,12 +194,12 @@ def place_calls(workload: Workload, layout: str, **ranks) -> Program:
 
 
 def halves() -> Program:
-    """Actor and critic on four ranks, reference on the first two, reward on the others: groups and transfers."""
+    """Places actor and critic on four ranks, reference on the first two, reward on the others: groups and transfers."""
     return place_models(make_workload(), 4, reference=(0, 1), reward=(2, 3))
 
 
 def separation() -> Program:
-    """Generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
+    """Places generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
     inference = ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
     return place_calls(make_workload(), "1x4", actor_generate=(0, 1), **dict.fromkeys(inference, (2, 3)))
 
@@ -209,7 +213,7 @@ def warnings(program: Program) -> list[str]:
 
 
 def assert_refused(program: Program, rank: int, *words: str, position: int | None = None) -> None:
-    """There is an error for that rank (at that instruction) whose text holds all the words."""
+    """Asserts that there is an error for that rank (at that instruction) whose text holds all the words."""
     found = errors(program)
     assert found, "check lets it pass"
     fitting = [f for f in found if f.rank == rank and (position is None or f.position == position)]
@@ -217,26 +221,26 @@ def assert_refused(program: Program, rank: int, *words: str, position: int | Non
 
 
 def where(program: Program, rank: int, text: str) -> int:
-    """Position of the first instruction of a rank with this text."""
+    """Returns the position of the first instruction of a rank with this text."""
     return next(i for i, step in enumerate(program.instructions[rank]) if str(step).startswith(text))
 
 
 def with_list(program: Program, rank: int, steps: Sequence[Instruction]) -> Program:
-    """The program with another instruction list on one rank."""
+    """Returns the program with another instruction list on one rank."""
     lists = list(program.instructions)
     lists[rank] = tuple(steps)
     return replace(program, instructions=tuple(lists))
 
 
 def edited(program: Program, rank: int, edit: Callable[[list[Instruction]], object]) -> Program:
-    """The program after `edit` has changed the list of one rank in place."""
+    """Returns the program after `edit` has changed the list of one rank in place."""
     steps = list(program.instructions[rank])
     edit(steps)
     return with_list(program, rank, steps)
 
 
 def mutated(program: Program, rng: random.Random) -> Program:
-    """One to three small changes: two instructions swapped, one moved, dropped or doubled on some rank."""
+    """Returns one to three small changes: two instructions swapped, one moved, dropped or doubled on some rank."""
     for _ in range(rng.randint(1, 3)):
         rank = rng.randrange(len(program.instructions))
         steps = list(program.instructions[rank])
@@ -257,13 +261,13 @@ def mutated(program: Program, rng: random.Random) -> Program:
 
 
 def everywhere(program: Program, edit: Callable[[list[Instruction]], object]) -> Program:
-    """The program after `edit` has changed the lists of all ranks alike."""
+    """Returns the program after `edit` has changed the lists of all ranks alike."""
     for rank in program.cluster.ranks:
         program = edited(program, rank, edit)
     return program
 
 
 def weight_bytes(workload: Workload, model: str) -> int:
-    """Bytes of one full copy of a model's weights in the compute precision, without adapters."""
+    """Returns bytes of one full copy of a model's weights in the compute precision, without adapters."""
     shape = workload.models[model]
     return shape.num_params * workload.param_bytes if shape else 0

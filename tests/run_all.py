@@ -40,7 +40,7 @@ SEARCHES = "test_misfit or no_clock_decides"  # beside the mark: seconds once st
 
 
 def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
-    """The command line of one part."""
+    """Returns the command line of one part."""
     marked = ["-m", "slow" if slow else "not slow"]
     if part == "mpi":
         timed = ["2", "--", "-m", "timed and not slow", "tests/mpi"] if busy else []
@@ -57,7 +57,7 @@ def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
 
 
 def busy_files() -> list[str]:
-    """The files with tests for --busy: to collect all others takes minutes there."""
+    """Returns the files with tests for --busy: to collect all others takes minutes there."""
     files = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests" / "unit").rglob("test_*.py"))
     searches = {"test_misfit", "test_planner"}
     return [

@@ -62,7 +62,7 @@ def _mpiexec() -> tuple[str, ...]:
 
 
 def mpi_command(num_ranks: int) -> list[str]:
-    """The beginning of a command that starts `num_ranks` ranks on this machine, more than its cores if need be.
+    """Returns the beginning of a command that starts `num_ranks` ranks on this machine, more than its cores if need be.
 
     RUN_MPI_LAUNCHER takes its place in a batch job, whose number of ranks it knows: `srun --mpi=pmi2`.
     """
@@ -72,19 +72,19 @@ def mpi_command(num_ranks: int) -> list[str]:
 
 
 def mpi_environment(**more: str) -> dict[str, str]:
-    """This process's environment, made fit for many ranks on few cores, none of which looks for a GPU."""
+    """Returns this process's environment, made fit for many ranks on few cores, none of which looks for a GPU."""
     own = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**with_bytecode(), **own, **more}
 
 
 def with_bytecode() -> dict[str, str]:
-    """This process's environment without PYTHONDONTWRITEBYTECODE, which container images often set: the hundreds of
-    processes of the tests share their bytecode."""
+    """Returns this process's environment without PYTHONDONTWRITEBYTECODE, which container images often set: the
+    hundreds of processes of the tests share their bytecode."""
     return {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def environment_alone(**more: str) -> dict[str, str]:
-    """The same for a process that no launcher has started."""
+    """Returns the environment of `mpi_environment` for a process that no launcher has started."""
     return {name: text for name, text in mpi_environment().items() if not name.startswith(LAUNCHER_MARKS)} | more
 
 
@@ -142,7 +142,7 @@ def _started(pid: int) -> str | None:
 
 
 def _descendants(root: int) -> dict[int, str | None]:
-    """The start time of every process below `root`."""
+    """Returns the start time of every process below `root`."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(folder.name))
@@ -173,12 +173,12 @@ class Counter:
 
 
 def references() -> Path | None:
-    """A folder that all launches of one call of this script share; None outside such a call."""
+    """Returns a folder that all launches of one call of this script share; None outside such a call."""
     return Path(os.environ[REFERENCES]) if REFERENCES in os.environ else None
 
 
 def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
-    """What each process of a launch does: pytest, all ranks but 0 writing to files, and a record of the outcome."""
+    """Runs pytest in each process of a launch, all ranks but 0 writing to files, and records the outcome."""
     gc.set_threshold(50_000, 20, 50)  # collections during imports find nothing
     import pytest
     from mpi4py import MPI
@@ -204,7 +204,7 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
 
 
 def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: str | None = None) -> tuple[int, int]:
-    """One launch; returns how many tests passed and failed (at least one if anything was wrong)."""
+    """Launches once; returns how many tests passed and failed (at least one if anything was wrong)."""
     print(f"--- {num_ranks} ranks" + (f", backend {backend}" if backend else ""), flush=True)
     os.environ.pop(BACKEND, None)
     if backend:

@@ -80,12 +80,12 @@ class StepMeter(Meter):
 
 
 def load(overrides: list[str], *more: str) -> Config:
-    """The config of tests/folders.write_all with more overrides."""
+    """Loads the config of tests/folders.write_all with more overrides."""
     return presets.load("tiny", [*overrides, *more])
 
 
 def compiled(config: Config, num_ranks: int = 1, place: Callable = flattening.place, **options) -> Program:
-    """The program of one node. A config of float64, which no user can ask for, counts bytes as float32."""
+    """Returns the program of one node. A config of float64, which no user can ask for, counts bytes as float32."""
     known = config if config.dtype != "float64" else dataclasses.replace(config, dtype="float32")
     workload, cluster = make_workload(known), Cluster.parse(f"1x{num_ranks}")
     return compile_program(workload, place(workload, cluster, **options), cluster)
@@ -113,7 +113,7 @@ class RunOf:
         self.job.state = state
 
     def iteration(self) -> dict:
-        """One iteration; returns its metrics."""
+        """Runs one iteration and returns its metrics."""
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data)
@@ -124,7 +124,7 @@ class RunOf:
         return metrics
 
     def _responses(self) -> dict[tuple[int, int], list[int]]:
-        """The responses of the last iteration, gathered from the ranks that generated them, if any did."""
+        """Returns the responses of the last iteration, gathered from the ranks that generated them, if any did."""
         if not self.program.workload.workflow.generate_calls:
             return {}
         call = self.program.workload.workflow.generate_calls[0]
@@ -137,11 +137,11 @@ class RunOf:
         return {(prompt, sample): tokens for rows in everyone for prompt, sample, tokens in rows}
 
     def iterations(self) -> list[dict]:
-        """All iterations of the config; returns their metrics."""
+        """Runs all iterations of the config and returns their metrics."""
         return [self.iteration() for _ in range(self.config.iterations)]
 
     def weights(self, model: str) -> dict[str, Tensor]:
-        """A copy of a trained model's weights; on ranks that do not train it, nothing."""
+        """Returns a copy of a trained model's weights; on ranks that do not train it, nothing."""
         if model not in self.job.models.engines:
             return {}
         return whole_weights(self.job.models.engines[model])

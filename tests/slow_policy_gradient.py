@@ -59,7 +59,7 @@ def reward(sample: Sample, rules: Rules) -> float:
 
 
 def counts(sample: Sample, rules: Rules) -> bool:
-    """Whether its reward counts in the baseline of its group."""
+    """Returns whether its reward counts in the baseline of its group."""
     return sample.ended or rules.overlong != "mask"
 
 
@@ -80,7 +80,7 @@ def grpo_advantages(groups: list[list[Sample]], rules: Rules) -> None:
 
 
 def first_groups(mini_batches: list[list[list[Sample]]], num_wanted: int) -> None:
-    """Of each mini-batch only the first so many groups with a sample in use stay in use."""
+    """Keeps, of each mini-batch, only the first so many groups with a sample in use."""
     for groups in mini_batches:
         num_found = 0
         for group in groups:
@@ -126,7 +126,7 @@ def reinforce_plus_plus_advantages(groups: list[list[Sample]], kl_coef: float, b
 
 
 def weights(one: Sample, rules: Rules) -> list[float]:
-    """What corrects the loss of each token for a generator that is not the policy before training."""
+    """Returns what corrects the loss of each token for a generator that is not the policy before training."""
     logs = [old - drawn for old, drawn in zip(one.old, one.generator, strict=True)]
     product, geometric = math.exp(sum(logs)), math.exp(statistics.fmean(logs))
     cap = math.inf if rules.importance_cap is None else rules.importance_cap
@@ -143,7 +143,7 @@ def weights(one: Sample, rules: Rules) -> list[float]:
 
 
 def weight_metrics(samples: list[Sample], rules: Rules) -> dict[str, float]:
-    """What is logged of the weights of some samples, over all their tokens."""
+    """Returns what is logged of the weights of some samples, over all their tokens."""
     level = rules.rejection if rules.importance_weights == "none" else rules.importance_weights
     cap = math.inf if rules.importance_cap is None or rules.importance_weights == "none" else rules.importance_cap
     raw, used = [], []
@@ -175,7 +175,7 @@ def divergence(d: Tensor, estimator: str) -> Tensor:
 
 
 def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
-    """Of a whole mini-batch."""
+    """Computes the loss of a whole mini-batch."""
     per_sequence = []
     for one in (one for group in groups for one in group if one.used):
         logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]

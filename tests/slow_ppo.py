@@ -109,7 +109,7 @@ class AdamW:
 
 
 def response_logprobs(logits: Callable, model: nn.Module, prompt: list[int], response: list[int], o: Options) -> list:
-    """log pi of every response token, as 0-dim tensors with gradients."""
+    """Returns log pi of every response token, as 0-dim tensors with gradients."""
     rows = logits(model, prompt + response)
     result = []
     for t, token in enumerate(response):
@@ -121,8 +121,8 @@ def response_logprobs(logits: Callable, model: nn.Module, prompt: list[int], res
 
 
 def sampling_support(row: list[float], t: int, o: Options, *, top_k: int, top_p: float, min_p: float) -> list[int]:
-    """The tokens that response token t is drawn from, in the order of their ids: of the top_k most likely ones the
-    fewest whose share reaches top_p, and of these the ones at least min_p times as likely as the first."""
+    """Returns the tokens that response token t is drawn from, in the order of their ids: of the top_k most likely ones
+    the fewest whose share reaches top_p, and of these the ones at least min_p times as likely as the first."""
     allowed = [v for v in range(len(row)) if t >= o.min_new_tokens or v not in o.eos_ids]
     best = sorted(allowed, key=lambda v: row[v], reverse=True)[:top_k]
     weight = [math.exp((row[v] - row[best[0]]) / o.temperature) for v in best]
@@ -134,7 +134,7 @@ def sampling_support(row: list[float], t: int, o: Options, *, top_k: int, top_p:
 
 
 def response_values(value: Callable, model: nn.Module, prompt: list[int], response: list[int]) -> list:
-    """V before every response token, and after the last: G + 1 0-dim tensors with gradients."""
+    """Returns V before every response token, and after the last: G + 1 0-dim tensors with gradients."""
     entries = value(model, prompt + response)
     return [entries[len(prompt) + t - 1] for t in range(len(response) + 1)]
 
@@ -159,7 +159,7 @@ def rewards(rollout: Rollout, o: Options) -> list[float]:
 
 
 def advantages(rollout: Rollout, o: Options) -> list[float]:
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}: the double sum of the paper."""
+    """Returns A_t = sum over l of (gamma lam)^l delta_{t+l}: the double sum of the paper."""
     num = len(rollout.response)
     goes_on = o.truncation == "bootstrap" and not rollout.ended(o.eos_ids)
     reward = rewards(rollout, o)
@@ -176,7 +176,7 @@ def advantages(rollout: Rollout, o: Options) -> list[float]:
 
 
 def whitened(per_sequence: list[list[float]]) -> list[list[float]]:
-    """Mean 0 and (population) variance 1 over all tokens of all the sequences."""
+    """Returns mean 0 and (population) variance 1 over all tokens of all the sequences."""
     everything = [a for sequence in per_sequence for a in sequence]
     if not everything:
         return per_sequence
@@ -186,7 +186,8 @@ def whitened(per_sequence: list[list[float]]) -> list[list[float]]:
 
 
 def corrections(rollout: Rollout, o: Options) -> list[float]:
-    """What the surrogate of each token is multiplied by, where the generator is not the policy before training."""
+    """Returns what the surrogate of each token is multiplied by, where the generator is not the policy before
+    training."""
     drawn = rollout.generator or rollout.logprobs
     logs = [old - generated for old, generated in zip(rollout.logprobs, drawn, strict=True)]
     result = []
@@ -205,7 +206,7 @@ def corrections(rollout: Rollout, o: Options) -> list[float]:
 
 
 def policy_gradient(actor: nn.Module, logits: Callable, batch: list, o: Options) -> tuple[float, float, float, dict]:
-    """Loss, clip fraction, approximate KL and gradients of one mini-batch of (rollout, whitened advantages)."""
+    """Returns loss, clip fraction, approximate KL and gradients of one mini-batch of (rollout, whitened advantages)."""
     num_tokens = sum(len(rollout.response) for rollout, _ in batch)
     loss, num_clipped, kl = 0.0, 0, 0.0
     actor.zero_grad(set_to_none=True)
@@ -226,7 +227,7 @@ def policy_gradient(actor: nn.Module, logits: Callable, batch: list, o: Options)
 
 
 def value_gradient(critic: nn.Module, value: Callable, batch: list, o: Options) -> tuple[float, dict]:
-    """Loss and gradients of one mini-batch of (rollout, returns)."""
+    """Returns loss and gradients of one mini-batch of (rollout, returns)."""
     num_tokens = sum(len(rollout.response) for rollout, _ in batch)
     loss = 0.0
     critic.zero_grad(set_to_none=True)
@@ -253,7 +254,7 @@ def train(
     actor_optimizer: AdamW | None = None,
     critic_optimizer: AdamW | None = None,
 ) -> list[Step]:
-    """All epochs and mini-batches of one iteration; the weights of actor and critic change in place.
+    """Trains all epochs and mini-batches of one iteration; the weights of actor and critic change in place.
 
     Hand in the optimizers to go on from an earlier iteration.
     """
@@ -283,7 +284,7 @@ def train(
 
 
 def backward(terms: list[Tensor], num_tokens: int) -> float:
-    """Add the gradient of one sequence's share of the loss; returns that share."""
+    """Adds the gradient of one sequence's share of the loss; returns that share."""
     if not terms:
         return 0.0
     share = torch.stack(terms).sum() / num_tokens

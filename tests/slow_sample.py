@@ -7,7 +7,7 @@ FANOUT, BLOCK = 8, 512
 
 
 def slow_draw(probabilities: Sequence[float], bits: int) -> int:
-    """The token that 64 random bits draw."""
+    """Returns the token that 64 random bits draw."""
     num_blocks = -(-len(probabilities) // BLOCK)
     size = BLOCK  # of the smallest tree that holds the blocks
     while size < num_blocks * BLOCK:
@@ -23,7 +23,7 @@ def slow_draw(probabilities: Sequence[float], bits: int) -> int:
 
 
 def slow_number(bits: int, level: int) -> float:
-    """The number of one level."""
+    """Returns the number of one level."""
     second, first = divmod(bits % 2**64, 2**32)
     if level == 0:
         return first / 2**32

@@ -28,7 +28,7 @@ def logprobs(model: Model, prompt: list[int], response: list[int]) -> list[Tenso
 
 
 def rounded(x: Tensor) -> float:
-    """As the runtime stores the logprobs of a reference."""
+    """Rounds as the runtime stores the logprobs of a reference."""
     return x.detach().float().item()
 
 

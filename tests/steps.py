@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def engine_step(engine, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor], *, lr: float) -> float:
-    """loss(model, micro-batch): this rank's share of the global loss -> the norm of the gradient."""
+    """Makes a step of an engine and returns the norm of the gradient.
+
+    loss: loss(model, micro-batch) is this rank's share of the global loss.
+    """
     engine.begin()
     for index, micro_batch in enumerate(micro_batches):
         output = engine.forward(lambda model, micro_batch=micro_batch: loss(model, micro_batch))

@@ -24,12 +24,12 @@ WRITTEN_BY_BENCH = re.compile(r"<!-- rows: .*?<!-- end -->", re.DOTALL)  # table
 
 
 def num_words(text: str) -> int:
-    """The words of a Markdown page as `wc -w` counts them, without the tables that are written from rows."""
+    """Returns the words of a Markdown page as `wc -w` counts them, without the tables that are written from rows."""
     return len(WRITTEN_BY_BENCH.sub("", text).split())
 
 
 def word_problems(tree: ast.Module) -> Iterator[tuple[ast.arg, str]]:
-    """The parameters that break the rule, and how. One without an annotation may have any name."""
+    """Yields the parameters that break the rule, and how. One without an annotation may have any name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.annotation is not None:
             types = ast.unparse(node.annotation)
@@ -40,7 +40,7 @@ def word_problems(tree: ast.Module) -> Iterator[tuple[ast.arg, str]]:
 
 
 def text_problems(tree: ast.Module, *, in_package: bool) -> Iterator[tuple[ast.Call, str]]:
-    """The calls that break the rule, and how. in_package: only there is `splitlines` refused."""
+    """Yields the calls that break the rule, and how. in_package: only there is `splitlines` refused."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -53,7 +53,7 @@ def text_problems(tree: ast.Module, *, in_package: bool) -> Iterator[tuple[ast.C
 
 
 def _opens_text(node: ast.Call, name: str, given: dict[str | None, ast.expr]) -> bool:
-    """Whether this call opens, reads or writes text."""
+    """Returns whether this call opens, reads or writes text."""
     if name in READERS:
         return True
     if any(isinstance(given.get(word), ast.Constant) and given[word].value is True for word in OF_PROCESSES):

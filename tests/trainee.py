@@ -101,7 +101,8 @@ def global_batch(step: int, rows: int = 11) -> Batch:
 
 
 def shares(batch: Batch, *, size: int, rank: int, num_micro: int) -> list[Batch]:
-    """Uneven shares: the first rank gets half the rows, the last none (from three ranks on), the others the rest."""
+    """Returns uneven shares: the first rank gets half the rows, the last none (from three ranks on), the others the
+    rest."""
     rows = len(batch.tokens_BT)
     cuts = [0, *(rows // 2 + (rows - rows // 2) * i // max(size - 2, 1) for i in range(size - 1)), rows]
     own = batch.tokens_BT[cuts[rank] : cuts[rank + 1]]
@@ -112,7 +113,7 @@ def shares(batch: Batch, *, size: int, rank: int, num_micro: int) -> list[Batch]
 
 
 def share_of_loss(model: Tiny, batch: Batch) -> Tensor:
-    """Next-token cross entropy of these rows, divided by the global number of targets."""
+    """Returns the next-token cross entropy of these rows, divided by the global number of targets."""
     logits_BTV = model.logits(model(batch.tokens_BT[:, :-1]))
     wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     loss = F.cross_entropy(wide.flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="sum")
@@ -130,8 +131,11 @@ class Run:
 def single_process(
     steps: int, *, clip: float | None, dtype=torch.float32, seed=1, lr=LR, decay=0.0, bare=(), rounded=False
 ) -> Run:
-    """The same training without any of our code. bare: parts of the names of weights without weight decay. rounded:
-    start from weights rounded to bfloat16."""
+    """Does the same training without any of our code.
+
+    bare: parts of the names of weights without weight decay.
+    rounded: start from weights rounded to bfloat16.
+    """
     model = tiny(seed)
     if rounded:
         model.bfloat16()
@@ -155,7 +159,7 @@ def single_process(
 
 
 def whole_weights(engine: TrainEngine) -> dict[str, Tensor]:
-    """All weights of a model in training. Collective at stage 3."""
+    """Returns all weights of a model in training. Collective at stage 3."""
     with engine.gathered():
         return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 

@@ -8,7 +8,8 @@ OF_A_START = (".lock",)  # what every start writes, also one that is refused
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256 of a file, or target of a link, but for what every start writes."""
+    """Returns the SHA-256 of each file, or the target of each link, by relative path, except for what every start
+    writes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -39,7 +39,8 @@ class Warm:
         self.process.wait(LIMIT_S)
 
     def run(self, arguments: Sequence[object]) -> tuple[int | None, str, str]:
-        """-> status (None if it had to be stopped at the limit), standard output and standard error."""
+        """Runs a command. Returns status (None if it had to be stopped at the limit), standard output and standard
+        error."""
         with tempfile.TemporaryDirectory() as folder:
             files = [str(Path(folder) / name) for name in ("stdout", "stderr")]
             self.process.stdin.write(json.dumps([[str(word) for word in arguments], files]) + "\n")
@@ -68,7 +69,8 @@ def serve() -> int:
 
 
 def _wait(child: int) -> int | None:
-    """Its status; None if it did not end within the limit and was killed with all that it started."""
+    """Waits for a process. Returns its status; None if it did not end within the limit and was killed with all that it
+    started."""
     end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         process, status = os.waitpid(child, os.WNOHANG)

@@ -35,7 +35,7 @@ def shaped_scores(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> Tensor:
-    """The score that enters the rewards: (score - mean) / std, then clipped to +-clip_score: [B].
+    """Returns the score that enters the rewards: (score - mean) / std, then clipped to +-clip_score: [B].
 
     A truncated response has no meaningful score. It gets the fixed `truncation_penalty` ([N+]; neither normalised nor
     clipped), or 0 under "bootstrap", where `gae` adds its last value. "score" keeps the score, for tasks whose
@@ -51,12 +51,12 @@ def shaped_scores(
 
 
 def token_kl(logprobs_BG: Tensor, ref_logprobs_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """log pi_actor - log pi_reference on the sampled token, signed, 0 outside the mask ([LM] eq. 2): [B, G]."""
+    """Returns log pi_actor - log pi_reference on the sampled token, signed, 0 outside the mask ([LM] eq. 2): [B, G]."""
     return torch.where(mask_BG, logprobs_BG - ref_logprobs_BG, 0.0)
 
 
 def token_rewards(scores_B: Tensor, kl_BG: Tensor, mask_BG: Tensor, kl_coef: float) -> Tensor:
-    """-kl_coef * kl on every token, plus the (shaped) score on the last real one ([LM] eq. 2): [B, G]."""
+    """Returns -kl_coef * kl on every token, plus the (shaped) score on the last real one ([LM] eq. 2): [B, G]."""
     is_last_BG = torch.arange(mask_BG.shape[1], device=mask_BG.device) == last_index(mask_BG)[:, None]
     penalty_BG = torch.where(mask_BG, -kl_coef * kl_BG, 0.0)
     return penalty_BG + torch.where(is_last_BG, scores_B[:, None].to(kl_BG.dtype), 0.0)
@@ -74,7 +74,7 @@ def gae(
     lam: float = 0.95,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimates and returns, both [B, G] and 0 outside the mask ([GAE] eq. 16).
+    """Returns generalized advantage estimates and returns, both [B, G] and 0 outside the mask ([GAE] eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lam A_{t+1},     R_t = A_t + V_t
 
@@ -97,21 +97,21 @@ def gae(
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of x over the mask, float64 [3], to be added over micro-batches and ranks. Precise
-    enough while |mean| < 1e4 std."""
+    """Returns (count, sum, sum of squares) of x over the mask, float64 [3], to be added over micro-batches and ranks.
+    Precise enough while |mean| < 1e4 std."""
     real = torch.where(mask, x.double(), 0.0)
     return torch.stack([mask.sum().double(), real.sum(), real.square().sum()])
 
 
 def mean_and_variance(moments_3: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and *population* variance (divided by N); both 0 if the count is 0."""
+    """Returns mean and *population* variance (divided by N); both 0 if the count is 0."""
     count, total, squares = moments_3.unbind()
     mean = total / count.clamp(min=1.0)
     return mean, (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0)
 
 
 def whitened(x: Tensor, mask: Tensor, moments_3: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) by the *global* moments, 0 outside the mask."""
+    """Returns (x - mean) / sqrt(variance + 1e-8) by the *global* moments, 0 outside the mask."""
     mean, variance = mean_and_variance(moments_3)
     return torch.where(mask, (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0).to(x.dtype)
 
@@ -136,8 +136,8 @@ def estimate_advantages(
     clip_score: float | None,
     normalize_scores: bool,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The sum
-    used_score is over the responses with a meaningful score, for `score_moments`."""
+    """Computes rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The
+    sum used_score is over the responses with a meaningful score, for `score_moments`."""
     shaped_B = shaped_scores(
         scores_B,
         ended_B,
@@ -171,12 +171,12 @@ def estimate_advantages(
 
 
 def estimate_advantages_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """For whitening over the whole batch: float64 [3]."""
+    """Returns the sums for whitening over the whole batch, float64 [3]."""
     return moments(advantages_BG, mask_BG)
 
 
 def estimate_advantages_finish(
     advantages_BG: Tensor, returns_BG: Tensor, mask_BG: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Whitened advantages, and unchanged returns."""
+    """Returns whitened advantages, and unchanged returns."""
     return whitened(advantages_BG, mask_BG, sums), returns_BG

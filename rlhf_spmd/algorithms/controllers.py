@@ -14,18 +14,18 @@ LARGEST_ERROR = 0.2  # of the controller, relative to its target
 def next_kl_coef(
     kl_coef: float, mean_kl: float, num_sequences: int, *, target: float = 6.0, horizon: float = 10_000
 ) -> float:
-    """The coefficient for the next iteration ([LM] section 2.2).
+    """Returns the coefficient for the next iteration ([LM] section 2.2).
 
-    kl_coef <- kl_coef (1 + e n / horizon),  e = clip(mean_kl / target - 1, -0.2, 0.2), with mean_kl the global mean
-    over the iteration's n sequences of the *sum* of token_kl over a response. The coefficient stays positive if the
-    horizon is at least `least_horizon`.
+    kl_coef <- kl_coef (1 + e n / horizon), e = clip(mean_kl / target - 1, -0.2, 0.2), with mean_kl the global mean over
+    the iteration's n sequences of the *sum* of token_kl over a response. The coefficient stays positive if the horizon
+    is at least `least_horizon`.
     """
     error = min(max(mean_kl / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
     return kl_coef * (1.0 + error * num_sequences / horizon)
 
 
 def least_horizon(num_sequences: int) -> int:
-    """The least horizon with 0.2 n / horizon < 1, for n sequences of an iteration."""
+    """Returns the least horizon with 0.2 n / horizon < 1, for n sequences of an iteration."""
     return num_sequences // 5 + 1
 
 
@@ -38,8 +38,8 @@ def learning_rate(
     decay: Literal["constant", "linear", "cosine"] = "constant",
     least: float = 0.0,
 ) -> float:
-    """The rate of optimizer step `step` = 0, 1, ...: peak (step + 1) / num_warmup_steps while that is below the peak,
-    then constant, or decaying to peak * least at step `num_steps` along a line or half a cosine."""
+    """Returns the rate of optimizer step `step` = 0, 1, ...: peak (step + 1) / num_warmup_steps while that is below the
+    peak, then constant, or decaying to peak * least at step `num_steps` along a line or half a cosine."""
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
     if decay == "constant":
@@ -50,8 +50,8 @@ def learning_rate(
 
 
 def warmup_steps_of(ratio: float, num_steps: int) -> int:
-    """The warm-up steps that are this share of the steps of a run, rounded up; the share as it is written, so that 7%
-    of 100 steps are 7."""
+    """Returns the number of warm-up steps that are this share of the steps of a run, rounded up. The share is taken as
+    it is written, so 7% of 100 steps are 7."""
     return math.ceil(Fraction(repr(ratio)) * num_steps)
 
 
@@ -74,7 +74,8 @@ class RunningMoments:
         return std if std > 1e-7 * abs(self.mean) else 1.0
 
     def updated(self, count: float, total: float, squares: float) -> "RunningMoments":
-        """The moments with the scores of one more iteration: their count, sum and sum of squares, all global."""
+        """Returns the moments with the scores of one more iteration: their count, sum and sum of squares, all
+        global."""
         if count == 0:
             return self
         mean = total / count

@@ -38,7 +38,7 @@ class Options(off_policy.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
     old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
@@ -67,7 +67,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def problem(options: Options, *, samples_per_prompt: int) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     if options.task_coef and samples_per_prompt < 2:
         return "task_coef compares a response with the others of its prompt: set samples_per_prompt=8, or at least 2"
     return off_policy.problem(options)

@@ -39,7 +39,7 @@ class Options(page.Options):
 def workflow(
     options: Options, model: Models, compute: ComputeFunction, prompts: Data, chosen: Data, rejected: Data
 ) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     reference = model("reference")
     ref_chosen = reference.infer("logprobs", prompts, chosen, output="ref_chosen_logprobs")
     ref_rejected = reference.infer("logprobs", prompts, rejected, output="ref_rejected_logprobs")
@@ -55,7 +55,7 @@ def workflow(
 
 
 def problem(options: Options) -> str:
-    """Why these options make no sense together; empty if they do."""
+    """Returns why these options make no sense together; empty if they do."""
     if options.loss == "ipo" and options.label_smoothing:
         return "label_smoothing belongs to loss=sigmoid, and loss=ipo has no use for it; leave one of them out"
     return ""

@@ -40,8 +40,8 @@ def group_advantages(
     overlong_penalty: float = 1.0,
     drop_equal_groups: bool = False,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """A = (r - mean of the group) / (std of the group + scale_eps) ([GRPO] section 4.1.2): advantages_NS, used_NS,
-    sums.
+    """Returns a = (r - mean of the group) / (std of the group + scale_eps) ([GRPO] section 4.1.2): advantages_NS,
+    used_NS, sums.
 
     The standard deviation is the unbiased one (divided by S - 1). scale "none" leaves the division out ([DR]); "batch"
     divides by the standard deviation of the whole batch, in `group_advantages_finish`. used_NS is 1.0 where a response
@@ -69,9 +69,9 @@ def group_advantages(
 
 
 def _scaled_by_group(wide_NS: Tensor, counted_NS: Tensor, scale_eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(r - mean of the group) / (std of the group + scale_eps), without the division if that is None; the standard
-    deviations [N, 1], and whether all rewards of a group are equal [N]: all of the counted ones alone. The advantages
-    of the others, and of one that is alone, are 0."""
+    """Returns (r - mean of the group) / (std of the group + scale_eps), without the division if scale_eps is None; the
+    standard deviations [N, 1]; and whether all rewards of a group are equal [N]. Only the counted responses enter
+    these. The advantages of the others, and of one that is alone, are 0."""
     num_N1 = counted_NS.sum(1, keepdim=True)
     largest_N = torch.where(counted_NS, wide_NS, -math.inf).amax(1)
     is_equal_N = largest_N - torch.where(counted_NS, wide_NS, math.inf).amin(1) <= EQUAL
@@ -90,8 +90,8 @@ def overlong_rewards(
     overlong_buffer: int,
     overlong_penalty: float,
 ) -> Tensor:
-    """The scores; under "shape" minus a penalty that grows from 0 to overlong_penalty over the last overlong_buffer
-    tokens before the limit ([DAPO] eq. 13)."""
+    """Returns the scores; under "shape" minus a penalty that grows from 0 to overlong_penalty over the last
+    overlong_buffer tokens before the limit ([DAPO] eq. 13)."""
     if overlong != "shape":
         return scores_NS
     begin = mask_NSG.shape[-1] - overlong_buffer
@@ -108,8 +108,8 @@ def group_advantages_sums(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
 ) -> Tensor:
-    """Over the batch: groups with a response that is trained on, and count, sum and sum of squares of the rewards of
-    those responses: float64 [4]."""
+    """Sums over the batch: groups with a response that is trained on, and count, sum and sum of squares of the rewards
+    of those responses: float64 [4]."""
     rewards_NS = overlong_rewards(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
     )
@@ -126,7 +126,7 @@ def group_advantages_finish(
     scale_eps: float = 1e-4,
     min_groups: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages, divided by the batch's standard deviation under scale "batch", and unchanged used_NS. Raises
+    """Returns advantages, divided by the batch's standard deviation under scale "batch", and unchanged used_NS. Raises
     UserError if fewer than min_groups groups are left."""
     num_groups, count, total, squares = sums.tolist()
     if num_groups < min_groups:
@@ -142,27 +142,30 @@ def group_advantages_finish(
 
 
 def turn_advantages(advantages_NS: Tensor, turn_rewards_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
-    """Advantages of turns, for rows that are episodes: what an episode earns from a turn on, minus the mean of the
-    group's *episodes*: advantages_NSG.
+    """Returns advantages of turns, for rows that are episodes: what an episode earns from a turn on, minus the mean of
+    the group's *episodes*: advantages_NSG.
 
     advantages_NS: of episodes, not scaled. turn_rewards_NSG: the reward of each turn, on its last token. The mean is
-    not one over the episodes that still run in a turn: their number is the policy's choice, and such a mean puts a
-    hidden price on another turn."""
+        not one over the episodes that still run in a turn: their number is the policy's choice, and such a mean puts a
+        hidden price on another turn.
+    """
     rewards_NSG = torch.where(mask_NSG, turn_rewards_NSG, 0.0).double()
     earned_NSG = rewards_NSG.cumsum(-1) - rewards_NSG  # by earlier turns
     return torch.where(mask_NSG, advantages_NS[..., None] - earned_NSG, 0.0).to(advantages_NS.dtype)
 
 
 def group_starts(scores_NS: Tensor) -> Tensor:
-    """1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no groups."""
+    """Returns 1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no
+    groups."""
     starts_NS = torch.zeros_like(scores_NS)
     starts_NS[:, 0] = 1.0
     return starts_NS
 
 
 def first_groups(used_MC: Tensor, starts_MC: Tensor, *, oversampling: float) -> tuple[Tensor, Sums]:
-    """Of the groups of each mini-batch that have a response to train on, the first ones, so that one of `oversampling`
-    groups is trained on: trained_MC, which is used_MC but for the groups left over, where it is 0.0, and sums.
+    """Keeps, of the groups of each mini-batch that have a response to train on, the first ones, so that one of
+    `oversampling` groups is trained on. Returns trained_MC, which is used_MC with 0.0 for the groups left over, and
+    sums.
 
     M mini-batches, C columns; the samples of a prompt are neighbours. The order is that of the columns, which is random
     and does not depend on ranks."""
@@ -192,8 +195,8 @@ def leave_one_out_advantages(
     *,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """A = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum over the
-    response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
+    """Returns a = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum
+    over the response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
     wide_NS, sums = scores_NS.double(), Sums()
     if logprobs_NSG is not None and ref_logprobs_NSG is not None:
         kl_NS = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double().sum(-1)
@@ -216,8 +219,8 @@ def greedy_baseline_advantages(
     *,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """A_t = sum over t' >= t of r_t' - score of the greedy response ([REMAX] eq. 7): advantages_BG and sums. r_t is
-    -kl_coef times the log-ratio to the reference, plus the score at the last token."""
+    """Returns A_t = sum over t' >= t of r_t' - score of the greedy response ([REMAX] eq. 7): advantages_BG and sums.
+    r_t is -kl_coef times the log-ratio to the reference, plus the score at the last token."""
     kl_BG, sums = torch.zeros_like(mask_BG, dtype=torch.float64), Sums()
     if logprobs_BG is not None and ref_logprobs_BG is not None:
         kl_BG = token_kl(logprobs_BG, ref_logprobs_BG, mask_BG).double()
@@ -229,7 +232,7 @@ def greedy_baseline_advantages(
 
 
 def rewards_to_go(rewards_BG: Tensor) -> Tensor:
-    """The sum of a token's reward and of all later ones, without discount: [..., G]."""
+    """Returns the sum of a token's reward and of all later ones, without discount: [..., G]."""
     return rewards_BG.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -246,9 +249,9 @@ def batch_advantages(
     kl_in: Literal["reward", "loss"] = "reward",
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """Rewards to go ([R++] section 3): advantages_NSG before whitening over the batch, and sums. Token t's reward is
-    -kl_coef times the log-ratio to the reference (kl_in "reward"), plus the score at the last token. baseline "group"
-    first subtracts the group's mean from the scores."""
+    """Returns rewards to go ([R++] section 3): advantages_NSG before whitening over the batch, and sums. Token t's
+    reward is -kl_coef times the log-ratio to the reference (kl_in "reward"), plus the score at the last token. baseline
+    "group" first subtracts the group's mean from the scores."""
     wide_NS, sums = scores_NS.double(), _reward_sums(scores_NS)
     kl_NSG = torch.zeros_like(mask_NSG, dtype=torch.float64)
     if logprobs_NSG is not None and ref_logprobs_NSG is not None and kl_in == "reward":
@@ -262,12 +265,12 @@ def batch_advantages(
 
 
 def batch_advantages_sums(advantages_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
-    """Count, sum and sum of squares over all tokens of the batch, float64 [3]."""
+    """Returns count, sum and sum of squares over all tokens of the batch, float64 [3]."""
     return moments(advantages_NSG, mask_NSG)
 
 
 def batch_advantages_finish(advantages_NSG: Tensor, mask_NSG: Tensor, sums: Tensor) -> Tensor:
-    """Advantages whitened over all tokens of the batch."""
+    """Returns advantages whitened over all tokens of the batch."""
     return whitened(advantages_NSG, mask_NSG, sums)
 
 
@@ -284,8 +287,8 @@ def distillation_advantages(
     task_coef: float = 0.0,
     scale_eps: float = 1e-4,
 ) -> tuple[Tensor, Sums]:
-    """A_t = -kl_coef (log pi_actor - log pi_teacher) of token t: the reverse KL divergence, estimated from the actor's
-    own tokens ([GKD]), plus task_coef times the response's advantage of GRPO: advantages and sums.
+    """Returns A_t = -kl_coef (log pi_actor - log pi_teacher) of token t: the reverse KL divergence, estimated from the
+    actor's own tokens ([GKD]), plus task_coef times the response's advantage of GRPO: advantages and sums.
 
     Dims are [B, G]; with scores [N, S, G].
     """
@@ -310,7 +313,7 @@ def _reward_sums(scores: Tensor) -> Sums:
 
 
 def _kl_sums(kl: Tensor, mask: Tensor) -> Sums:
-    """Nats per response and per token, from the sums over responses: [B] or [N, S]."""
+    """Returns nats per response and per token, from the sums over responses: [B] or [N, S]."""
     num_tokens = mask.sum(-1).double()
     if kl.dim() == 1:
         return {"kl": (kl.sum(), len(kl)), "kl_per_token": (kl.sum(), num_tokens.sum())}

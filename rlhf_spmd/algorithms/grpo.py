@@ -57,7 +57,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages, used = compute(
         "group_advantages.group_advantages",
@@ -93,12 +93,12 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def leaves_out(options: Options) -> bool:
-    """Whether some responses may be left out of the loss."""
+    """Returns whether some responses may be left out of the loss."""
     return options.drop_equal_groups or options.overlong == "mask"
 
 
 def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_new_tokens: int) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     if samples_per_prompt < 2:
         return "a response is compared with the others of its prompt: set samples_per_prompt=8, or at least 2"
     if (options.overlong == "shape") != (options.overlong_buffer > 0):
@@ -121,7 +121,7 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
 
 
 def refused(options: Options, *, can_end: bool) -> str:
-    """Why these options make no sense for a model whose responses cannot end early; empty if they do."""
+    """Returns why these options make no sense for a model whose responses cannot end early; empty if they do."""
     if can_end or options.overlong == "keep":
         return ""
     return "every response would be truncated: choose grpo.overlong=keep"

@@ -36,30 +36,31 @@ class _Held(torch.autograd.Function):
 
 
 def held(x: Tensor, low: float, high: float) -> Tensor:
-    """x, held between two bounds, with the gradient of x."""
+    """Clamps x between two bounds, but keeps the gradient of x."""
     made: Tensor = _Held.apply(x, low, high)
     return made
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio that is held at +-20 nats. An infinite ratio would make NaN of the zero gradient of a token
-    that is clipped."""
+    """Returns exp of a log-ratio that is clamped to +-20 nats. An infinite ratio would make NaN of the zero gradient of
+    a token that is clipped."""
     return held(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_mean(x_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """The mean over a response's tokens, for each of them: [B, G]."""
+    """Returns the mean over a response's tokens, for each of them: [B, G]."""
     mean_B = torch.where(mask_BG, x_BG, 0.0).sum(1) / mask_BG.sum(1).clamp(min=1)
     return torch.where(mask_BG, mean_B[:, None], 0.0)
 
 
 def proximal(logprobs_BG: Tensor, old_logprobs_BG: Tensor, lag_share: float | None) -> Tensor:
-    """The old logprobs of a loss: as they are or, with a lag_share, those of a proximal policy without a forward pass
-    of it. These lie on the line from the generator's, which are given, to those of now ([A3PO]): ln prox = ln mu + a
-    (ln pi - ln mu), without a gradient.
+    """Returns the old logprobs of a loss: as they are or, with a lag_share, those of a proximal policy without a
+    forward pass of it. These lie on the line from the generator's, which are given, to those of now ([A3PO]): ln prox =
+    ln mu + a (ln pi - ln mu), without a gradient.
 
     lag_share: a = (v_prox - v_mu) / (v_pi - v_mu), where v counts the optimizer steps before a policy, and prox is the
-    policy with which the training of the batch begins. At the first step a = 1, and the ratio pi / prox is exactly 1.
+        policy with which the training of the batch begins. At the first step a = 1, and the ratio pi / prox is exactly
+        1.
     """
     if lag_share is None:
         return old_logprobs_BG
@@ -76,11 +77,13 @@ def off_policy_weights(
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
-    """Factors of the loss of each token, from w = exp(old logprob - generator's logprob): factors_BG and sums.
+    """Returns factors of the loss of each token, from w = exp(old logprob - generator's logprob): factors_BG and sums.
 
-    importance_weights: min(w, cap), of the token or of the product over the response. rejection: factor 0 where w (of
-    the token; product or geometric mean over the response) is outside the range. Rejected tokens stay in the
-    denominator. Sums `importance` and `importance_sq` give the effective sample size (metrics.py) of these factors.
+    importance_weights: min(w, cap), of the token or of the product over the response.
+    rejection: sets the factor to 0 where w (of the token; product or geometric mean over the response) is outside the
+        range. Rejected tokens stay in the denominator.
+
+    Sums `importance` and `importance_sq` give the effective sample size (metrics.py) of these factors.
     """
     log_w_BG = torch.where(mask_BG, old_logprobs_BG - generator_logprobs_BG, 0.0).detach().double()
     logs = {"none": torch.zeros_like(log_w_BG), "token": log_w_BG, "sequence": log_w_BG.sum(1, keepdim=True)}

@@ -20,8 +20,11 @@ def likelihood_loss(
     trained_BG: Tensor,
     entropy_BG: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """-sum of the logprobs of the tokens where trained_BG is 1, and sums for the log. trained_BG: 1, or 0 for the
-    tokens of other turns of a conversation. most_likely_BG: whether no other token was more likely."""
+    """Returns -sum of the logprobs of the tokens where trained_BG is 1, and sums for the log.
+
+    trained_BG: 1, or 0 for the tokens of other turns of a conversation.
+    most_likely_BG: whether no other token was more likely.
+    """
     used_BG = mask_BG & (trained_BG > 0)
     loss_sum = -torch.where(used_BG, logprobs_BG, 0.0).sum()
     num_tokens, num_rows = used_BG.sum().double(), mask_BG.any(1).sum().double()

@@ -9,8 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Differences between the generator's logprobs and the teacher-forced ones; row, position: of the largest (row -1:
-    there is no token)."""
+    """Differences between the generator's logprobs and the teacher-forced ones.
+
+    row, position: of the largest (row -1: there is no token).
+    """
 
     num_tokens: int
     sum_abs: float  # nats, over all tokens: add over ranks, divide by the tokens

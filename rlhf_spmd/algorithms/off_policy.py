@@ -38,12 +38,13 @@ class Options(page.Options):
 
 
 def corrects(options: Options) -> bool:
-    """Whether the loss is corrected for differences between the generator and the training weights."""
+    """Returns whether the loss is corrected for differences between the generator and the training weights."""
     return options.importance_weights != "none" or options.rejection != "none"
 
 
 def old_logprobs(options: Options, actor: Model, prompts: Data, responses: Data, logprobs: Data) -> Data:
-    """The old logprobs of responses, as advantages read them: of a pass of the actor, or the generator's `logprobs`."""
+    """Returns the old logprobs of responses, as advantages read them: of a pass of the actor, or the generator's
+    `logprobs`."""
     if options.old_logprobs not in ("recompute", "current"):
         return logprobs
     is_current = options.old_logprobs == "current"
@@ -51,14 +52,18 @@ def old_logprobs(options: Options, actor: Model, prompts: Data, responses: Data,
 
 
 def of_loss(options: Options, logprobs: Data, old: Data) -> dict[str, Any]:
-    """The arguments of a loss that say what responses are compared with. logprobs: the generator's; old: those of
-    `old_logprobs`. If the loss is corrected, the parity gate logs differences and does not end the run."""
+    """Returns the arguments of a loss that say what responses are compared with. If the loss is corrected, the parity
+    gate logs differences and does not end the run.
+
+    logprobs: the generator's.
+    old: those of `old_logprobs`.
+    """
     generator = {GENERATOR_LOGPROBS: logprobs} if corrects(options) else {}
     return generator | {"old_logprobs": old, "loglinear": options.old_logprobs == "loglinear"}
 
 
 def problem(options: Options) -> str:
-    """Why the options contradict each other; empty if they do not."""
+    """Returns why the options contradict each other; empty if they do not."""
     if corrects(options) and options.old_logprobs == "generator":
         return (
             "importance_weights and rejection compare old logprobs with the generator's, and old_logprobs=generator "

@@ -71,15 +71,21 @@ class Options:
 class Metric:
     """A number of the log.
 
-    group: in TensorBoard. column, form: heading and format of its column on the console. when: whether a run with these
-    options has the column; None: every run has. leaves: where the columns do not fit on a line, those with the largest
-    number are left out first, and of equal ones the last. std_of: the metric of which
-    this is the standard deviation; its squares are summed as NAME_sq. headline: the unit ("": none) with which the
-    first and last value are reported at the end of a run; None: not reported. floor: values below it cause no warning;
-    advice: what to do when a value is ten times the largest so far (metrics.py). limits: the range without a warning.
+    group: in TensorBoard.
+    column, form: heading and format of its column on the console.
+    when: whether a run with these options has the column; None: every run has.
+    leaves: where the columns do not fit on a line, those with the largest number are left out first, and of equal ones
+        the last.
+    std_of: the metric of which this is the standard deviation; its squares are summed as NAME_sq.
+    headline: the unit ("": none) with which the first and last value are reported at the end of a run; None: not
+        reported.
+    floor: values below it cause no warning.
+    advice: what to do when a value is ten times the largest so far (metrics.py).
+    limits: the range without a warning.
     zero: what it means if the value is 0, which is warned of; empty: nothing unusual.
     over: what becomes of the values of all calls in an iteration: their mean by weights, or the largest or smallest
-    value whose weight is not 0. better: whether larger or smaller values are better, for checkpoint.best.
+        value whose weight is not 0.
+    better: whether larger or smaller values are better, for checkpoint.best.
     """
 
     group: str

@@ -40,7 +40,8 @@ class Options(off_policy.Options):
 
 
 def rollout(options: Options, model: Models, prompts: Data) -> tuple[Data, Data, dict[str, Any], dict[str, Any]]:
-    """Responses; their scores; arguments of advantages that need a KL divergence; arguments of the loss."""
+    """Generates and scores responses. Returns responses; their scores; arguments of advantages that need a KL
+    divergence; arguments of the loss."""
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
     old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
@@ -54,13 +55,13 @@ def rollout(options: Options, model: Models, prompts: Data) -> tuple[Data, Data,
 
 
 def divisor(options: Options) -> Literal["tokens", "responses"]:
-    """What the sum of the loss over a mini-batch is divided by."""
+    """Returns what the sum of the loss over a mini-batch is divided by."""
     return "tokens" if options.aggregation == "token-mean" else "responses"
 
 
 def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbiased: bool | None = None) -> str:
-    """Why options of the loss contradict each other; empty if they do not. kl_estimator: where the KL divergence is a
-    term of the loss. kl_unbiased: the option, of pages that have it."""
+    """Returns why options of the loss contradict each other; empty if they do not. kl_estimator: where the KL
+    divergence is a term of the loss. kl_unbiased: the option, of pages that have it."""
     if found := off_policy.problem(options):
         return found
     if options.ratio_level != "token" and options.importance_weights == "token":

@@ -49,7 +49,7 @@ class Options(off_policy.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
     responses, logprobs = actor.generate(prompts)
     old = off_policy.old_logprobs(options, actor, prompts, responses, logprobs)
@@ -81,7 +81,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def problem(options: Options, *, rollout_batch: int, samples_per_prompt: int) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     least = least_horizon(rollout_batch * samples_per_prompt)
     if options.kl_controller == "adaptive" and options.kl_horizon < least:
         return (
@@ -94,7 +94,7 @@ def problem(options: Options, *, rollout_batch: int, samples_per_prompt: int) ->
 
 
 def refused(options: Options, *, can_end: bool) -> str:
-    """Why these options make no sense for a model whose responses cannot end early; empty if they do."""
+    """Returns why these options make no sense for a model whose responses cannot end early; empty if they do."""
     if can_end or options.truncation == "score":
         return ""
     return "every response would be cut off and get the penalty for that: choose ppo.truncation=score"
@@ -112,12 +112,12 @@ class State:
 
 
 def initial_state(options: Options) -> State:
-    """The state before the first iteration."""
+    """Returns the state before the first iteration."""
     return State(options.kl_coef)
 
 
 def read_state(values: Mapping[str, Any]) -> State:
-    """The inverse of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
+    """Restores the state from the result of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
     moments = values["score_moments"] if "score_moments" in values else values["scores"]
     return State(float(values["kl_coef"]), RunningMoments(*(float(moments[name]) for name in asdict(RunningMoments()))))
 
@@ -125,7 +125,8 @@ def read_state(values: Mapping[str, Any]) -> State:
 def after_iteration(
     state: State, options: Options, means: Mapping[str, float], weights: Mapping[str, float], num_sequences: int
 ) -> State:
-    """The next state, from the global means of the iteration's sums, their weights, and its number of sequences."""
+    """Returns the next state, from the global means of the iteration's sums, their weights, and its number of
+    sequences."""
     if options.kl_controller == "adaptive":
         kl_coef = next_kl_coef(
             state.kl_coef, means["kl"], num_sequences, target=options.kl_target, horizon=options.kl_horizon

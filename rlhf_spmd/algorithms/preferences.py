@@ -37,11 +37,12 @@ def bradley_terry_loss(
     centering_coef: float = 0.0,
     foresight_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """-log sigmoid(chosen - rejected - margin) ([BT], [MARGIN]) + centering_coef (chosen + rejected)^2 ([CENTRE]) +
-    foresight_coef times the `foresight` of both responses ([TOKENS]), summed over pairs, and sums for the log.
+    """Returns -log sigmoid(chosen - rejected - margin) ([BT], [MARGIN]) + centering_coef (chosen + rejected)^2
+    ([CENTRE]) + foresight_coef times the `foresight` of both responses ([TOKENS]), summed over pairs, and sums for the
+    log.
 
     values_BG1: the model's output before each response token, and after the last one; only foresight reads them, and
-    the mask of the rejected response.
+        the mask of the rejected response.
     """
     real_B = chosen_mask_BG.any(1)
     difference_B = chosen_scores_B - rejected_scores_B
@@ -66,8 +67,8 @@ def bradley_terry_loss(
 
 
 def foresight(values_BG1: Tensor, scores_B: Tensor, mask_BG: Tensor) -> Tensor:
-    """The mean over the tokens of a response of (value before the token - its score)^2, [B]. The score is the target
-    alone, without gradient."""
+    """Returns the mean over the tokens of a response of (value before the token - its score)^2, [B]. The score is the
+    target alone, without gradient."""
     error_BG = torch.where(mask_BG, values_BG1[:, :-1] - scores_B.detach()[:, None], 0.0)
     return error_BG.square().sum(1) / mask_BG.sum(1).clamp(min=1)
 
@@ -88,7 +89,7 @@ def direct_preference_loss(
     label_smoothing: float = 0.0,
     per_token: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The loss of each pair, summed, and sums for the log. With d the log-ratio of the chosen response to the
+    """Returns the loss of each pair, summed, and sums for the log. With d the log-ratio of the chosen response to the
     reference, less that of the rejected one,
 
         sigmoid   -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d),   e = label_smoothing ([DPO], [cDPO])
@@ -126,10 +127,10 @@ def direct_preference_loss(
 
 
 def _right(difference_B: Tensor, real_B: Tensor) -> Tensor:
-    """How many pairs have a better chosen response; equal ones, such as all before training, count half."""
+    """Counts the pairs whose chosen response is better; equal ones, such as all before training, count half."""
     return _sum((difference_B > 0).double() + 0.5 * (difference_B == 0).double(), real_B)
 
 
 def _sum(x_B: Tensor, real_B: Tensor) -> Tensor:
-    """For the log."""
+    """Returns the sum and the number of real rows, for the log."""
     return torch.where(real_B, x_B.detach().double(), 0.0).sum()

@@ -32,7 +32,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration. Whitening needs the whole batch, so nothing streams."""
+    """Describes one iteration. Whitening needs the whole batch, so nothing streams."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
         "group_advantages.batch_advantages",
@@ -52,7 +52,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def problem(options: Options, *, samples_per_prompt: int) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     if options.baseline == "group" and samples_per_prompt < 2:
         return "baseline=group is the mean of a prompt's samples: set samples_per_prompt=4, or at least 2"
     return policy_gradient.loss_problem(options, kl_estimator=options.kl_estimator if options.kl_in == "loss" else None)

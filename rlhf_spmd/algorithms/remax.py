@@ -23,7 +23,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     greedy_responses, _ = model("actor").generate(prompts, name="greedy", temperature=0.0)
     greedy_scores = model("reward").infer("scores", prompts, greedy_responses, output="greedy_scores")
@@ -42,7 +42,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def problem(options: Options) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     return policy_gradient.loss_problem(options)
 
 

@@ -36,7 +36,7 @@ def workflow(
     rejected: Data,
     margins: Data,
 ) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     model("reward").train("preferences.bradley_terry_loss", prompts, chosen, rejected, margins=margins, divisor="rows")
 
 

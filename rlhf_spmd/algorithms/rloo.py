@@ -25,7 +25,7 @@ class Options(policy_gradient.Options):
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
     advantages = compute(
         "group_advantages.leave_one_out_advantages",
@@ -42,7 +42,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
 
 
 def problem(options: Options, *, samples_per_prompt: int) -> str:
-    """Why these options make no sense together or with those of the run; empty if they do."""
+    """Returns why these options make no sense together or with those of the run; empty if they do."""
     if samples_per_prompt < 2:
         return "the baseline is the mean of a prompt's other samples: set samples_per_prompt=4, or at least 2"
     return policy_gradient.loss_problem(options)

@@ -26,7 +26,7 @@ class Options(page.Options):
 def workflow(
     options: Options, model: Models, compute: ComputeFunction, prompts: Data, responses: Data, trained: Data
 ) -> None:
-    """One iteration."""
+    """Describes one iteration."""
     model("actor").train(
         "likelihood.likelihood_loss", prompts, responses, trained=trained, divisor=trained, entropy=options.log_entropy
     )

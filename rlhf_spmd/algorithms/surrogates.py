@@ -58,12 +58,15 @@ def surrogate_loss(
     rejection_range: tuple[float, float] | None = None,
     lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
-    """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
+    """Returns the loss, aggregated and summed, and sums for the log.
 
-    ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product" their
-    product: the response is one action ([RLOO]). kl_unbiased: the KL term is multiplied by the ratio, with its
-    gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
-    estimate). generator_logprobs: those of drawing, where old_logprobs are others. lag_share: as of `proximal`.
+    advantages: of each response [B], or of each token [B, G].
+    ratio_level: "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product"
+        their product: the response is one action ([RLOO]).
+    kl_unbiased: the KL term is multiplied by the ratio, with its gradient; with k3 and ratios of tokens, the term's
+        gradient is then that of the KL itself ([V3.2], unbiased KL estimate).
+    generator_logprobs: those of sampling, where old_logprobs are others.
+    lag_share: as in `proximal`.
     """
     old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
@@ -134,8 +137,8 @@ def policy_loss(
     rejection_range: tuple[float, float] | None = None,
     lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
-    """PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log: `surrogate_loss` of
-    tokens with one range of the ratio,
+    """Returns PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log:
+    `surrogate_loss` of tokens with one range of the ratio,
 
         loss = max(-A ratio, -A clip(ratio, 1 - c, 1 + c)),     ratio = exp(d),  d = new logprob - old logprob
 
@@ -174,14 +177,14 @@ def policy_loss(
 
 
 def policy_loss_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
-    """Sum and sum of squares of the advantages of a mini-batch, float64 [2]."""
+    """Returns sum and sum of squares of the advantages of a mini-batch, float64 [2]."""
     return moments(advantages_BG, mask_BG)[1:]
 
 
 def policy_loss_prepare(
     advantages_BG: Tensor, mask_BG: Tensor, sums: Tensor, divisor: Tensor, *, whiten: Literal["mini_batch", "batch"]
 ) -> dict[str, Tensor]:
-    """Advantages whitened over the global mini-batch, unless the whole batch has been ([N+])."""
+    """Returns advantages whitened over the global mini-batch, unless the whole batch has been ([N+])."""
     if whiten != "mini_batch":
         return {}
     return {"advantages": whitened(advantages_BG, mask_BG, torch.cat((divisor[None], sums)))}
@@ -196,7 +199,8 @@ def value_loss(
     clip_value: float = 0.2,
     value_coef: float = 0.5,
 ) -> tuple[Tensor, Sums]:
-    """value_coef * max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2) *summed* over the mask ([LM]), and log sums."""
+    """Returns value_coef * max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2) *summed* over the mask ([LM]), and log
+    sums."""
     values_BG = torch.where(mask_BG, values_BG1[:, :-1], 0.0)
     old_BG = torch.where(mask_BG, old_values_BG1[:, :-1], 0.0)
     returns_BG = torch.where(mask_BG, returns_BG, 0.0)
@@ -217,8 +221,8 @@ def value_loss(
 def clipped(
     ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) ([PPO] eq. 7; two bounds: [DAPO] eq. 10). dual_clip c:
-    where A < 0 the loss is at most -c A ([DUAL] eq. 5)."""
+    """Returns -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) ([PPO] eq. 7; two bounds: [DAPO] eq. 10). With
+    dual_clip c, the loss is at most -c A where A < 0 ([DUAL] eq. 5)."""
     free_BG = -advantages_BG * ratio_BG
     loss_BG = torch.maximum(free_BG, -advantages_BG * ratio_BG.clamp(1.0 - clip_low, 1.0 + clip_high))
     if dual_clip is not None:
@@ -235,16 +239,16 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """-clip(ratio, 1 - clip_low, 1 + clip_high) A logprob with a constant first factor ([CISPO] eq. 4): no token loses
-    its gradient. clip_low=1 sets no lower bound."""
+    """Returns -clip(ratio, 1 - clip_low, 1 + clip_high) A logprob with a constant first factor ([CISPO] eq. 4): no
+    token loses its gradient. clip_low=1 sets no lower bound."""
     weight_BG = ratio_BG.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight_BG * advantages_BG * torch.where(mask_BG, logprobs_BG, 0.0)
 
 
 def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:
-    """An estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2 / 2, or
-    exp(-d) - 1 + d, where k3 and its gradient are held at d = -20. As a term of the loss, only k2 has the gradient of
-    the KL on samples of the actor itself, and that of k1 does not depend on the reference."""
+    """Returns an estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2
+    / 2, or exp(-d) - 1 + d, where k3 and its gradient are held at d = -20. As a term of the loss, only k2 has the
+    gradient of the KL on samples of the actor itself, and that of k1 does not depend on the reference."""
     if estimator == "k1":
         return difference_BG
     if estimator == "k2":
@@ -254,9 +258,9 @@ def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:
 
 
 def aggregated(loss_BG: Tensor, mask_BG: Tensor, aggregation: Aggregation) -> Tensor:
-    """The sum of a loss over sequences: of its tokens (`token-mean`, to be divided by tokens; [DAPO] eq. 12), of
-    its mean per token (`seq-mean-token-mean`, by the sequences; [GRPO] eq. 3) or of its sum over tokens divided by G,
-    the limit of a response (`seq-mean-token-sum-norm`, by the sequences; [DR] section 3.2)."""
+    """Returns the sum of a loss over sequences: of its tokens (`token-mean`, to be divided by tokens; [DAPO] eq. 12),
+    of its mean per token (`seq-mean-token-mean`, by the sequences; [GRPO] eq. 3) or of its sum over tokens divided by
+    G, the limit of a response (`seq-mean-token-sum-norm`, by the sequences; [DR] section 3.2)."""
     loss_BG = torch.where(mask_BG, loss_BG, 0.0)
     if aggregation == "token-mean":
         return loss_BG.sum()

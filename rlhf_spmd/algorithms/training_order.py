@@ -20,9 +20,10 @@ import numpy as np
 
 
 def epoch_order(seed: int, iteration: int, epoch: int, num_rows: int, mini_batch: int, *, group: int = 1) -> np.ndarray:
-    """Row numbers, int64 [num_mini_batches, mini_batch]; every row 0 .. num_rows-1 appears exactly once.
+    """Returns row numbers, int64 [num_mini_batches, mini_batch]; every row 0 .. num_rows-1 appears exactly once.
 
-    group: this many neighbouring rows, the samples of one prompt, stay side by side in epoch 0."""
+    group: this many neighbouring rows, the samples of one prompt, stay side by side in epoch 0.
+    """
     assert num_rows % mini_batch == 0, f"{num_rows} rows do not divide into mini-batches of {mini_batch}"
     shape = (num_rows // mini_batch, mini_batch)
     groups = np.argsort(_random_bits(seed, iteration, 0, num_rows // group), kind="stable")
@@ -34,6 +35,7 @@ def epoch_order(seed: int, iteration: int, epoch: int, num_rows: int, mini_batch
 
 
 def _random_bits(seed: int, iteration: int, epoch: int, num: int) -> np.ndarray:
-    """uint64 [num]. Key: the seed; upper words of the counter: iteration and epoch, so that streams cannot overlap."""
+    """Returns random bits, uint64 [num]. The key is the seed; the upper words of the counter are iteration and epoch,
+    so that streams cannot overlap."""
     assert seed >= 0 and iteration >= 0 and epoch >= 0
     return np.random.Philox(key=seed, counter=(epoch << 192) | (iteration << 128)).random_raw(num)

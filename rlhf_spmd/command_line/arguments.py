@@ -47,21 +47,21 @@ def _flag(name: str, text: str) -> Argument:
 
 
 def _given(text: str) -> str:
-    """An argument that must not be empty."""
+    """Reads an argument that must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty (a variable that is not set?)")
     return text
 
 
 def _positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Reads a whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _seconds(text: str) -> float:
-    """A time above 0."""
+    """Reads a time above 0."""
     try:
         seconds = float(text)
     except ValueError:
@@ -72,7 +72,7 @@ def _seconds(text: str) -> float:
 
 
 def _whole(text: str) -> int:
-    """A whole number of at least 0."""
+    """Reads a whole number of at least 0."""
     return 0 if text == "0" else _positive(text)
 
 
@@ -387,12 +387,12 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
 
     def format_help(self) -> str:
-        """The help of argparse, and the options that KEY=VALUE arguments set."""
+        """Returns the help of argparse, and the options that KEY=VALUE arguments set."""
         return super().format_help() + (_words_help(self.words) if self.words in WORDS else "")
 
 
 def _words_help(words: str) -> str:
-    """The options of a tree, with their defaults and meanings."""
+    """Returns the options of a tree, with their defaults and meanings."""
     from rlhf_spmd.config.options import Config
     from rlhf_spmd.pages.option_tree import options_of
     from rlhf_spmd.pages.option_values import text_of
@@ -409,12 +409,12 @@ def _words_help(words: str) -> str:
 
 
 def _fitted(example: str) -> str:
-    """The command of an example, on lines of the terminal, with an indent of two."""
+    """Returns the command of an example, on lines of the terminal, with an indent of two."""
     return command_lines(example.split(" "), shutil.get_terminal_size().columns, before=2)
 
 
 def _fitted_text(text: str) -> str:
-    """Paragraphs and examples, on lines of the terminal."""
+    """Returns paragraphs and examples, on lines of the terminal."""
     width, parts = shutil.get_terminal_size().columns, text.strip().split("\n\n")
     return "\n\n".join(
         textwrap.fill(part, width) if part[:1].isupper() else "\n".join(map(_fitted, part.split("\n")))
@@ -436,7 +436,10 @@ class _Version(argparse.Action):
 
 
 def parser(text: str) -> argparse.ArgumentParser:
-    """The parser of all verbs; text: what help says below them, with a line for each example of a command."""
+    """Returns the parser of all subcommands.
+
+    text: what help says below them, with a line for each example of a command.
+    """
     settings: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     found = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=_fitted_text(text), **settings)
     found.add_argument("--version", action=_Version, nargs=0, help="print the versions of the program and its packages")
@@ -457,7 +460,11 @@ def parser(text: str) -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
-    """The options of a verb; its other arguments with `=` are overrides. text: see `parser`. Raises UserError."""
+    """Parses a command line into the options of a subcommand; its other arguments with `=` are overrides. Raises
+    UserError.
+
+    text: see `parser`.
+    """
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         from rlhf_spmd.pages.option_suggestions import did_you_mean
 
@@ -490,7 +497,7 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
 
 
 def _hint(word: str) -> str:
-    """A suggestion for an unknown word with dashes, for the end of a message."""
+    """Returns a suggestion for an unknown word with dashes, for the end of a message."""
     from rlhf_spmd.config.presets import all_keys
     from rlhf_spmd.pages.option_suggestions import suggest_option
 

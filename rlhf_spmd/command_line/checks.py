@@ -24,19 +24,19 @@ CONFIG_HEADING = "# The configuration, which can be given back as a file: --conf
 
 
 def packs(config: Config, program: Program) -> bool:
-    """Whether a library of products may pack weights for generation."""
+    """Returns whether a matmul library may pack weights for generation."""
     shapes = [shape for shape in program.workload.models.values() if shape]
     return config.products != "linear" and any(shape.has_large_matrices for shape in shapes)
 
 
 def tokenizer_findings(config: Config) -> list[Finding]:
-    """Warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
+    """Returns warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
     notes = [config.tokenizer_warning, *map(reading_note, config.tokenizer_folders)]
     return [Finding("warning", note) for note in notes if note]
 
 
 def evaluate_of(config: Config) -> Evaluate:
-    """What makes the program of a run's evaluations from that of its training. Counts the prompts, once. Raises
+    """Returns what makes the program of a run's evaluations from that of its training. Counts the prompts, once. Raises
     UserError."""
     evaluation = config.eval
     if not evaluation.prompts:
@@ -55,7 +55,7 @@ def evaluate_of(config: Config) -> Evaluate:
 
 
 def num_rows(config: Config) -> int:
-    """The rows in the files of data.prompts. Raises UserError."""
+    """Returns the rows in the files of data.prompts. Raises UserError."""
     from rlhf_spmd.runtime.data.readers import others_of, read_records
 
     key = config.data.key or config.algorithm.prompts
@@ -64,15 +64,17 @@ def num_rows(config: Config) -> int:
 
 
 def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
-    """The findings about the program of a run and that of its evaluations."""
+    """Returns the findings about the program of a run and that of its evaluations."""
     of_evaluation = check(evaluation, beside=training) if evaluation else []
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
 def check_inputs(config: Config, workflow: Workflow, *, runs: bool = False) -> list[Finding]:
-    """What a run would say of its functions and of its data after its start, from their source and from the first rows:
-    nothing of a user's is imported but the page of the algorithm. runs: whether this is the command line of a run,
-    which needs prompts."""
+    """Checks the functions and the data of a run as its start would, from their source and from the first rows. Of the
+    user's code only the page of the algorithm is imported.
+
+    runs: whether this is the command line of a run, which needs prompts.
+    """
     findings = _finding_of(lambda: check_functions(config.algorithm, workflow, config.options, from_source=True))
     findings += [] if prompt_files(config) or not runs else [Finding("error", NO_PROMPTS)]
     findings += _check_data(config)
@@ -84,7 +86,7 @@ def check_inputs(config: Config, workflow: Workflow, *, runs: bool = False) -> l
 
 
 def _finding_of(check: Callable[[], object]) -> list[Finding]:
-    """The error that a check raises, as a finding."""
+    """Returns the error that a check raises as a finding."""
     try:
         check()
     except UserError as error:
@@ -93,7 +95,7 @@ def _finding_of(check: Callable[[], object]) -> list[Finding]:
 
 
 def _check_data(config: Config) -> list[Finding]:
-    """Findings about the data set, and about the reward functions, which it must have columns for."""
+    """Checks the data set, and that it has the columns that reward functions ask for. Returns findings."""
     from rlhf_spmd.runtime.data.first_rows import check_first_rows
 
     findings = _finding_of(lambda: check_first_rows(config))
@@ -124,8 +126,12 @@ def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
 
 
 def column_names(paths: Sequence[Path], key: str, *, has_source: bool, most: int | None = None) -> list[str]:
-    """The columns of files of prompts that reward functions may ask for. key: of the prompts. has_source: a row without
-    data_source is given one. most: of how many rows of each file (None: of all). Raises UserError."""
+    """Returns the columns of files of prompts that reward functions may ask for. Raises UserError.
+
+    key: of the prompts.
+    has_source: a row without data_source is given one.
+    most: number of rows that are read of each file (None: all).
+    """
     from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
     names = dict.fromkeys([SOURCE] if has_source else [])
@@ -146,10 +152,16 @@ def print_report(
     length: str = "",
     as_json: bool | None = None,
 ) -> int:
-    """Prints a program, its configuration (None: not), the findings about it, the verdict and, last, a line of JSON ->
-    the exit status. may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the
-    run's evaluations. length: of the run, see words.length_note. as_json: --json or
-    --no-json."""
+    """Prints a program, its configuration, the findings about it, the verdict and, last, a line of JSON. Returns the
+    exit status.
+
+    config: the configuration as text; None: it is not printed.
+    may_pack: see `packs`.
+    rank: the rank whose instructions are printed.
+    evaluate: makes the program of the run's evaluations.
+    length: length of the run, see words.length_note.
+    as_json: --json or --no-json.
+    """
     columns = table_width()
     print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank, columns=columns))
     if may_pack and (packed := show_packed(program)):

@@ -8,8 +8,9 @@ from rlhf_spmd.runtime.world.devices import type_of
 
 
 def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
-    """The cluster of this world: as a file describes it, else nodes with the devices that the ranks found.
-    device_type: the option."""
+    """Returns the cluster of this world: as a file describes it, else nodes with the devices that the ranks found.
+    device_type: the option.
+    """
     if path:
         return on_machines(read_cluster(path), world.nodes, path)
     nodes = []

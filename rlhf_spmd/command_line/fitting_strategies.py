@@ -18,11 +18,11 @@ Evaluate = Callable[[Program], Program | None]  # the program of a run's evaluat
 
 
 def no_evaluation(training: Program) -> None:
-    """Evaluate of a run without evaluations."""
+    """Stands in for `evaluate` in a run without evaluations."""
 
 
 def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
-    """The options to try for a strategy, fastest first; later ones shard more, then store fewer activations."""
+    """Returns the options to try for a strategy, fastest first; later ones shard more, then store fewer activations."""
     if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
         smaller = tuple({"zero": 3, "micro_batch": size} for size in halves)
@@ -39,8 +39,8 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Map
 
 
 def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
-    """The largest number of bytes that a rank lacks on its device, beside the reserve, for a program and for that of
-    the run's evaluations; less than 1 if both fit."""
+    """Returns the largest number of bytes that a rank lacks on its device, beside the reserve, for a program and for
+    that of the run's evaluations; less than 1 if both fit."""
 
     def least(rank: int) -> int:
         beside = least_bytes(evaluation, rank, program) if evaluation else 0
@@ -51,14 +51,14 @@ def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
 
 
 def too_large(program: Program, evaluation: Program | None = None) -> bool:
-    """Whether `check` refuses a program, or that of the run's evaluations, because of its memory."""
+    """Returns whether `check` refuses a program, or that of the run's evaluations, because of its memory."""
     found = memory(program) + (memory(evaluation, program) if evaluation else [])
     return any(finding.severity == "error" for finding in found)
 
 
 def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
-    """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
-    command line. These shard as little as possible."""
+    """Returns, for each shipped strategy that fits with some options, --strategy and the first fitting options as words
+    of a command line. These shard as little as possible."""
 
     def fits(name: str, options: Mapping[str, Any], *, compiled: bool = True) -> bool:
         strategy = load_strategy(name)
@@ -88,7 +88,8 @@ def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = n
 
 
 def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
-    """Strategies that fit if a program, or that of the run's evaluations, is too large for its devices; else empty."""
+    """Returns strategies that fit if a program, or that of the run's evaluations, is too large for its devices; else
+    empty."""
     if not too_large(program, evaluate(program)):
         return ""
     strategies = list(fitting_options(program.workload, program.cluster, evaluate))

@@ -27,7 +27,7 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def check_out(parsed: argparse.Namespace) -> Path:
-    """The file of the picture. Raises UserError if it is no picture or would replace a file."""
+    """Returns the file of the picture. Raises UserError if it is not a picture or would replace a file."""
     out = Path(parsed.out)
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")

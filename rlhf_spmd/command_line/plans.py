@@ -44,8 +44,11 @@ NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fas
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan or a shipped strategy that fits. note: options that were chosen. evaluation: the program of the run's
-    evaluations."""
+    """A plan or a shipped strategy that fits.
+
+    note: options that were chosen.
+    evaluation: the program of the run's evaluations.
+    """
 
     name: str
     program: Program
@@ -87,9 +90,13 @@ def alternatives(
     aheads: Sequence[int] = (0,),
     **options: Unpack[SearchOptions],
 ) -> tuple[list[Row], SearchResult]:
-    """The best plans of search() with these options, then the shipped strategies; and the result of the search.
-    evaluate: makes the program of the run's evaluations, which must fit, too. top: how many plans, besides the best of
-    each of `aheads`; None: all. aheads: what plans may have of Placement.ahead. Raises UserError if nothing fits."""
+    """Returns the best plans of search() with these options, then the shipped strategies; and the result of the search.
+    Raises UserError if nothing fits.
+
+    evaluate: makes the program of the run's evaluations, which must fit, too.
+    top: how many plans, besides the best of each of `aheads`; None: all.
+    aheads: what plans may have as Placement.ahead.
+    """
     with progress.during("simulating the shipped strategies"):
         shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
         if 1 in aheads:
@@ -114,8 +121,8 @@ def searched(
     aheads: Sequence[int],
     **options: Unpack[SearchOptions],
 ) -> SearchResult:
-    """The results of search() for some values of Placement.ahead as one. Where others than the first have no plan,
-    there are plans without them. Raises UserError if there are none."""
+    """Returns the results of search() for some values of Placement.ahead as one. Where others than the first have no
+    plan, there are plans without them. Raises UserError if there are none."""
     found = search(workload, cluster, calibration, say=progress.say, ahead=aheads[0], **options)
     for ahead in aheads[1:]:
         try:
@@ -130,7 +137,10 @@ def searched(
 
 
 def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
-    """Whether drawing one iteration ahead pays, in a sentence. rows: of alternatives() with and without it."""
+    """Says in a sentence whether sampling one iteration ahead pays.
+
+    rows: of alternatives() with and without it.
+    """
     order = list(ranked(rows))
     late = next((row for row in order if not row.program.placement.ahead), None)
     early = next((row for row in order if row.program.placement.ahead), None)
@@ -149,7 +159,7 @@ def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
 
 
 def kind_of(row: Alternative) -> str:
-    """The strategy that a row resembles."""
+    """Returns the strategy that a row resembles."""
     return name_of(row.program.placement, row.program.workload, row.program.cluster)
 
 
@@ -161,7 +171,10 @@ def fitted(
     evaluate: Evaluate = no_evaluation,
     ahead: int = 0,
 ) -> Row:
-    """A shipped strategy with the first options with which it fits; else why it does not. ahead: of separation."""
+    """Returns a shipped strategy with the first options with which it fits; else why it does not.
+
+    ahead: of separation.
+    """
     strategy, refused, short = load_strategy(name), "", dict[str, int]()
     name = SEPARATION_AHEAD if ahead else name
     for tried in options_to_try(strategy.name, workload, cluster):
@@ -185,16 +198,16 @@ def fitted(
 
 
 def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
-    """The rows that `check` has no error about, fastest first."""
+    """Yields the rows that `check` has no error about, fastest first."""
     for row in sorted((row for row in rows if isinstance(row, Alternative)), key=lambda row: row.forecast.makespan_s):
         if not any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
             yield row
 
 
 def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
-    """The rows that are worth measuring, fastest first. Of the rows that are forecast to take at most NEAR times the
-    seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement (name_of()),
-    because placements of a kind differ less than their forecasts err. Then the next ones."""
+    """Returns the rows that are worth measuring, fastest first. Of the rows that are forecast to take at most NEAR
+    times the seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement
+    (name_of()), because placements of a kind differ less than their forecasts err. Then the next ones."""
     order = list(ranked(rows))
     first: dict[str, str] = {}  # what a row is the best of -> its name
     for row in order:
@@ -208,14 +221,14 @@ def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
 
 
 def fastest(rows: Sequence[Row], cluster: Cluster) -> Alternative:
-    """The first of ranked(). Raises UserError if nothing fits."""
+    """Returns the first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
         return best
     raise UserError(f"there is no plan for {cluster}. {_nearest(rows)}")
 
 
 def _nearest(shipped: Sequence[Row]) -> str:
-    """Which of the shipped strategies fits best, as a sentence."""
+    """Returns which of the shipped strategies fits best, as a sentence."""
     if best := next(ranked(shipped), None):
         words = f" with {best.note}" if best.note else ""
         return f"Strategy {best.name}{words} fits if generation decodes fewer sequences at a time"
@@ -228,7 +241,8 @@ def _nearest(shipped: Sequence[Row]) -> str:
 
 
 def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | None = None) -> str:
-    """Seconds, waste and bytes of every row; then the seconds of each call and what limits it. columns: of `table`."""
+    """Returns seconds, waste and bytes of every row; then the seconds of each call and what limits it. columns: of
+    `table`."""
     shown = [row for row in rows if isinstance(row, Alternative)]
     limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
     first: list[tuple[str, ...]] = [
@@ -251,14 +265,14 @@ def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | No
 
 
 def _device(program: Program) -> tuple[int, int]:
-    """The reserved bytes and the memory of the device on which a program may use the least."""
+    """Returns the reserved bytes and the memory of the device on which a program may use the least."""
     limited = [(node.usable_bytes or 0, node.device_bytes) for node in program.cluster.nodes if node.device_bytes]
     usable, whole = min(limited, key=lambda one: one[0])
     return whole - usable, whole
 
 
 def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:
-    """The row as a strategy module, with its forecast in the docstring. Deterministic."""
+    """Returns the row as a strategy module, with its forecast in the docstring. Deterministic."""
     program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
     about = (
         "Written by `python -m rlhf_spmd plan`; edit it like any strategy. The forecast is by the constants of "
@@ -277,13 +291,13 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
 
 
 def evaluated_tokens(config: Config) -> int:
-    """The most tokens of a response in evaluations; 0: there are none. Raises UserError."""
+    """Returns the most tokens of a response in evaluations; 0: there are none. Raises UserError."""
     return evaluated(config).row_tokens if config.eval.prompts else 0
 
 
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
-    """The fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic: every
-    rank finds the same one. Raises UserError."""
+    """Searches for the fastest plan and returns it as a strategy whose source is the module that the plan subcommand
+    would write. Deterministic: every rank finds the same one. Raises UserError."""
     refuse_options(config)
     rows, _ = alternatives(
         workload,
@@ -297,7 +311,7 @@ def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Cali
 
 
 def strategy_of(name: str, source: str) -> Strategy:
-    """A strategy from the source that module_source() wrote."""
+    """Returns a strategy from the source that module_source() wrote."""
     module = ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
     return Strategy(name, source, module.place)

@@ -23,8 +23,12 @@ def start_without_training(
     make: Callable[[Program], Program],
     about: Mapping[str, str] | None = None,
 ) -> Program:
-    """Compares options and program among the ranks, and starts torch -> the program. make: from that of training.
-    about: further facts to compare, by name. Collective; raises UserError."""
+    """Compares options and program among the ranks, starts torch, and returns the program. Collective; raises
+    UserError.
+
+    make: makes it from that of training.
+    about: further facts to compare, by name.
+    """
     with world.together("comparing the configuration"):
         options = {f"option {key}": value for key, value in configs.leaves(config).items()}
         world.agree("the start", options | {"the algorithm": config.algorithm.source} | dict(about or {}))

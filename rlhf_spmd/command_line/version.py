@@ -12,7 +12,7 @@ MPI = ("mpich", "openmpi", "impi-rt")  # packages with an MPI library
 
 
 def version_text() -> str:
-    """One line for the program, one for Python and the packages."""
+    """Returns one line for the program, one for Python and the packages."""
     commit = _commit(Path(__file__).parents[2])
     found = [f"{name} {_version(name) or 'is not installed'}" for name in PACKAGES]
     library = [f"{name} {version}" for name in MPI if (version := _version(name))]
@@ -22,7 +22,7 @@ def version_text() -> str:
 
 
 def _version(package: str) -> str:
-    """The version of an installed package; empty if it is not installed."""
+    """Returns the version of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +30,8 @@ def _version(package: str) -> str:
 
 
 def _commit(folder: Path) -> str:
-    """The commit of a checkout, and `-dirty` if tracked files differ from it; empty if the folder is none."""
+    """Returns the commit of a checkout, and `-dirty` if tracked files differ from it; empty if the folder is not a
+    checkout."""
     if not (folder / ".git").exists():
         return ""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

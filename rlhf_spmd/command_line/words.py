@@ -45,8 +45,8 @@ def read_words(parsed: argparse.Namespace) -> None:
 
 
 def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
-    """A file of options, of which a verb that does not train runs no code if a run wrote the file: such code must be
-    named on the command line. Raises UserError."""
+    """Returns a file of options. If a run wrote the file, a subcommand that does not train runs no code from it: such
+    code must be named on the command line. Raises UserError."""
     trains = parsed.verb in ("train", "evaluate", "precompute") and not getattr(parsed, "dry_run", False)
     code = file.code
     if trains or not file.of_run:
@@ -77,7 +77,7 @@ def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
 
 
 def code_note(file: ConfigFile | None) -> str:
-    """What a run is to say about the code that the file of another run names; empty if there is none."""
+    """Returns what a run is to say about the code that the file of another run names; empty if there is none."""
     if file is None or not (code := file.code):
         return ""
     named = ", ".join(f"{name} {text}" for name, text in code.items())
@@ -85,7 +85,7 @@ def code_note(file: ConfigFile | None) -> str:
 
 
 def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
-    """The configuration that a command line names. Raises UserError."""
+    """Returns the configuration that a command line names. Raises UserError."""
     return presets.load(
         parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=on_gpu, file=parsed.file
     )
@@ -94,8 +94,10 @@ def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
 def read_config_and_cluster(
     parsed: argparse.Namespace, layout: str = "1x4", device_type: str | None = None
 ) -> tuple[Config, Cluster]:
-    """What a command line names; layout, device_type: used where it names none (None: the preset's). Raises
-    UserError."""
+    """Returns the configuration and the cluster that a command line names. Raises UserError.
+
+    layout, device_type: used where it names none (None: the preset's).
+    """
     config = load_config(parsed)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
@@ -109,7 +111,8 @@ def read_config_and_cluster(
 
 
 def length_note(config: Config) -> str:
-    """How many iterations data.epochs are, for people; empty without that option. Counts the rows. Raises UserError."""
+    """Returns how many iterations data.epochs are, for people; empty without that option. Counts the rows. Raises
+    UserError."""
     if not config.data.epochs:
         return ""
     if not (num := num_rows(config)):
@@ -122,7 +125,10 @@ def length_note(config: Config) -> str:
 
 
 def config_text(parsed: argparse.Namespace, config: Config, strategy: str, length: str) -> str:
-    """The configuration as a file for --config. length: see length_note()."""
+    """Returns the configuration as a file for --config.
+
+    length: see length_note().
+    """
     file = parsed.file or ConfigFile("")
     algorithm = None if file.page else parsed.algorithm or file.words.get("algorithm")
     values = resolved(config, algorithm=algorithm, strategy=strategy)
@@ -133,15 +139,18 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str, lengt
 
 
 def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
-    """The words of a command line that name the file, the algorithm, this preset (with a file: what it names) and the
-    model."""
+    """Returns the words of a command line that name the file, the algorithm, this preset (with a file: what it names)
+    and the model."""
     preset = parsed.preset if parsed.config else preset
     named = {"--config": parsed.config, "--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
     return [word for name, value in named.items() if value for word in (name, value)]
 
 
 def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
-    """What to plan for; layout: the default. Raises UserError if something does not exist or fit together."""
+    """Reads what to plan for. Raises UserError if something does not exist or fit together.
+
+    layout: the default.
+    """
     config, cluster, calibration = read_calibrated(parsed, layout)
     assert calibration is not None, "required"
     refuse_options(config)
@@ -151,7 +160,10 @@ def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workl
 def read_calibrated(
     parsed: argparse.Namespace, layout: str = "1x4", *, required: bool = True
 ) -> tuple[Config, Cluster, Calibration | None]:
-    """The configuration, the cluster and its calibration; required: None is an error. Raises UserError as read()."""
+    """Reads the configuration, the cluster and its calibration. Raises UserError as read().
+
+    required: None is an error.
+    """
     devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
     config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
     calibration = calibration_for(parsed.calibration, cluster, required=required)

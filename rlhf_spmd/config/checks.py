@@ -30,7 +30,7 @@ OF_THE_PACKAGE = ("rlhf_spmd.rewards:", "rlhf_spmd.embedded.table_tools:")
 
 
 def foreign_functions(*texts: str) -> list[str]:
-    """The reward functions and environments that options name, without those of the package."""
+    """Returns the reward functions and environments that options name, without those of the package."""
     specs = dict.fromkeys(spec for text in texts for spec in split_functions(text))
     return [spec for spec in specs if not spec.startswith(OF_THE_PACKAGE)]
 
@@ -255,7 +255,7 @@ def _of_lora(config: Config) -> list[Rule]:
 
 
 def _without_adapters(config: Config) -> list[str]:
-    """What to say of options of adapters that no model has."""
+    """Returns an error for options of adapters where no model has any."""
     lora, usual, roles = config.lora, type(config.lora)(), config.algorithm.roles
     names = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora}
     found: list[str] = []

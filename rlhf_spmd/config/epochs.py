@@ -9,8 +9,11 @@ from rlhf_spmd.config.options import Config
 
 
 def in_iterations(config: Config, num_rows: int, num_steps: Callable[[Fraction], int] | None = None) -> Config:
-    """The config with the iterations that its data.epochs are; without data.epochs as it is. num_rows: of the set.
-    num_steps: optimizer steps that read so many rows; None: each reads mini_batch rows."""
+    """Converts data.epochs to iterations; returns the config unchanged without data.epochs.
+
+    num_rows: of the set.
+    num_steps: optimizer steps that read so many rows; None: each reads mini_batch rows.
+    """
     if not config.data.epochs:
         return config
     num_read_rows = num_read(config, num_rows)
@@ -21,12 +24,13 @@ def in_iterations(config: Config, num_rows: int, num_steps: Callable[[Fraction],
 
 
 def num_read(config: Config, num_rows: int) -> Fraction:
-    """The rows that data.epochs asks for."""
+    """Returns the rows that data.epochs asks for."""
     return Fraction(repr(config.data.epochs)) * num_rows
 
 
 def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
-    """How long a run is, for people; empty without data.epochs. at_most: rows of the file may still be left out."""
+    """Returns how long a run is, for people; empty without data.epochs. at_most: rows of the file may still be left
+    out."""
     if not config.data.epochs:
         return ""
     if config.mini_batch_tokens:

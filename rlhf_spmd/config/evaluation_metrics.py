@@ -8,14 +8,14 @@ PASS = "pass@"
 
 
 def metric_names(num_samples: int, *, passes: bool = True) -> list[str]:
-    """The metrics of an evaluation with so many responses to each prompt. passes: pass@k as well."""
+    """Returns the metrics of an evaluation with so many responses to each prompt. passes: pass@k as well."""
     best = [f"best@{num_samples}"] if num_samples > 1 else []
     return [f"mean@{num_samples}", *best, *(f"{PASS}{k}" for k in _numbers(num_samples) if passes)]
 
 
 def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, float]:
-    """The metrics of `metric_names` for the scores [prompts][samples]: means over prompts of the mean score, of the
-    best score, and of the chance that one of k responses is right, that is, has at least the score `right_at`."""
+    """Returns the metrics of `metric_names` for the scores [prompts][samples]: means over prompts of the mean score, of
+    the best score, and of the chance that one of k responses is right, that is, has at least the score `right_at`."""
     num_samples = len(scores[0])
     values = [(fsum(row) / num_samples, max(row), sum(score >= right_at for score in row)) for row in scores]
     found = {f"mean@{num_samples}": _mean([mean for mean, _, _ in values])}
@@ -27,7 +27,8 @@ def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, flo
 
 
 def measure_by_source(scores: Sequence[Sequence[float]], sources: Sequence[str], right_at: float) -> dict[str, float]:
-    """The same over all prompts and, if they have different sources, over those of each: `mean@1/SOURCE`."""
+    """Returns the metrics of `measure` over all prompts and, if they have different sources, over those of each:
+    `mean@1/SOURCE`."""
     found, groups = measure(scores, right_at), dict[str, list[Sequence[float]]]()
     for row, source in zip(scores, sources, strict=True):
         groups.setdefault(source, []).append(row)
@@ -37,30 +38,31 @@ def measure_by_source(scores: Sequence[Sequence[float]], sources: Sequence[str],
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """The chance that at least one of k responses is right, estimated without bias from n of which c are right: 1 -
-    C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374)."""
+    """Returns the chance that at least one of k responses is right, estimated without bias from n of which c are right:
+    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374)."""
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
 def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics but for pass@k, over all prompts and of each source."""
+    """Returns the metrics without pass@k, over all prompts and of each source."""
     return {name: value for name, value in metrics.items() if not name.startswith(PASS)}
 
 
 def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:
-    """Whether the last row has a larger value of a metric than every earlier one; less: a smaller one."""
+    """Returns whether the last row has a larger value of a metric than every earlier one; less: whether a smaller
+    one."""
     sign = -1 if less else 1
     return all(sign * rows[-1][metric] > sign * row[metric] for row in rows[:-1])
 
 
 def best_row(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> int:
-    """The first of the rows with the largest value of a metric; less: with the smallest."""
+    """Returns the first of the rows with the largest value of a metric; less: with the smallest."""
     sign = -1 if less else 1
     return max(range(len(rows)), key=lambda index: (sign * rows[index][metric], -index))
 
 
 def _numbers(num_samples: int) -> list[int]:
-    """The k of pass@k: powers of two up to the number of samples, and that number."""
+    """Returns the k of pass@k: powers of two up to the number of samples, and that number."""
     powers = [2**exponent for exponent in range(num_samples.bit_length()) if 2**exponent < num_samples]
     return [*powers, num_samples]
 

@@ -38,8 +38,12 @@ QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", ".."
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file sets. words: those of WORDS. page: the algorithm's file, if the file lies in a run folder that has
-    one. of_run: a run wrote it (config.json), so the code that it names is not the user's word."""
+    """What a file sets.
+
+    words: those of WORDS.
+    page: the algorithm's file, if the file lies in a run folder that has one.
+    of_run: a run wrote it (config.json), so the code that it names is not the user's word.
+    """
 
     path: str
     words: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +63,7 @@ class ConfigFile:
         return found if self.of_run else {}
 
     def without(self, leaves_out: Callable[[str], bool]) -> "ConfigFile":
-        """Without the options whose keys are left out."""
+        """Returns a copy without the options whose keys are left out."""
         return replace(self, settings=tuple(one for one in self.settings if not leaves_out(one.key)))
 
     @property
@@ -133,13 +137,14 @@ def _text_of(path: str) -> str:
 
 
 def _json_as_yaml(text: str) -> str:
-    """JSON in those of its spellings that YAML shares: no tabs between values, no odd characters inside them."""
+    """Rewrites JSON in those of its spellings that YAML shares: no tabs between values, no odd characters inside
+    them."""
     kept = (char if char.isprintable() or char in "\r\n" else " " if char == "\t" else _escaped(char) for char in text)
     return "".join(kept)
 
 
 def _problem(path: str, text: str, error: Any) -> str:
-    """A message for a file that is no YAML."""
+    """Returns a message for a file that is not YAML."""
     mark = getattr(error, "problem_mark", None)
     line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
     lines = text.split("\n")
@@ -154,7 +159,7 @@ def _problem(path: str, text: str, error: Any) -> str:
 
 
 def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
-    """The options of a mapping, by dotted keys."""
+    """Yields the options of a mapping, by dotted keys."""
     seen: dict[str, int] = {}
     for key_node, value in node.value:
         where = f"{path}, line {key_node.start_mark.line + 1}"
@@ -179,7 +184,7 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
 
 
 def _value(where: str, key: str, node: Any) -> str | list[str] | None:
-    """A text, the texts of a list, or None for null."""
+    """Returns a text, the texts of a list, or None for null."""
     if isinstance(node.value, str):
         return _text(where, key, node)
     items = [_text(where, key, item) if _is_text(item) else None for item in node.value]
@@ -190,7 +195,7 @@ def _value(where: str, key: str, node: Any) -> str | list[str] | None:
 
 
 def _text(where: str, key: str, node: Any) -> str | None:
-    """A text, or None for null."""
+    """Returns a text, or None for null."""
     if not _is_text(node):
         raise UserError(f"{where}: {key} has the tag {node.tag}, which is not read: write the value alone")
     if node.style is None and node.value in NULLS:
@@ -203,8 +208,8 @@ def _text(where: str, key: str, node: Any) -> str | None:
 
 
 def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
-    """What a node means in YAML: a mapping, a list, a truth value (also `off`), a number, null, or text. number: of the
-    values so far, which aliases can multiply."""
+    """Returns what a node means in YAML: a mapping, a list, a truth value (also `off`), a number, null, or text.
+    number: of the values so far, which aliases can multiply."""
     if next(number) > MOST_VALUES:
         raise UserError(f"{where}: {key} holds more than {MOST_VALUES} values")
     if node.tag.endswith(":map") and isinstance(node.value, list):
@@ -231,7 +236,7 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """Whether this is a scalar without a tag of its own."""
+    """Returns whether this is a scalar without a tag of its own."""
     return isinstance(node.value, str) and node.tag.removeprefix("tag:yaml.org,2002:") in TAGS
 
 
@@ -243,8 +248,8 @@ def _kind(node: Any) -> str:
 
 
 def to_text(values: Mapping[str, Any]) -> str:
-    """Plain values, options in their groups (`config.resolved`), as a file that can be given back. Needs no PyYAML,
-    whose import takes longer than the rest of `check`'s output."""
+    """Returns plain values, options in their groups (`config.resolved`), as a file that can be given back. Needs no
+    PyYAML, whose import takes longer than the rest of `check`'s output."""
     lines = []
     for key, value in values.items():
         group = value if isinstance(value, Mapping) else {}
@@ -254,7 +259,7 @@ def to_text(values: Mapping[str, Any]) -> str:
 
 
 def _scalar(value: Any, *, may_be_plain: bool = True) -> str:
-    """A value in one line. may_be_plain: texts need no quotes where they can be nothing else."""
+    """Returns a value in one line. may_be_plain: texts need no quotes where they can be nothing else."""
     if isinstance(value, Mapping):  # as _object reads it
         parts = (f"{_quoted(name)}: {_scalar(inner, may_be_plain=False)}" for name, inner in value.items())
         return "{" + ", ".join(parts) + "}"
@@ -271,5 +276,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(char: str) -> str:
-    """A character inside double quotes."""
+    """Escapes a character for double quotes."""
     return "\\" + char if char in '"\\' else char if char.isprintable() else f"\\U{ord(char):08x}"

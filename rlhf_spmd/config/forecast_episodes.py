@@ -16,9 +16,11 @@ DEFAULT = Answers(2.0, 0.0, 0.1, 0.5)  # but for the tokens
 
 
 def read_forecast_episodes(text: str, most_drawn: int, limit: int) -> Answers:
-    """The answers that a text names: TURNS,TOKENS,MEAN_S,P95_S or a run, whose iterations are averaged; if it is empty,
-    two turns, and as many tokens of answers as there is room for. most_drawn, limit: tokens of an episode that are
-    drawn at most, and all. Raises UserError."""
+    """Reads the answers that a text names: TURNS,TOKENS,MEAN_S,P95_S or a run, whose iterations are averaged; if it is
+    empty, two turns, and as many tokens of answers as there is room for. Raises UserError.
+
+    most_drawn, limit: tokens of an episode that are drawn at most, and all.
+    """
     room = float(limit - most_drawn)
     if not text:
         return Answers(DEFAULT.turns, room, DEFAULT.mean_s, DEFAULT.p95_s)
@@ -38,8 +40,8 @@ def read_forecast_episodes(text: str, most_drawn: int, limit: int) -> Answers:
 
 
 def measured(history: Sequence[Mapping[str, Any]]) -> Answers | None:
-    """What episodes of some iterations were answered, by the log; None without episodes. A turn may have several calls,
-    which wait together."""
+    """Averages how episodes of some iterations were answered, by the log; None without episodes. A turn may have
+    several calls, which wait together."""
     rows = [row for row in history if isinstance(row.get(TURNS), float)]
     if not rows:
         return None

@@ -14,8 +14,9 @@ TOKENS = "response_tokens"  # of a rollout
 
 
 def read_forecast_lengths(text: str, limit: int) -> ResponseLengths | None:
-    """The distribution that a text names: MEAN or MEAN,SIGMA of a lognormal, or rollouts; None if it is empty.
-    limit: the most tokens of a response. Raises UserError."""
+    """Returns the distribution that a text names: MEAN or MEAN,SIGMA of a lognormal, or rollouts; None if it is empty.
+    limit: the most tokens of a response. Raises UserError.
+    """
     if not text:
         return None
     if NUMBERS.fullmatch(text):

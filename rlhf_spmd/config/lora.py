@@ -40,13 +40,13 @@ class Lora:
     own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(default_factory=dict)
 
     def of(self, role: str) -> Adapters | None:
-        """The adapters of a model that trains; None if all its weights do."""
+        """Returns the adapters of a model that trains; None if all its weights do."""
         rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
         named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
         return Adapters(rank, alpha, _layers(named) or (), rslora) if rank else None
 
     def with_roles(self, roles: Iterable[str]) -> "Lora":
-        """A copy with the options of these roles, by default none."""
+        """Returns a copy with the options of these roles, by default none."""
         every = [*roles]
         return replace(
             self,
@@ -66,8 +66,8 @@ def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value
 
 
 def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
-    """The adapters of a role that goes on training those in a folder. Raises UserError for an option that contradicts
-    them."""
+    """Returns the adapters of a role that goes on training those in a folder. Raises UserError for an option that
+    contradicts them."""
     usual = Lora()
     given: dict[str, tuple[object, object, object]] = {  # of all models, as by default, of this one
         "rank": (lora.rank, usual.rank, lora.ranks.get(role)),
@@ -87,7 +87,7 @@ def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
 
 
 def _layers(targets: Targets | None) -> Targets | None:
-    """The names of layers that an option means."""
+    """Returns the names of layers that an option means."""
     if targets is None:
         return None
     return tuple(layer for layer in LINEAR_LAYERS if layer in targets or ALL_LINEAR in targets)
@@ -98,7 +98,7 @@ def _text(value: object) -> str:
 
 
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
-    """The shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
+    """Returns the shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
     shape = replace(shape, adapters=adapters)
     sides = {  # of each factor the least
         weight.name: min(weight.rows, weight.columns)
@@ -118,8 +118,8 @@ def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
 def bases(
     shapes: Mapping[str, ModelShape | None], roles: Mapping[str, Role], folder: Callable[[str], str]
 ) -> dict[str, str]:
-    """Models with the same frozen weights, whatever their heads -> the name of these, where one of the models has
-    adapters. folder: of a role; empty without one, and then models that start from the same role have the same
+    """Returns models with the same frozen weights, whatever their heads -> the name of these, where one of the models
+    has adapters. folder: of a role; empty without one, and then models that start from the same role have the same
     weights."""
     found: dict[tuple[ModelShape, Path | str], list[str]] = {}
     for role, shape in shapes.items():

@@ -16,8 +16,13 @@ FUNCTION = "{function}"  # in a name: that of each reward function
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One metric elsewhere. ours: metrics of this program. algorithms: that define them so; empty: all. when: values
-    of the algorithm's options. of: the value, from ours."""
+    """One metric elsewhere.
+
+    ours: metrics of this program.
+    algorithms: that define them so; empty: all.
+    when: values of the algorithm's options.
+    of: the value, from ours.
+    """
 
     name: str
     ours: tuple[str, ...]
@@ -27,7 +32,7 @@ class Alias:
 
 
 def rest(values: Sequence[float]) -> float:
-    """The other share: 1 - x."""
+    """Returns the other share: 1 - x."""
     return 1.0 - values[0]
 
 
@@ -94,8 +99,12 @@ TABLE: dict[str, tuple[Alias, ...]] = {
 
 
 def aliases_of(system: str, algorithm: str, options: Any, functions: Sequence[str] = ()) -> list[Alias]:
-    """The aliases of a run. system: a key of TABLE, or `none`. options: of the algorithm. functions: the names of its
-    reward functions; the score of a single one is `score`."""
+    """Returns the aliases of a run.
+
+    system: a key of TABLE, or `none`.
+    options: of the algorithm.
+    functions: the names of its reward functions; the score of a single one is `score`.
+    """
     found = []
     for alias in TABLE.get(system, ()):
         if alias.algorithms and algorithm not in alias.algorithms:
@@ -113,7 +122,7 @@ def aliases_of(system: str, algorithm: str, options: Any, functions: Sequence[st
 
 
 def aliased(aliases: Sequence[Alias], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that have aliases, under those."""
+    """Returns the metrics that have aliases, under these names."""
     return {
         alias.name: alias.of([metrics[name] for name in alias.ours])
         for alias in aliases

@@ -10,8 +10,11 @@ from rlhf_spmd.plan.workload import ModelShape
 
 
 def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], whole: Callable[[str], str]) -> str:
-    """A role's own folder, or that of the first role that it starts from and that has one with the first role's
-    tokenizer; empty if there is none. whole: the folder of the base of an adapter, which has the tokenizer."""
+    """Returns a role's own folder, or that of the first role that it starts from and that has one with the first role's
+    tokenizer; empty if there is none.
+
+    whole: the folder of the base of an adapter, which has the tokenizer.
+    """
     if folders[role]:
         return folders[role]
     main = folders[next(iter(roles))]
@@ -20,13 +23,14 @@ def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], 
 
 
 def same_tokenizer(one: str, other: str) -> bool:
-    """Whether two folders hold tokenizers that do the same, however their files are written. Raises UserError for a
-    tokenizer that cannot be read."""
+    """Returns whether two folders hold tokenizers that do the same, however their files are written. Raises UserError
+    for a tokenizer that cannot be read."""
     return one == other or bool(one and other and same_behaviour(Path(one), Path(other)))
 
 
 def shape_of_folder(folder: str) -> ModelShape:
-    """Sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be read."""
+    """Returns sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be
+    read."""
     config = read_config_json(Path(folder) / "config.json")
     return ModelShape(
         num_layers=config.num_layers,

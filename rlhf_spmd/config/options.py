@@ -261,7 +261,7 @@ class Config(OptionTree):
     OPEN, NO_OPTIONS = ("strategy",), ("algorithm",)
 
     def group_name(self, field: str) -> str:
-        """The name of the group in a field."""
+        """Returns the name of the group in a field."""
         return self.algorithm.name if field == "options" else field
 
     def __post_init__(self) -> None:
@@ -304,19 +304,19 @@ class Config(OptionTree):
         return self.episode.max_row_tokens or self.generation.max_new_tokens
 
     def folder(self, role: str) -> str:
-        """The folder of a role, of one with an adapter that of its base; empty if a reward function replaces the role,
-        or if no folder is known."""
+        """Returns the folder of a role, or of the base if it has an adapter; empty if a reward function replaces the
+        role, or if no folder is known."""
         return self._whole(self._given(role))
 
     def adapter(self, role: str) -> str:
-        """The folder of the adapter that a role begins with; empty if it begins with a whole model."""
+        """Returns the folder of the adapter that a role begins with; empty if it begins with a whole model."""
         if not any(map(is_adapter, filter(None, self.models.values()))):  # so tokenizers need not be compared
             return ""
         given = self._given(role)
         return given if given and is_adapter(given) else ""
 
     def adapters(self, role: str) -> Adapters | None:
-        """The adapters of a role, by its folder or by options; None if it has none. Raises UserError."""
+        """Returns the adapters of a role, by its folder or by options; None if it has none. Raises UserError."""
         trains = role in self.algorithm.trained_roles
         if folder := self.adapter(role):
             found, _ = adapters_in(folder, self.folder(role))
@@ -324,7 +324,7 @@ class Config(OptionTree):
         return self.lora.of(role) if trains else None
 
     def has_own_head(self, role: str) -> bool:
-        """Whether the adapter of a role holds the head of one number per token, which its base may lack."""
+        """Returns whether the adapter of a role holds the head of one number per token, which its base may lack."""
         folder = self.adapter(role)
         return bool(folder) and adapters_in(folder, self.folder(role))[1].head == "scalar"
 
@@ -336,8 +336,8 @@ class Config(OptionTree):
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles, self._whole)
 
     def tokenizer_folder(self, role: str = "") -> str:
-        """The folder with the tokenizer of a role (default: the first): of one with an adapter that of the adapter, if
-        it has one, else that of the base."""
+        """Returns the folder with the tokenizer of a role (default: the first): of one with an adapter that of the
+        adapter, if it has one, else that of the base."""
         role = role or self.main_role
         return tokenizer_folder(self.adapter(role) or self.folder(role), self.folder(role))
 
@@ -356,7 +356,7 @@ class Config(OptionTree):
 
 
 def split_functions(text: str) -> list[str]:
-    """The reward functions that an option names."""
+    """Returns the reward functions that an option names."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -364,31 +364,31 @@ NO_PROMPTS = f"there are no prompts: give data.prompts=FILE ({KNOWN})"
 
 
 def prompt_files(config: Config) -> list[str]:
-    """The files, folders and patterns that data.prompts names."""
+    """Returns the files, folders and patterns that data.prompts names."""
     return named_parts(config.data.prompts)
 
 
 def function_labels(config: Config) -> list[str]:
-    """The names of several reward functions in the log: without their modules; none for one function."""
+    """Returns the names of several reward functions in the log: without their modules; none for one function."""
     found = function_names(config)
     return found if len(found) > 1 else []
 
 
 def function_names(config: Config) -> list[str]:
-    """The names of the reward functions, without their modules."""
+    """Returns the names of the reward functions, without their modules."""
     return [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
 
 
 def overridden(config: Config, overrides: Iterable[str], given: Sequence[Setting] = ()) -> Config:
-    """The config with the settings of a file, then with dotted overrides, of which only those of the length are checked
-    against each other. Raises UserError."""
+    """Returns the config with the settings of a file, then with dotted overrides, of which only those of the length are
+    checked against each other. Raises UserError."""
     words = settings_of(overrides)
     check_length({one.key: one.value for one in words})
     return with_settings(config, [*given, *words], _assigned)
 
 
 def _assigned(config: Config, one: Setting) -> Config:
-    """A copy with one option set. Raises UserError for an unknown key or a wrong value."""
+    """Returns a copy with one option set. Raises UserError for an unknown key or a wrong value."""
     group, _, name = one.key.partition(".")
     text = "none" if one.value is None else one.value if isinstance(one.value, str) else ",".join(one.value)
     if group == "strategy":
@@ -405,7 +405,7 @@ def _assigned(config: Config, one: Setting) -> Config:
 
 
 def evaluated(config: Config) -> Config:
-    """The options of the evaluation in a run, in the places of those of training."""
+    """Returns the options of the evaluation in a run, in the places of those of training."""
     evaluation, generation = config.eval, config.generation
     max_new_tokens = evaluation.max_new_tokens or generation.max_new_tokens
     # the number of prompts is known before they are tokenised, so none is dropped
@@ -428,8 +428,8 @@ def evaluated(config: Config) -> Config:
 
 
 def resolved(config: Config, *, algorithm: str | None = None, strategy: str | None = None) -> dict[str, Any]:
-    """The config as plain JSON values, options in their groups. algorithm, strategy: how to name them (None: the
-    algorithm by its name, the strategy not at all)."""
+    """Returns the config as plain JSON values, options in their groups. algorithm, strategy: how to name them (None:
+    the algorithm by its name, the strategy not at all)."""
     found: dict[str, Any] = {"algorithm": algorithm or config.algorithm.name}
     for key, one in options_of(config).items():
         group, dot, name = key.partition(".")
@@ -440,14 +440,14 @@ def resolved(config: Config, *, algorithm: str | None = None, strategy: str | No
 
 
 def leaves(config: Config) -> dict[str, str]:
-    """Every option as text by its dotted key, for comparing."""
+    """Returns every option as text by its dotted key, for comparing."""
     values = {"algorithm": config.algorithm.name} | {key: one.value for key, one in options_of(config).items()}
     values |= {f"strategy.{name}": value for name, value in config.strategy.items()}
     return {key: str(json.loads(json.dumps(value, sort_keys=True))) for key, value in values.items()}
 
 
 def make_workload(config: Config) -> Workload:
-    """The workload that strategies and the compiler see."""
+    """Returns the workload that strategies and the compiler see."""
     roles = config.algorithm.roles
     how = {"replay": config.generation.top_k > 0, "episodes": bool(config.environment)}
     workflow = config.algorithm.workflow(config.options, **how)
@@ -494,14 +494,14 @@ def make_workload(config: Config) -> Workload:
 
 
 def _forecast_answers(config: Config) -> Answers | None:
-    """How episodes are forecast to be answered; None without an environment. Raises UserError."""
+    """Returns how episodes are forecast to be answered; None without an environment. Raises UserError."""
     if not config.environment:
         return None
     return read_forecast_episodes(config.forecast_episodes, config.generation.max_new_tokens, config.row_tokens)
 
 
 def _known_folder(config: Config, role: str) -> str:
-    """The folder of a role. Raises UserError if none is known."""
+    """Returns the folder of a role. Raises UserError if none is known."""
     if folder := config.folder(role):
         return folder
     if role == config.main_role:

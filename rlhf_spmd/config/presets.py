@@ -36,7 +36,8 @@ GENERATED = ("prompts", "actor", {"lm": 3e-4, "scalar": 1.5e-4})  # of algorithm
 
 
 def tiny(algorithm: Algorithm) -> Config:
-    """The embedded default: models of about a million parameters, prompts, answers and pairs, all in the package."""
+    """Returns the embedded default: models of about a million parameters, prompts, answers and pairs, all in the
+    package."""
     columns = tuple(algorithm.responses.values())
     rows, first, rates = GIVEN.get(columns, GENERATED)
     folders = {name: first for name in [*algorithm.roles][:1]}
@@ -82,8 +83,8 @@ def arithmetic(algorithm: Algorithm) -> Config:
 
 
 def tools(algorithm: Algorithm) -> Config:
-    """Questions whose numbers only a tool can look up, with an actor of about a million parameters that often guesses,
-    all in the package. Reward and evaluation: is what it says in the end the answer?"""
+    """Returns questions whose numbers only a tool can look up, with an actor of about a million parameters that often
+    guesses, all in the package. Reward and evaluation: is what it says in the end the answer?"""
     rates = {name: 3e-4 for name, role in algorithm.roles.items() if role.lr is not None}
     return Config(
         preset="tools",
@@ -106,7 +107,7 @@ def tools(algorithm: Algorithm) -> Config:
 
 
 def smollm2(algorithm: Algorithm) -> Config:
-    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; needs --model."""
+    """Returns SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; needs --model."""
     return Config(
         preset="smollm2",
         algorithm=algorithm,
@@ -124,8 +125,8 @@ def smollm2(algorithm: Algorithm) -> Config:
 
 
 def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool = False) -> Config:
-    """Any checkpoint folder: the learning rates of the algorithm's page, the precision that suits the device, prompts
-    and responses as long as the context allows. The user names reward and prompts."""
+    """Returns the options for any checkpoint folder: the learning rates of the algorithm's page, the precision that
+    suits the device, prompts and responses as long as the context allows. The user names reward and prompts."""
     context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
     longest = min(context // 2, MOST_TOKENS)
     return Config(
@@ -143,7 +144,7 @@ def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool =
 
 
 def _of_shape(name: str, algorithm: Algorithm) -> Config:
-    """Models of one shape for all roles, without weights: for check, plan and benches."""
+    """Returns models of one shape for all roles, without weights: for check, plan and benches."""
     return Config(
         preset=name,
         algorithm=algorithm,
@@ -160,17 +161,18 @@ def _of_shape(name: str, algorithm: Algorithm) -> Config:
 
 
 def _options(algorithm: Algorithm, **by_algorithm: Mapping[str, Any]) -> Options:
-    """The options that a preset has for this algorithm, else its defaults."""
+    """Returns the options that a preset has for this algorithm, else its defaults."""
     return algorithm.options(**by_algorithm.get(algorithm.name, {}))
 
 
 def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
-    """The learning rate of each role, by the head of its model."""
+    """Returns the learning rate of each role, by the head of its model."""
     return {name: by_head[role.head] for name, role in algorithm.roles.items()}
 
 
 def _with_samples(config: Config) -> Config:
-    """As many responses to a prompt as the algorithm needs, to fewer prompts: the preset's number of sequences."""
+    """Keeps the preset's number of sequences: as many responses to a prompt as the algorithm needs, to fewer
+    prompts."""
     samples = config.algorithm.samples
     return dataclasses.replace(
         config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples)
@@ -192,10 +194,14 @@ def load(
     on_gpu: bool = False,
     file: ConfigFile | None = None,
 ) -> Config:
-    """The config of a preset (None: `model` if a model is given, else `tiny`) with dotted overrides. model: checkpoint
-    folder of the algorithm's first role. algorithm: name or FILE.py (None: that of
-    the preset, most often ppo). on_gpu: the run uses GPUs. file: its
-    words and options stand between the preset and these arguments. Raises UserError."""
+    """Loads the config of a preset with dotted overrides. Raises UserError.
+
+    preset: None: `model` if a model is given, else `tiny`.
+    model: checkpoint folder of the algorithm's first role.
+    algorithm: name or FILE.py (None: that of the preset, most often ppo).
+    on_gpu: the run uses GPUs.
+    file: its arguments and options stand between the preset and these arguments.
+    """
     if model == "":
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
     file = file or ConfigFile("")
@@ -237,8 +243,10 @@ def load(
 
 
 def _with_adapter_rates(config: Config, given: set[str]) -> Config:
-    """The rates of adapters are ten times those of full training ("LoRA without regret", 2025). given: the keys of
-    options that the user gives, whose rates stay."""
+    """Multiplies the learning rates of adapters by ten ("LoRA without regret", 2025).
+
+    given: the keys of options that the user gives, whose rates stay.
+    """
     rates = {
         role: _ten_times(rate) if config.adapters(role) and f"optimizer.{role}{LR}" not in given else rate
         for role, rate in config.optimizer.lr.items()
@@ -251,14 +259,14 @@ def _ten_times(rate: float) -> float:
 
 
 def has_adapter_rate(config: Config, role: str) -> bool:
-    """Whether the learning rate of a role is ten times that of full training in the run's preset."""
+    """Returns whether the learning rate of a role is ten times that of full training in the run's preset."""
     usual = PRESETS[config.preset](config.algorithm).optimizer.lr if config.preset in PRESETS else {}
     return role in usual and config.optimizer.lr[role] == _ten_times(usual[role])
 
 
 def _shapes(config: Config, default: str) -> str:
-    """The shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown names,
-    and for a role that has both a shape and a folder."""
+    """Returns the shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown
+    names, and for a role that has both a shape and a folder."""
     roles = config.algorithm.roles
     for role in named_shapes(config.shape, roles):
         if folder := config.models[role]:
@@ -269,8 +277,10 @@ def _shapes(config: Config, default: str) -> str:
 
 
 def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algorithm, ConfigFile]:
-    """The algorithm, and the file without what belongs to its own one alone, if the command line names another.
-    default: of the preset."""
+    """Loads the algorithm. If the command line overrides the file's, drops the file's options for it.
+
+    default: of the preset.
+    """
     before = file.words.get("algorithm", default)
     if name in (None, before, file.page):
         if file.page and "algorithm" in file.words:
@@ -284,6 +294,6 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
 
 
 def all_keys(file: ConfigFile | None = None) -> list[str]:
-    """Every key that an override may set in a run of PPO, or of the algorithm that a file names."""
+    """Returns every key that an override may set in a run of PPO, or of the algorithm that a file names."""
     file = file or ConfigFile("")
     return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset", ""), "ppo"))[0]))

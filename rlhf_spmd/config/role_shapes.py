@@ -10,7 +10,8 @@ from rlhf_spmd.plan.workload import SHAPES
 
 
 def named_shapes(text: str, roles: Mapping[str, Role]) -> dict[str, str]:
-    """The shapes that the option gives by role; empty if it gives one for all. Raises UserError for unknown names."""
+    """Returns the shapes that the option gives by role; empty if it gives one for all. Raises UserError for unknown
+    names."""
     found: dict[str, str] = {}
     for part in text.split(",") if "=" in text or "," in text else []:
         role, equals, shape = (word.strip() for word in part.partition("="))
@@ -28,8 +29,8 @@ def named_shapes(text: str, roles: Mapping[str, Role]) -> dict[str, str]:
 
 
 def shapes_by_role(text: str, roles: Mapping[str, Role], default: str = "") -> dict[str, str]:
-    """The shape of each role; empty where none is known. A role that is not named has the shape of the role that it
-    starts from first, else the default. Raises UserError for unknown names."""
+    """Returns the shape of each role; empty where none is known. A role that is not named has the shape of the role
+    that it starts from first, else the default. Raises UserError for unknown names."""
     named = named_shapes(text, roles)
     if not named:
         return dict.fromkeys(roles, text or default)
@@ -42,7 +43,7 @@ def shapes_by_role(text: str, roles: Mapping[str, Role], default: str = "") -> d
 
 
 def shape_text(shapes: Mapping[str, str]) -> str:
-    """The option that gives each role its shape."""
+    """Returns the option that gives each role its shape."""
     known = {role: shape for role, shape in shapes.items() if shape}
     one_for_all = len(set(known.values())) == 1 and len(known) == len(shapes)
     return next(iter(known.values())) if one_for_all else ",".join(f"{role}={shape}" for role, shape in known.items())

@@ -10,7 +10,7 @@ from rlhf_spmd.errors import UserError
 
 
 def path_of(name: str) -> Path:
-    """The path of an embedded model folder or file. Raises UserError if the package lacks it."""
+    """Returns the path of an embedded model folder or file. Raises UserError if the package lacks it."""
     folder = Path(__file__).parent
     for path in (folder / "tiny" / name, folder / name):
         if path.exists():

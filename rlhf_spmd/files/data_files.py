@@ -20,30 +20,31 @@ KNOWN = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
 
 
 def kind_of_file(path: Path) -> str:
-    """What a file holds, by its name: one of KINDS, or another ending."""
+    """Returns what a file holds, by its name: one of KINDS, or another ending."""
     return Path(path.stem).suffix.lower() if is_packed(path) else path.suffix.lower()
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file is compressed, by its name."""
+    """Returns whether a file is compressed, by its name."""
     return path.suffix.lower() == PACKED
 
 
 def stem_of(path: Path) -> str:
-    """The name of a file without its endings."""
+    """Returns the name of a file without its endings."""
     return Path(path.stem).stem if is_packed(path) and kind_of_file(path) in KINDS else path.stem
 
 
 def named_parts(text: str) -> list[str]:
-    """The files, folders and patterns that an option names. A comma may be a part of the name of a single one."""
+    """Returns the files, folders and patterns that an option names. A comma may be a part of the name of a single
+    one."""
     if text and (is_file(text) or is_folder(text)):  # the empty text is a path, that of the working folder
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def files_of(part: str | Path) -> list[Path]:
-    """The files that a name, a folder or a pattern stands for, sorted by their names; a name that stands for nothing
-    stays, so that who opens it says why. Raises UserError for a folder or a pattern without files."""
+    """Returns the files that a name, a folder or a pattern stands for, sorted by their names; a name that stands for
+    nothing stays, so that who opens it says why. Raises UserError for a folder or a pattern without files."""
     path, text = Path(part), str(part)
     if is_folder(path):
         found = [one for one in paths_in(path, "[!._]*") if _is_data(one)]
@@ -62,13 +63,13 @@ def files_of(part: str | Path) -> list[Path]:
 
 
 def every_file(parts: Sequence[str]) -> list[Path]:
-    """The files of several names, folders and patterns."""
+    """Returns the files of several names, folders and patterns."""
     return [path for part in parts for path in files_of(part)]
 
 
 def read_data(path: Path, most: int | None = None) -> bytes:
-    """The content of a file of text, decompressed. most: only so many lines, the first ones. Raises OSError, and
-    UserError for a file that cannot be decompressed."""
+    """Returns the content of a file of text, decompressed. most: only so many lines, the first ones. Raises OSError,
+    and UserError for a file that cannot be decompressed."""
     if most is None and not is_packed(path):
         return path.read_bytes()
     try:
@@ -79,13 +80,13 @@ def read_data(path: Path, most: int | None = None) -> bytes:
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file of a folder belongs to its data."""
+    """Returns whether a file of a folder belongs to its data."""
     kind = kind_of_file(path)
     return kind in (TEXT_KINDS if is_packed(path) else KINDS) and not is_folder(path)
 
 
 def _matches(pattern: str) -> list[Path]:
-    """The paths that match a pattern, which may name folders by patterns, too."""
+    """Returns the paths that match a pattern, which may name folders by patterns, too."""
     import glob
 
     return [Path(one) for one in glob.glob(pattern, recursive=True)]

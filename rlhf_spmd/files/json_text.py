@@ -14,8 +14,8 @@ ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def json_value(text: str | bytes, *, any_size: bool = False) -> Any:
-    """What JSON says. Raises ValueError also where json has other errors, or where users of the value would: for what
-    is nested too deep, and for whole numbers beyond the largest float, unless they may have any size."""
+    """Returns what JSON says. Raises ValueError also where json has other errors, or where users of the value would:
+    for what is nested too deep, and for whole numbers beyond the largest float, unless they may have any size."""
     try:
         return json.loads(text, parse_int=int if any_size else _whole)
     except RecursionError:
@@ -32,7 +32,8 @@ def _whole(digits: str) -> int:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON; an empty one if there is no file, or no object in it. Raises as read_bytes."""
+    """Returns the object in a file of JSON; an empty one if there is no file, or no object in it. Raises as
+    read_bytes."""
     try:
         found = json_value(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -41,8 +42,8 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Number and value of each line of a file of JSON; None for a line that is none, such as half of the last line of a
-    process that was killed. Raises as read_bytes."""
+    """Yields number and value of each line of a file of JSON; None for a line that is not JSON, such as half of the
+    last line of a process that was killed. Raises as read_bytes."""
     for number, line in enumerate(read_lines(path), start=1):
         try:
             yield number, json_value(line)
@@ -51,7 +52,7 @@ def numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """A value with None in the place of NaN and infinity, which JSON does not have."""
+    """Returns a value with None in the place of NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -60,12 +61,12 @@ def finite(value: Any) -> Any:
 
 
 def json_lines(rows: Iterable[object]) -> str:
-    """A line of JSON for each row."""
+    """Returns a line of JSON for each row."""
     return "".join(json_text(row) + "\n" for row in rows)
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """A value as JSON that can be written as UTF-8: half of a surrogate pair is escaped. Values that JSON has no type
-    for are written as their texts."""
+    """Returns a value as JSON that can be written as UTF-8: half of a surrogate pair is escaped. Values that JSON has
+    no type for are written as their texts."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=str)
     return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # such characters stand inside texts only

@@ -8,18 +8,21 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def printable(text: str) -> str:
-    """Text that can't give orders to a terminal: control characters are escapes; line feeds and tabs stay."""
+    """Escapes control characters, so that text can't give orders to a terminal; line feeds and tabs stay."""
     return CONTROLS.sub(lambda found: _escape(found[0]), text)
 
 
 def on_one_line(text: str) -> str:
-    """Text with escapes for all that is not printed as itself, line breaks included."""
+    """Returns text with escapes for all that is not printed as itself, line breaks included."""
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
 def command_lines(words: Sequence[str], columns: int | None, before: int = 0) -> str:
-    """A command of quoted words for a shell, which a backslash continues on the next line where one would be wider than
-    so many columns (None: no limit). before: places that are taken in the first line."""
+    """Breaks a command into lines for a shell, continued by backslashes, where one would be wider than so many columns
+    (None: no limit).
+
+    before: places that are taken in the first line.
+    """
     lines, room = [words[0]], float("inf") if columns is None else columns - 2
     for word in words[1:]:
         if before * (len(lines) == 1) + len(lines[-1]) + 1 + len(word) > room:
@@ -30,7 +33,7 @@ def command_lines(words: Sequence[str], columns: int | None, before: int = 0) ->
 
 
 def formatted(value: float, form: str = "{:.4g}") -> str:
-    """A number in a format such as "{:8.4f}", without the sign of what is zero when rounded: no -0.0000."""
+    """Returns a number in a format such as "{:8.4f}", without the sign of what is zero when rounded: no -0.0000."""
     text = form.format(value)
     is_zero = -1.0 < value <= 0.0 and not re.search("[1-9]", text)
     return form.format(0.0) if is_zero else text

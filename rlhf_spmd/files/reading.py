@@ -20,12 +20,12 @@ OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # a pipe with one of 
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a text names a file. It need not be a path: it may be too long for one, or hold NUL."""
+    """Returns whether a text names a file. It need not be a path: it may be too long for one, or hold NUL."""
     return not why_no_file(path)
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a text, which need not be a path, names a folder."""
+    """Returns whether a text, which need not be a path, names a folder."""
     try:
         return Path(path).is_dir()
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def why_no_file(path: str | Path) -> str:
-    """Why a text names no file that can be opened, to follow its name; empty if it does."""
+    """Returns why a text names no file that can be opened, to follow its name; empty if it does."""
     try:
         if Path(path).is_file():
             return ""
@@ -49,8 +49,8 @@ def why_no_file(path: str | Path) -> str:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a file. Raises OSError, which names the file, and UserError for a pipe or the like, which would be
-    waited for, and for what is too large or does not fit in memory."""
+    """Returns the content of a file. Raises OSError, which names the file, and UserError for a pipe or the like, which
+    would be waited for, and for what is too large or does not fit in memory."""
     found = os.stat(path)
     mode = found.st_mode
     is_open = stat.S_ISFIFO(mode) and str(path).startswith(OPEN_FILES)
@@ -68,7 +68,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def no_memory(path: str | Path) -> UserError:
-    """The error for a file that does not fit in the memory of this process."""
+    """Returns the error for a file that does not fit in the memory of this process."""
     return UserError(
         f"{path} does not fit in memory ({os.stat(path).st_size / 2**30:,.1f} GiB): name a smaller file, or raise the "
         "limit (`ulimit -v`, the job's control group)"
@@ -83,8 +83,8 @@ def refuse_pipes(folder: Path) -> None:
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """A hash of files: their names and sizes, and pieces of them at distances shorter than a layer of a model, so that
-    it takes milliseconds."""
+    """Returns a hash of files: their names and sizes, and pieces of them at distances shorter than a layer of a model,
+    so that it takes milliseconds."""
     digest = hashlib.sha256()
     for path in paths:
         num_bytes = path.stat().st_size
@@ -98,8 +98,8 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file without their ends; none if there is no file. Bytes that are no UTF-8 are replaced. Raises as
-    read_bytes."""
+    """Returns the lines of a file without their ends; none if there is no file. Bytes that are not UTF-8 are replaced.
+    Raises as read_bytes."""
     try:
         lines = read_bytes(path).decode(errors="replace").split("\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -108,8 +108,8 @@ def read_lines(path: Path) -> list[str]:
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """The paths in a folder whose names match a pattern, in order; none if there is no folder. Raises OSError if it
-    can't be read, where Path.glob finds none."""
+    """Returns the paths in a folder whose names match a pattern, in order; none if there is no folder. Raises OSError
+    if it can't be read, where Path.glob finds none."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def user_cache(kind: str) -> Path | None:
-    """The user's folder for what this program finds out once; None without a home."""
+    """Returns the user's folder for what this program finds out once; None without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -23,8 +23,8 @@ def user_cache(kind: str) -> Path | None:
 
 
 def recall(kind: str, name: str, read: Callable[[Any], T | None]) -> T | None:
-    """What was kept under a name; None if there is nothing that can be read. read: makes it of the JSON, or raises
-    ValueError or UserError."""
+    """Returns what was kept under a name; None if there is nothing that can be read. read: makes it of the JSON, or
+    raises ValueError or UserError."""
     folder = user_cache(kind)
     with suppress(OSError, ValueError, UserError):
         return read(json_value((folder / name).read_bytes())) if folder else None

@@ -71,7 +71,7 @@ def load_calibration(name: str) -> Calibration:
 
 
 def read_calibration(path: str) -> Calibration:
-    """The calibration in a file. Raises UserError naming the file and the error in it."""
+    """Returns the calibration in a file. Raises UserError naming the file and the error in it."""
     try:
         content = json_value(read_bytes(path))
     except OSError as error:
@@ -102,7 +102,7 @@ def read_calibration(path: str) -> Calibration:
 
 
 def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
-    """Which numbers are too small, each with its place in the file. Shapes may have zeros."""
+    """Yields a message for each number that is too small, with its place in the file. Shapes may have zeros."""
     if isinstance(value, dict | list | tuple):
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             if name != "shape":

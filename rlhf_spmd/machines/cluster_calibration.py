@@ -9,9 +9,9 @@ CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 
 
 def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
-    """The named calibration, else the shipped one of this program on the cluster's devices; None if none is shipped or
-    the devices are of several types, unless it is required. Raises UserError, also if the calibration lacks a device
-    type."""
+    """Returns the named calibration, else the shipped one of this program on the cluster's devices; None if none is
+    shipped or the devices are of several types, unless it is required. Raises UserError, also if the calibration lacks
+    a device type."""
     if name is None:
         first, *more = cluster.device_types
         name = CPU_CALIBRATION if first == "cpu" else f"{first}-derived"
@@ -27,8 +27,8 @@ def calibration_for(name: str | None, cluster: Cluster, *, required: bool = Fals
 
 
 def with_reserve(cluster: Cluster, share: float | None, calibration: Calibration | None) -> Cluster:
-    """The cluster with a share of each device's memory reserved. share: the option; None: what the calibration says of
-    the type of device, and at least RESERVE."""
+    """Returns the cluster with a share of each device's memory reserved. share: the option; None: what the calibration
+    says of the type of device, and at least RESERVE."""
     known = calibration.devices if calibration else {}
     told = {device: known[device].reserve or 0.0 if device in known else 0.0 for device in cluster.device_types}
     shares = {device: max(RESERVE, of_device) for device, of_device in told.items()}

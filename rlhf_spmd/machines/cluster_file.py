@@ -43,7 +43,7 @@ class _ClusterFile(_Strict):
 
 
 def read_cluster(path: str) -> Cluster:
-    """The cluster that a file describes. Raises UserError naming the file and the error in it."""
+    """Returns the cluster that a file describes. Raises UserError naming the file and the error in it."""
     try:
         file = _ClusterFile.model_validate(tomllib.loads(read_bytes(path).decode()))
     except OSError as error:

@@ -72,7 +72,11 @@ class Later:
 
 @dataclass(frozen=True)
 class Here:
-    """What a rule reads. name: the entry of the option that it translates; key: the option's name there."""
+    """What a rule reads.
+
+    name: the entry of the option that it translates.
+    key: the option's name there.
+    """
 
     source: Source
     algorithm: Algorithm
@@ -132,7 +136,7 @@ class Here:
 
 
 def layout_of(source: Source) -> tuple[int, int]:
-    """Nodes, and devices of a node."""
+    """Translates numbers of nodes, and of devices of a node."""
     if source.program == "verl":
         return int(source.number("trainer.nnodes", 1)), int(source.number("trainer.n_gpus_per_node", 8))
     if source.program == "openrlhf":
@@ -141,7 +145,7 @@ def layout_of(source: Source) -> tuple[int, int]:
 
 
 def has_option(algorithm: Algorithm, key: str) -> bool:
-    """Whether an option of an algorithm, such as grpo.clip_low, is one of this; true for all other options."""
+    """Returns whether an option of an algorithm, such as grpo.clip_low, is one of this; true for all other options."""
     group, _, leaf = key.partition(".")
     if group == algorithm.name:
         return leaf in algorithm.options.__dataclass_fields__
@@ -153,12 +157,12 @@ def _each(here: Here, value: Value) -> Options:
 
 
 def copied(here: Here, value: Value) -> Options:
-    """The value as it is."""
+    """Returns the value as it is."""
     return _each(here, text_of(value))
 
 
 def number(here: Here, value: Value) -> Options:
-    """A number; it is left out where none is set."""
+    """Copies a number; it is left out where none is set."""
     text = text_of(value)
     if not text:
         raise Differs("no_effect", "it is not set")
@@ -168,14 +172,14 @@ def number(here: Here, value: Value) -> Options:
 
 
 def numbers(here: Here, value: Value) -> Options:
-    """Numbers, separated by commas."""
+    """Translates numbers, separated by commas."""
     if not text_of(value):
         raise Differs("no_effect", "it is not set")
     return _each(here, text_of(value).replace(" ", ","))
 
 
 def mapping(here: Here, value: Value) -> Options:
-    """A mapping."""
+    """Translates a mapping."""
     if not isinstance(value, Mapping):
         raise Differs("no_effect" if not text_of(value) else "unavailable", "it is not a mapping")
     return _each(here, value)
@@ -185,7 +189,7 @@ def mapping(here: Here, value: Value) -> Options:
 
 
 def folder(here: Here, value: Value) -> Options | Later:
-    """A folder of a model; a name of the hub must be downloaded first."""
+    """Translates a model; one of the hub must be downloaded first."""
     text = text_of(value)
     key = here.ours[0].removeprefix("--")
     if key.startswith("models.") and key.removeprefix("models.") not in here.algorithm.roles:
@@ -196,7 +200,7 @@ def folder(here: Here, value: Value) -> Options | Later:
 
 
 def files(here: Here, value: Value) -> Options | Later:
-    """Files of prompts; data sets of the hub must be written to files first."""
+    """Translates files of prompts; data sets of the hub must be written to files first."""
     texts = [one.strip(" '\"[]") for one in text_of(value).split(",")]
     texts = [one for one in texts if one]
     if not texts:
@@ -208,7 +212,7 @@ def files(here: Here, value: Value) -> Options | Later:
 
 
 def _has_data(text: str) -> bool:
-    """Whether this names files of data, a folder of them, or a pattern."""
+    """Returns whether this names files of data, a folder of them, or a pattern."""
     try:
         return all(path.is_file() for path in files_of(text))
     except UserError:
@@ -216,7 +220,7 @@ def _has_data(text: str) -> bool:
 
 
 def mixture(here: Here, value: Value) -> Options | Later:
-    """Several data sets with weights."""
+    """Translates several data sets with weights."""
     sets = value.get("datasets", []) if isinstance(value, Mapping) else []
     ids = [text_of(one.get("id")) for one in sets]
     weights = [text_of(one.get("weight", 1)) for one in sets]
@@ -226,7 +230,7 @@ def mixture(here: Here, value: Value) -> Options | Later:
 
 
 def truncation(here: Here, value: Value) -> Options:
-    """What verl does with prompts that are too long, where they are not filtered."""
+    """Translates what verl does with prompts that are too long, where they are not filtered."""
     if here.source.text("data.filter_overlong_prompts") == "true" or text_of(value) == "error":
         raise Differs("no_effect", "prompts that are too long are filtered, or an error, as by default")
     if text_of(value) != "left":
@@ -235,7 +239,7 @@ def truncation(here: Here, value: Value) -> Options:
 
 
 def column(here: Here, value: Value) -> Options:
-    """A column of the data set, which has a fixed name here."""
+    """Translates a column of the data set, which has a fixed name here."""
     names = {"chosen_key": ["chosen"], "rejected_key": ["rejected"], "output_key": ["completion"]}
     names |= {"label_key": ["label", "labels"], "prompt_key": ["prompt"]}
     if text_of(value) in ("", *names[here.key]):
@@ -244,7 +248,7 @@ def column(here: Here, value: Value) -> Options:
 
 
 def reward_function(here: Here, value: Value) -> Options | Later:
-    """Functions: of a file, of modules, or names that another program knows."""
+    """Translates reward functions: of a file, of modules, or names that another program knows."""
     text = text_of(value)
     if text.startswith("http"):
         return Later({"reward_function": "FILE.py:score"}, f"write `score = rlhf_spmd.rewards.remote({text!r})`")
@@ -260,7 +264,7 @@ def reward_function(here: Here, value: Value) -> Options | Later:
 
 
 def verl_reward_function(here: Here, value: Value) -> Options | Later:
-    """A function of a file."""
+    """Translates the reward function of a file."""
     text = text_of(value)
     if not text:
         raise Differs("no_effect", "it is not set")
@@ -278,7 +282,7 @@ def _function(path: str, name: str) -> Options | Later:
 
 
 def total_length(here: Here, value: Value) -> Options:
-    """A limit of prompt and response together: what the prompt leaves, or a half for each."""
+    """Splits a limit of prompt and response together: what the prompt leaves, or a half for each."""
     total = int(number_of(value))
     if total < 2:
         raise Differs("no_effect", "it is not set")
@@ -293,38 +297,38 @@ def openrlhf_epochs(here: Here, value: Value) -> Options:
 
 
 def iterations(here: Here, value: Value) -> Options:
-    """A step there is an iteration here."""
+    """Translates a number of steps, each of which is an iteration here."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "no limit")
     return {"iterations": text_of(value)}
 
 
 def optimizer_steps(here: Here, value: Value) -> Options:
-    """Optimizer steps there are iterations here, of one or more steps."""
+    """Translates a number of optimizer steps, of which an iteration has one or more here."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "no limit")
     return {"iterations": str(max(1, round(number_of(value) / here.steps)))}
 
 
 def episodes(here: Here, value: Value) -> Options:
-    """Responses of the whole run."""
+    """Translates a number of responses of the whole run."""
     return {"iterations": str(max(1, round(number_of(value) / (here.rollout_batch * here.samples))))}
 
 
 def rollout_batch(here: Here, value: Value) -> Options:
-    """Prompts of an iteration."""
+    """Translates the number of prompts of an iteration."""
     return {"rollout_batch": str(here.rollout_batch)}
 
 
 def mini_batch(here: Here, value: Value) -> Options:
-    """Sequences of an optimizer step over all devices."""
+    """Translates the number of sequences of an optimizer step over all devices."""
     found = {"mini_batch": str(here.mini_batch)}
     alone = here.source.program == "trl" or here.learns_given  # no option there says it
     return {**found, "rollout_batch": str(here.rollout_batch)} if alone else found
 
 
 def micro_batch(here: Here, value: Value) -> Options:
-    """Sequences of a forward pass on one device."""
+    """Translates the number of sequences of a forward pass on one device."""
     if here.source.program == "trl":
         return {**mini_batch(here, value), "micro_batch": text_of(value)}
     of_all = "actor_rollout_ref.actor.ppo_micro_batch_size" in here.source.values
@@ -332,7 +336,7 @@ def micro_batch(here: Here, value: Value) -> Options:
 
 
 def every(here: Here, value: Value) -> Options:
-    """Iterations between two; -1 is never."""
+    """Translates an interval in iterations; -1 is never."""
     text = text_of(value)
     what = here.ours[0]
     if here.source.program == "trl":
@@ -350,14 +354,14 @@ def every(here: Here, value: Value) -> Options:
 
 
 def before_training(here: Here, value: Value) -> Options:
-    """Whether a run evaluates before training."""
+    """Translates whether a run evaluates before training."""
     if text_of(value) == "true":
         raise Differs("no_effect", "that is the default")
     return {"eval.at_start": "false"}
 
 
 def each_iteration(here: Here, value: Value) -> Options:
-    """Something that is written in every iteration."""
+    """Translates a switch for what is written in every iteration."""
     if not text_of(value):
         raise Differs("no_effect", "it is not set")
     return _each(here, "1")
@@ -367,13 +371,13 @@ def each_iteration(here: Here, value: Value) -> Options:
 
 
 def learning_rate(here: Here, value: Value) -> Options:
-    """Of the model that trains first."""
+    """Translates the learning rate of the model that trains first."""
     role = next(name for name, role in here.algorithm.roles.items() if role.lr is not None)
     return {f"optimizer.{role}_lr": text_of(value)}
 
 
 def warmup_steps(here: Here, value: Value) -> Options:
-    """Optimizer steps; verl counts iterations."""
+    """Translates a number of optimizer steps; verl counts iterations."""
     if 0 < number_of(value) < 1:  # transformers takes a share, too
         return warmup_ratio(here, value)
     if number_of(value) <= 0:
@@ -383,7 +387,7 @@ def warmup_steps(here: Here, value: Value) -> Options:
 
 
 def warmup_ratio(here: Here, value: Value) -> Options:
-    """A share of the run's optimizer steps."""
+    """Translates a share of the run's optimizer steps."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "it is off")
     steps = [here.source.number(key) for key in ("warmup_steps", "actor_rollout_ref.actor.optim.lr_warmup_steps")]
@@ -393,7 +397,7 @@ def warmup_ratio(here: Here, value: Value) -> Options:
 
 
 def schedule(here: Here, value: Value) -> Options:
-    """Of the learning rate."""
+    """Translates the schedule of the learning rate."""
     text = text_of(value)
     if text not in SCHEDULES:
         raise Differs("unavailable", f"the schedule {text}: constant, linear or cosine")
@@ -401,7 +405,8 @@ def schedule(here: Here, value: Value) -> Options:
 
 
 def min_lr_ratio(here: Here, value: Value) -> Options:
-    """The least learning rate as a share of the largest; where it is a rate itself, that of the model is known."""
+    """Translates the least learning rate to a share of the largest; where it is a rate itself, that of the model is
+    known."""
     source, what, options = here.source, here.key.rpartition(".")[2], value
     if not isinstance(options, Mapping):
         options = {what: value}
@@ -428,14 +433,14 @@ def min_lr_ratio(here: Here, value: Value) -> Options:
 
 
 def adamw(here: Here, value: Value) -> Options:
-    """The only optimizer is AdamW, with 32-bit states."""
+    """Accepts AdamW with 32-bit states, which is the only optimizer here."""
     if text_of(value).lower() in ("", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim"):
         raise Differs("no_effect", "AdamW is the only optimizer")
     raise Differs("unavailable", f"the optimizer {text_of(value)}: it is AdamW")
 
 
 def betas(here: Here, value: Value) -> Options:
-    """Two numbers."""
+    """Translates the two betas of Adam."""
     texts = re.findall(r"[\d.e-]+", text_of(value))
     if len(texts) != len(here.ours):
         raise Differs("unavailable", "it is not two numbers")
@@ -443,7 +448,7 @@ def betas(here: Here, value: Value) -> Options:
 
 
 def weight_decay_of_matrices(here: Here, value: Value) -> Options:
-    """Not of norms and biases."""
+    """Translates the weight decay, which here leaves out norms and biases."""
     if number_of(value) == 0:
         raise Differs("no_effect", "it is 0, as by default")
     return {"optimizer.weight_decay": text_of(value), "optimizer.weight_decay_on": "matrices"}
@@ -453,13 +458,13 @@ def weight_decay_of_matrices(here: Here, value: Value) -> Options:
 
 
 def algorithm(here: Here, value: Value) -> Options:
-    """The algorithm, with options that its name there stands for."""
+    """Translates the algorithm, with options that its name there stands for."""
     name, options = ALGORITHMS[text_of(value)]
     return {"algorithm": name, **options}
 
 
 def kl_of(here: Here, value: Value) -> Options:
-    """OpenRLHF's init_kl_coef: in the reward, or with use_kl_loss in the loss."""
+    """Translates OpenRLHF's init_kl_coef: in the reward, or with use_kl_loss in the loss."""
     name, in_loss = here.algorithm.name, here.source.text("use_kl_loss") == "true"
     found = number(here, value)
     if has_option(here.algorithm, f"{name}.kl_in"):
@@ -471,14 +476,14 @@ def kl_of(here: Here, value: Value) -> Options:
 
 
 def verl_kl_loss(here: Here, value: Value) -> Options:
-    """The KL divergence in the loss."""
+    """Translates verl's KL divergence in the loss."""
     if here.source.text("actor_rollout_ref.actor.use_kl_loss") != "true" or number_of(value) == 0:
         raise Differs("no_effect", "the loss has no KL divergence")
     return _kl(here, value, "loss")
 
 
 def verl_kl_reward(here: Here, value: Value) -> Options:
-    """The KL divergence in the reward."""
+    """Translates verl's KL divergence in the reward."""
     in_loss = here.source.text("actor_rollout_ref.actor.use_kl_loss") == "true"
     in_reward = here.source.text("algorithm.use_kl_in_reward", "" if in_loss else "true") == "true"
     if not in_reward or number_of(value) == 0:
@@ -487,7 +492,7 @@ def verl_kl_reward(here: Here, value: Value) -> Options:
 
 
 def _kl(here: Here, value: Value, where: str) -> Options:
-    """kl_coef, where the algorithm has the KL divergence in the same place."""
+    """Sets kl_coef, where the algorithm has the KL divergence in the same place."""
     name = here.algorithm.name
     if has_option(here.algorithm, f"{name}.kl_in"):
         return {f"{name}.kl_coef": text_of(value), f"{name}.kl_in": where}
@@ -498,7 +503,7 @@ def _kl(here: Here, value: Value, where: str) -> Options:
 
 
 def beta(here: Here, value: Value) -> Options:
-    """DPO's beta; of the others the weight of the KL divergence."""
+    """Translates beta: DPO's own; of the other algorithms the weight of the KL divergence."""
     key = "dpo.beta" if here.algorithm.name == "dpo" else f"{here.algorithm.name}.kl_coef"
     if not has_option(here.algorithm, key):
         raise Differs("no_effect", f"{here.algorithm.name} has no reference")
@@ -506,7 +511,7 @@ def beta(here: Here, value: Value) -> Options:
 
 
 def clip(here: Here, value: Value) -> Options:
-    """The range of ratios, on both sides unless another option gives the upper one."""
+    """Translates the range of ratios, on both sides unless another option gives the upper one."""
     lower = ("actor_rollout_ref.actor.clip_ratio_low",)
     upper = ("epsilon_high", "actor_rollout_ref.actor.clip_ratio_high")
     given = {"clip_low": lower, "clip_high": upper}
@@ -517,7 +522,7 @@ def clip(here: Here, value: Value) -> Options:
 
 
 def clip_pair(here: Here, value: Value) -> Options:
-    """Both sides of the range of ratios."""
+    """Translates both sides of the range of ratios."""
     texts = re.findall(r"[\d.e-]+", text_of(value))
     if here.algorithm.name == "ppo":
         if len({*texts}) > 1:
@@ -527,14 +532,14 @@ def clip_pair(here: Here, value: Value) -> Options:
 
 
 def discount(here: Here, value: Value) -> Options:
-    """Of PPO; the other algorithms have none."""
+    """Translates the discount of PPO; the other algorithms have none."""
     if here.algorithm.name != "ppo":
         raise Differs("no_effect", f"{here.algorithm.name} has no generalised advantage estimation")
     return number(here, value)
 
 
 def aggregation(here: Here, value: Value) -> Options:
-    """verl's loss_agg_mode."""
+    """Translates verl's loss_agg_mode."""
     text = text_of(value)
     if text not in AGGREGATIONS or not here.ours:
         raise Differs("unavailable", f"{text}: the loss is one of {', '.join(AGGREGATIONS)}")
@@ -542,7 +547,7 @@ def aggregation(here: Here, value: Value) -> Options:
 
 
 def trl_loss_type(here: Here, value: Value) -> Options:
-    """Losses of DPO and GRPO."""
+    """Translates the losses of DPO and GRPO in TRL."""
     text = text_of(value)
     found = {key.replace("*", here.algorithm.name): one for key, one in LOSSES.get(text, {}).items()}
     if not found or not all(has_option(here.algorithm, key) for key in found):
@@ -553,7 +558,7 @@ def trl_loss_type(here: Here, value: Value) -> Options:
 
 
 def importance_weights(here: Here, value: Value) -> Options:
-    """Weights of generator's against recomputed logprobs."""
+    """Translates the weights of the generator's against recomputed logprobs."""
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
     if {here.source.text("importance_sampling_level"), here.source.text("policy_loss_type")} & {"sequence", "gspo"}:
@@ -565,13 +570,13 @@ def importance_weights(here: Here, value: Value) -> Options:
 
 
 def overlong(here: Here, value: Value) -> Options:
-    """A penalty of long responses."""
+    """Translates the penalty of long responses."""
     _need_overlong(here)
     return {f"{here.algorithm.name}.overlong_buffer": text_of(value), f"{here.algorithm.name}.overlong": "shape"}
 
 
 def overlong_penalty(here: Here, value: Value) -> Options:
-    """Its size."""
+    """Translates the size of the penalty of long responses."""
     _need_overlong(here)
     return number(here, value)
 
@@ -588,20 +593,20 @@ def _need_overlong(here: Here) -> None:
 
 
 def top_k(here: Here, value: Value) -> Options:
-    """-1 and 0 are off."""
+    """Translates top_k; -1 and 0 are off."""
     if number_of(value) <= 0:
         raise Differs("no_effect", "it is off")
     return {"generation.top_k": text_of(value)}
 
 
 def eval_temperature(here: Here, value: Value) -> Options:
-    """0 where nothing is sampled."""
+    """Translates the temperature of evaluations; 0 where nothing is sampled."""
     sampled = here.source.text("actor_rollout_ref.rollout.val_kwargs.do_sample", "false") == "true"
     return {"eval.temperature": text_of(value) if sampled or here.source.program != "verl" else "0"}
 
 
 def wandb_project(here: Here, value: Value) -> Options | Later:
-    """Where the log goes to Weights & Biases."""
+    """Translates the project that Weights & Biases logs to."""
     used = [here.source.text(key) for key in ("trainer.logger", "report_to", "use_wandb")]
     found = {"wandb": text_of(value)}
     logs = "wandb" in ",".join(used) or here.source.text("use_wandb") not in ("", "false")
@@ -609,7 +614,7 @@ def wandb_project(here: Here, value: Value) -> Options | Later:
 
 
 def run_name(here: Here, value: Value) -> Options:
-    """The name of the run folder."""
+    """Translates the name of the run folder."""
     text = text_of(value)
     if not FREE.fullmatch(text):
         raise Differs("unavailable", f"{text!r} is not the name of a folder")
@@ -617,7 +622,7 @@ def run_name(here: Here, value: Value) -> Options:
 
 
 def dtype(here: Here, value: Value) -> Options:
-    """float32 or bfloat16."""
+    """Translates the precision: float32 or bfloat16."""
     text = text_of(value)
     if text in ("", "auto"):
         raise Differs("no_effect", "it is not set")
@@ -627,7 +632,7 @@ def dtype(here: Here, value: Value) -> Options:
 
 
 def recompute(here: Here, value: Value) -> Options:
-    """Activations are computed again."""
+    """Translates whether activations are computed again in the backward pass."""
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
     return {"strategy.recompute": "true"}
@@ -637,7 +642,7 @@ def recompute(here: Here, value: Value) -> Options:
 
 
 def adapters(here: Here, value: Value) -> Options:
-    """Their rank, or TRL's switch: with scale and targets, whose defaults are other ones there."""
+    """Translates the rank of adapters, or TRL's switch: with scale and targets, whose defaults differ there."""
     group, rank, alpha, targets = _adapters(here)
     found = {f"{group}.rank": rank, f"{group}.alpha": alpha, f"{group}.targets": targets}
     of_critic = [here.source.number(f"critic.model.{one}") for one in ("lora_rank", "lora.rank")]
@@ -648,14 +653,14 @@ def adapters(here: Here, value: Value) -> Options:
 
 
 def of_adapters(here: Here, value: Value) -> Options:
-    """Their scale, layers, or rank beside TRL's switch."""
+    """Translates the scale, the layers, or the rank of adapters beside TRL's switch."""
     group, rank, alpha, targets = _adapters(here)
     of_key = {"alpha": alpha, "modules": targets, "r": rank}
     return {f"{group}.{here.ours[0].rpartition('.')[2]}": of_key[re.split(r"[._]", here.key)[-1]]}
 
 
 def rslora(here: Here, value: Value) -> Options:
-    """Of TRL."""
+    """Translates TRL's use of rank-stabilised LoRA."""
     group, *_ = _adapters(here)
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
@@ -663,7 +668,7 @@ def rslora(here: Here, value: Value) -> Options:
 
 
 def joined(here: Here, value: Value) -> Options:
-    """Of verl: generation with the adapters in the weights."""
+    """Translates verl's generation with the adapters in the weights."""
     _adapters(here)
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
@@ -671,7 +676,7 @@ def joined(here: Here, value: Value) -> Options:
 
 
 def _adapters(here: Here) -> tuple[str, str, str, str]:
-    """The group of their options here, rank, alpha and targets. Raises Differs if there are none."""
+    """Returns the options of adapters here: rank, alpha and targets. Raises Differs if there are none."""
     source, program = here.source, here.source.program
     of_critic = here.key.startswith("critic.")
     if of_critic and "critic" not in here.algorithm.trained_roles:
@@ -694,7 +699,7 @@ def _adapters(here: Here) -> tuple[str, str, str, str]:
 
 
 def _targets(here: Here, text: str) -> str:
-    """The names of layers. Raises Differs for one that has no adapters here."""
+    """Returns the names of layers. Raises Differs for one that cannot have adapters here."""
     given = [one.strip(" '\"[]") for one in re.split(r"[,\s]+", text) if one.strip(" '\"[]")]
     if not given:
         return "q_proj,v_proj" if here.source.program == "trl" else "all-linear"
@@ -705,7 +710,7 @@ def _targets(here: Here, text: str) -> str:
 
 
 def parallel(here: Here, value: Value) -> Options:
-    """Parallel sizes, which the strategy `reallocation` takes for training and generation apart."""
+    """Translates parallel sizes, which the strategy `reallocation` takes for training and generation apart."""
     if number_of(value, 1) <= 1:
         raise Differs("no_effect", "it is 1")
     if here.learns_given:
@@ -714,7 +719,7 @@ def parallel(here: Here, value: Value) -> Options:
 
 
 def token_budget(here: Here, value: Value) -> Options:
-    """Tokens of a forward pass, an option of every strategy."""
+    """Translates the tokens of a forward pass, an option of every strategy."""
     source = here.source
     used = source.text("actor_rollout_ref.actor.use_dynamic_bsz"), source.text("use_dynamic_batch")
     if "true" not in used:
@@ -723,7 +728,7 @@ def token_budget(here: Here, value: Value) -> Options:
 
 
 def layout(here: Here, value: Value) -> Options:
-    """Nodes and devices."""
+    """Translates numbers of nodes and devices."""
     return {"layout": "{}x{}".format(*layout_of(here.source))}
 
 
@@ -756,7 +761,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def from_values(here: Here, value: Value) -> Options:
-    """A value of the table of the entry; an empty one is the default here."""
+    """Looks a value up in the table of the entry; an empty one is the default here."""
     text = text_of(value)
     known: Sequence[str] = [*here.name.values]
     if text not in known:

@@ -30,8 +30,12 @@ Value = Any  # a text, number, truth value, None, list or mapping, as in YAML
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration there. values: dotted name -> value. left: what is not read, with the reason. module: of a
-    command line of OpenRLHF, e.g. train_dpo."""
+    """A configuration there.
+
+    values: dotted name -> value.
+    left: what is not read, with the reason.
+    module: of a command line of OpenRLHF, e.g. train_dpo.
+    """
 
     program: str
     values: Mapping[str, Value]
@@ -39,16 +43,16 @@ class Source:
     module: str = ""
 
     def text(self, name: str, default: str = "") -> str:
-        """A value as text; truth values are `true` and `false`, and null is empty."""
+        """Returns a value as text; truth values are `true` and `false`, and null is empty."""
         return text_of(self.values.get(name, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """A value as a number; default: if it is not one."""
+        """Returns a value as a number; default: if it is not one."""
         return number_of(self.values.get(name), default)
 
 
 def text_of(value: Value) -> str:
-    """A value as text."""
+    """Returns a value as text."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -60,7 +64,7 @@ def text_of(value: Value) -> str:
 
 
 def number_of(value: Value, default: float = 0.0) -> float:
-    """A value as a number; default: if it is not one."""
+    """Returns a value as a number; default: if it is not one."""
     try:
         return float(text_of(value))
     except ValueError:
@@ -88,7 +92,7 @@ def read_source(path: str, words: Sequence[str] = (), program: str | None = None
 
 
 def _program(values: Mapping[str, Value], text: str) -> str:
-    """Whose options these are."""
+    """Returns the name of the program whose options these are."""
     if any(key.partition(".")[0] in GROUPS_OF_VERL and "." in key for key in values):
         return "verl"
     return "openrlhf" if "openrlhf" in text or "pretrain" in values else "trl"
@@ -105,7 +109,7 @@ def _yaml(path: str, text: str) -> Mapping[str, Value]:
 
 
 def _flat(values: Mapping[str, Value], prefix: str, left: dict[str, str]) -> Iterator[tuple[str, Value]]:
-    """Dotted names and values."""
+    """Yields dotted names and values."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key in LEFT_OVER:
@@ -118,7 +122,7 @@ def _flat(values: Mapping[str, Value], prefix: str, left: dict[str, str]) -> Ite
 
 
 def _filled(path: str, values: Mapping[str, Value], left: dict[str, str]) -> dict[str, Value]:
-    """The values, with ${NAME} replaced by the value of that name in the same file."""
+    """Replaces ${NAME} by the value of that name in the same file."""
 
     def value_of(value: Value, depth: int = 0) -> Value:
         if not isinstance(value, str) or "${" not in value:
@@ -147,7 +151,7 @@ def _filled(path: str, values: Mapping[str, Value], left: dict[str, str]) -> dic
 
 
 def _of_command(path: str, text: str) -> dict[str, Value]:
-    """The options of the commands of a script: KEY=VALUE with dots (Hydra), --NAME VALUE and --NAME=VALUE."""
+    """Returns the options of the commands of a script: KEY=VALUE with dots (Hydra), --NAME VALUE and --NAME=VALUE."""
     text = re.sub(r"(?m)(^|\s)#(?!!).*$", r"\1", text).replace("\\\n", " ")
     variables: dict[str, str] = {}
     for name, inside in ARRAY.findall(text):
@@ -172,7 +176,7 @@ def _of_command(path: str, text: str) -> dict[str, Value]:
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
-    """A line with the variables that the script sets, their defaults, and products of numbers."""
+    """Expands a line with the variables that the script sets, their defaults, and products of numbers."""
 
     def inner(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -186,7 +190,7 @@ def _expanded(line: str, variables: Mapping[str, str]) -> str:
 
 
 def _product(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """The value of $((...)): sums and products of whole numbers and variables."""
+    """Computes $((...)): sums and products of whole numbers and variables."""
     text = re.sub(r"\$?([A-Za-z_]\w*)", lambda name: variables.get(name[1], name[0]), match[1])
     if not re.fullmatch(r"[\d\s+*/()-]+", text):
         return match[0]
@@ -200,7 +204,7 @@ def _product(match: re.Match[str], variables: Mapping[str, str]) -> str:
 
 
 def _options_of(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
-    """The options among the words of a command, behind the program that they are for."""
+    """Yields the options among the words of a command, after the program that they are for."""
     places = [place for place, word in enumerate(words) if PROGRAM.fullmatch(word)]
     number = places[0] + 1 if places else len(words)
     while number < len(words):
@@ -218,7 +222,7 @@ def _options_of(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
 
 
 def _scalar(text: str) -> Value:
-    """A value of a command line as YAML reads it; what is not YAML is a text."""
+    """Returns a value of a command line as YAML reads it; what is not YAML is a text."""
     try:
         value = yaml_value(text)
     except UserError:

@@ -27,7 +27,11 @@ HEADINGS: dict[Kind | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An option there. kind: None if it is unknown. why: what stands beside it."""
+    """An option there.
+
+    kind: None if it is unknown.
+    why: what stands beside it.
+    """
 
     key: str
     value: Value
@@ -38,8 +42,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A configuration as options of this program. later: options that the user must complete -> value and reason.
-    chosen: options that no option there names -> reason."""
+    """A configuration as options of this program.
+
+    later: options that the user must complete -> value and reason.
+    chosen: options that no option there names -> reason.
+    """
 
     source: Source
     algorithm: str
@@ -49,7 +56,7 @@ class Translation:
     lines: tuple[Line, ...]
 
     def text(self, path: str) -> str:
-        """The file of options, with what became of every option of `path` as comments."""
+        """Translates a configuration to a file of options, with what became of every option of `path` as comments."""
         program = PROGRAMS[self.source.program]
         parts = [f"# From {path} ({program}), by `rlhf_spmd coming-from`."]
         parts += [f"# An option that it leaves out has its default of this program, not that of {program}.", ""]
@@ -68,7 +75,7 @@ class Translation:
         return "\n".join(parts)
 
     def _tree(self) -> dict[str, Value]:
-        """Options in their groups."""
+        """Returns options in their groups."""
         tree: dict[str, Value] = {}
         options = {key: self.options[key] for key in NAMED if key in self.options} | {**self.options}
         with_strategy = any(key.startswith("strategy.") for key in options)
@@ -80,7 +87,7 @@ class Translation:
 
 
 def _plain(value: Value) -> Value:
-    """A number as a number, so that it needs no quotes; a mapping as it is."""
+    """Returns a number as a number, so that it needs no quotes; a mapping as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -111,7 +118,7 @@ def translate(source: Source, algorithm: str | None = None) -> Translation:
 
 
 def _line(source: Source, page: Algorithm, key: str, value: Value, later: dict[str, tuple[Value, str]]) -> Line:
-    """What becomes of one option; what the user must complete goes to `later`."""
+    """Translates one option to a line; what the user must complete goes to `later`."""
     name = find(source.program, key)
     if name is None:
         return Line(key, value, None)
@@ -135,12 +142,12 @@ def _line(source: Source, page: Algorithm, key: str, value: Value, later: dict[s
 
 
 def _word(key: str) -> str:
-    """A word of the command line as a key of a file."""
+    """Returns a word of the command line as a key of a file."""
     return key.removeprefix("--")
 
 
 def algorithm_of(source: Source) -> str:
-    """The algorithm of a configuration. Raises UserError if this program does not have it."""
+    """Returns the algorithm of a configuration. Raises UserError if this program does not have it."""
     if source.module in MODULES:
         return MODULES[source.module]
     if source.program != "trl":
@@ -186,8 +193,8 @@ def _complete(source: Source, options: dict[str, Value], later: dict[str, tuple[
 
 
 def shape_near(name: str) -> str:
-    """The preset whose size is nearest to the one in a model's name, of its family if two are; for forecasts until the
-    model is there."""
+    """Returns the preset whose size is nearest to the one in a model's name, of its family if two are; for forecasts
+    until the model is there."""
     billions = [float(one) for one in BILLIONS.findall(name)]
     size = billions[-1] if billions else 7.0
 
@@ -199,6 +206,6 @@ def shape_near(name: str) -> str:
 
 
 def counts(lines: Iterable[Line]) -> dict[str, int]:
-    """How many options there are of each kind."""
+    """Returns how many options there are of each kind."""
     kinds = [line.kind or "unknown" for line in lines]
     return {kind: kinds.count(kind) for kind in ("option", "part", "no_effect", "unavailable", "unknown")}

@@ -35,7 +35,7 @@ class AttentionContext(Protocol):
         """int64, broadcasts over the token dims."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [..., H, d], k and v [..., K, d] of the current tokens -> [..., H, d]."""
+        """Computes attention of the current tokens: q [..., H, d], k and v [..., K, d] -> [..., H, d]."""
 
 
 class Padded:
@@ -74,8 +74,8 @@ class Packed:
         self._runs = [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Without a packed kernel: sequence by sequence. On a CPU this is faster than padding from 4 rows of 30 tokens
-        on."""
+        """Computes attention without a packed kernel: sequence by sequence. On a CPU this is faster than padding from 4
+        rows of 30 tokens on."""
         if has_packed_kernel(q):
             left = -1 if window is None else window - 1
             cuts, longest = self._cuts_B1, max(self.lengths)
@@ -96,7 +96,8 @@ class Packed:
 
 
 def has_packed_kernel(q_NHd: Tensor) -> bool:
-    """Whether torch's kernel for packed sequences supports these: flash attention, so half precision on a GPU."""
+    """Returns whether torch's kernel for packed sequences supports these: flash attention, so half precision on a
+    GPU."""
     fits = q_NHd.dtype.itemsize == 2 and q_NHd.shape[2] % 8 == 0 and q_NHd.shape[2] <= 256
     if q_NHd.device.type != "cuda" or not fits or torch.version.hip:
         return False
@@ -105,8 +106,8 @@ def has_packed_kernel(q_NHd: Tensor) -> bool:
 
 @functools.cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
-    """torch's kernel for packed sequences and the names of its options; None if it supports no windows. Called on a GPU
-    only, because the import takes a second, a third of a rank's start."""
+    """Returns torch's kernel for packed sequences and the names of its options; None if it supports no windows. Called
+    on a GPU only, because the import takes a second, a third of a rank's start."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # old torch
@@ -116,8 +117,10 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
 
 
 def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K). window: number of
-    tokens that each query sees, including its own."""
+    """Returns causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K).
+
+    window: number of tokens that each query sees, including its own.
+    """
     num_tokens, group = q_BHTd.shape[2], q_BHTd.shape[1] // k_BKTd.shape[1]
     mask_TT = None
     if window is not None and num_tokens > window:
@@ -131,6 +134,6 @@ def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = 
 
 
 def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:
-    """Whether a kernel reads grouped heads in place: on a CPU, and flash attention on a GPU (half precision, no mask).
-    Otherwise torch would materialise the T x T matrix, which repeating keys and values avoids."""
+    """Returns whether a kernel reads grouped heads in place: on a CPU, and flash attention on a GPU (half precision, no
+    mask). Otherwise torch would materialise the T x T matrix, which repeating keys and values avoids."""
     return q_BHTd.device.type == "cpu" or (q_BHTd.dtype.itemsize == 2 and not masked)

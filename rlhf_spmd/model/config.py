@@ -52,8 +52,10 @@ _DEFAULTS = {
 
 
 def read_json(path: Path, *, any_size: bool = False) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object. any_size: of
-    whole numbers, see json_value."""
+    """Reads the object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object.
+
+    any_size: of whole numbers, see json_value.
+    """
     try:
         values = json_value(read_bytes(path), any_size=any_size)
     except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +71,7 @@ def read_json(path: Path, *, any_size: bool = False) -> dict[str, Any]:
 
 
 def how_to_get(folder: Path) -> str:
-    """Advice for a missing model folder: a model of the Hugging Face hub must be downloaded first."""
+    """Advises how to get a missing model folder: a model of the Hugging Face hub must be downloaded first."""
     if len(folder.parts) == 2 and not is_folder(folder) and folder.parts[0] not in ("..", folder.root):
         return (
             f"if {folder} is a model of the Hugging Face hub, download it first on a machine with a network "
@@ -80,7 +82,7 @@ def how_to_get(folder: Path) -> str:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Prefixes UserErrors with the name of the file, or other input, that they are about."""
+    """Names the file, or other input, in the UserErrors raised in this context."""
     try:
         yield
     except UserError as error:
@@ -106,8 +108,8 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_config_json(path: Path) -> "ModelConfig":
-    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for a
-    folder with an adapter."""
+    """Reads the model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for
+    a folder with an adapter."""
     refuse_adapter(path.parent)
     refuse_pipes(path.parent)
     values = read_json(path, any_size=True)  # from_hf names the key of a wrong one
@@ -197,12 +199,12 @@ class ModelConfig:
         return scaling.get("rope_type") or scaling.get("type") or "default"
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query in this layer sees, including its own; None: all of them."""
+        """Returns how many tokens a query in this layer sees, including its own; None: all of them."""
         return self.sliding_window if layer in self.sliding_layers else None
 
 
 def from_hf(values: dict[str, Any]) -> ModelConfig:
-    """The contents of a config.json of transformers 4 or 5 -> ModelConfig.
+    """Reads the contents of a config.json of transformers 4 or 5.
 
     Raises UserError naming the key for unsupported families and features, and for values of the wrong type.
     """
@@ -245,8 +247,11 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
-    """ModelConfig -> the contents of a config.json for AutoModelForCausalLM ("lm") or, with one label, for
-    AutoModelForSequenceClassification ("scalar"). dtype: as transformers names it, e.g. "float32"."""
+    """Returns the contents of a config.json for AutoModelForCausalLM ("lm") or, with one label, for
+    AutoModelForSequenceClassification ("scalar").
+
+    dtype: as transformers names it, e.g. "float32".
+    """
     family, eos = config.model_type, config.eos_token_ids
     scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != "type"}
     scaling = scaling | {"rope_type": config.rope_type}
@@ -288,7 +293,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
 
 
 def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face's eos_token_id (none, one or several ids) -> a tuple."""
+    """Converts Hugging Face's eos_token_id (none, one or several ids) to a tuple."""
     if eos is None:
         return ()
     ids = tuple(eos) if isinstance(eos, list) else (eos,)
@@ -309,7 +314,7 @@ def _token_id(values: dict[str, Any], name: str) -> int | None:
 
 
 def _number(values: dict[str, Any], name: str, *, zero: bool = False) -> float:
-    """A positive number; with `zero`, one that may be zero."""
+    """Checks that a number is positive; with `zero`, it may be zero."""
     value = values[name]
     if not _is_number(value) or value < 0 or (value == 0 and not zero):
         raise UserError(f"{name!r} is {value!r}, but must be a positive number")
@@ -322,7 +327,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """-> (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
+    """Returns (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` +
+    `rope_scaling`."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     parameters = values.get(key) or {}
     if not isinstance(parameters, dict):
@@ -350,7 +356,8 @@ def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]
 
 
 def _sliding_from_hf(values: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """-> (window or None, the layers that have it). Mistral: all layers; Qwen: by layer_types or max_window_layers."""
+    """Returns (window or None, the layers that have it). Mistral: all layers; Qwen: by layer_types or
+    max_window_layers."""
     family, window = values["model_type"], values.get("sliding_window")
     if family == "llama" or not window or (family != "mistral" and not values.get("use_sliding_window", False)):
         return None, ()

@@ -14,9 +14,11 @@ from rlhf_spmd.model.transformer import Transformer
 
 @contextmanager
 def fast_attributes(model: Transformer, forwards: Mapping[nn.Module, Callable | None] = {}) -> Iterator[None]:
-    """Inside this context, the modules of the layers have their parameters, and the forwards of their sub-modules, as
-    plain attributes. Neither may be replaced meanwhile, and hooks inside the layers do not run. forwards: replacements
-    for the forwards of modules inside the layers; None: without the module."""
+    """Makes the parameters of the layers' modules, and the forwards of their sub-modules, plain attributes inside this
+    context. Neither may be replaced meanwhile, and hooks inside the layers do not run.
+
+    forwards: replacements for the forwards of modules inside the layers; None: without the module.
+    """
     modules = [module for layer in model.layers.values() for module in layer.modules()]
     for module in modules:
         module.__dict__.update({name: forwards.get(child, child.forward) for name, child in module.named_children()})

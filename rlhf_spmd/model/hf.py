@@ -31,7 +31,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The shape of the model in a folder, from config.json; end-of-sequence ids from generation_config.json, if given.
+    """Reads the shape of the model in a folder, from config.json; end-of-sequence ids from generation_config.json, if
+    given.
 
     Raises UserError for a missing folder or file, and for an unsupported family or feature.
     """
@@ -56,14 +57,14 @@ def load_model(
     device: torch.device | str = "cpu",
     parallel: Parallel = WHOLE,
 ) -> Transformer:
-    """The model in a folder, or one shard of it, its weights in `dtype` on `device`.
+    """Loads the model in a folder, or one shard of it, its weights in `dtype` on `device`.
 
     Every rank checks the names and shapes of the whole model, but reads only the slices of its shard.
 
     head "lm" needs a causal language model. head "scalar" is read from a folder of AutoModelForSequenceClassification
     with one label. From a causal language model it starts at zero if `fresh_head` (for a critic; the scores of a reward
-    model would all be 0).
-    Raises UserError naming file and tensor if a tensor is missing, unexpected, truncated or of a wrong shape.
+    model would all be 0). Raises UserError naming file and tensor if a tensor is missing, unexpected, truncated or of a
+    wrong shape.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -106,11 +107,13 @@ def save_state(
 ) -> None:
     """Writes weights with our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
 
-    source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer:
-    replaces the tokenizer files of `source`. suppressed: tokens that are never drawn, for `suppress_tokens` of
-    generation_config.json. AutoModelForSequenceClassification pools at the last token that is not
-    padding. If a model with a scalar head pads with its end-of-sequence token, config and tokenizer therefore get
-    another special token for padding, so that a final end of sequence is pooled.
+    source: the folder the model came from; its tokenizer files and generation_config.json are copied.
+    tokenizer: replaces the tokenizer files of `source`.
+    suppressed: tokens that are never drawn, for `suppress_tokens` of generation_config.json.
+
+    AutoModelForSequenceClassification pools at the last token that is not padding. If a model with a scalar head pads
+    with its end-of-sequence token, config and tokenizer therefore get another special token for padding, so that a
+    final end of sequence is pooled.
     """
     folder = Path(folder)
     shapes = {name: weight.shape for name, weight in Transformer(config, head=head, device="meta").state_dict().items()}
@@ -150,7 +153,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a model folder, read with the light `tokenizers` package if there is a tokenizer.json.
+    """Loads the tokenizer in a model folder, with the light `tokenizers` package if there is a tokenizer.json.
 
     Raises UserError if the folder has no readable tokenizer.
     """
@@ -163,8 +166,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def transformers_tokenizer(folder: Path, *, generic: bool = False) -> Tokenizer:
-    """The tokenizer in a folder as transformers reads it, by its class for the model or, if `generic`, by the class
-    that does what tokenizer.json says. Raises UserError."""
+    """Returns the tokenizer in a folder as transformers reads it, by its class for the model or, if `generic`, by the
+    class that does what tokenizer.json says. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -205,8 +208,12 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a conversation, and behind it, with `answers`, the beginning of the assistant's answer. where:
-        file and place. tools, chat_template_kwargs: variables of the template. Raises UserError."""
+        """Renders the text of a conversation and, with `answers`, after it the beginning of the assistant's answer.
+        Raises UserError.
+
+        where: file and place.
+        tools, chat_template_kwargs: variables of the template.
+        """
         if self._tokenizer is None:
             self._load(where)
         try:
@@ -226,8 +233,10 @@ class ChatTemplate:
             raise UserError(f"{where}: the chat template does not take this conversation: {error}") from None
 
     def remarks(self, of_all: Mapping[str, Any]) -> tuple[str, ...]:
-        """What was given in vain, for people. of_all: data.chat_template_kwargs, all of which the template has to read.
-        Raises UserError."""
+        """Returns a note about variables that no template reads. Raises UserError.
+
+        of_all: data.chat_template_kwargs, all of which the template has to read.
+        """
         vain = next((name for name in self._unread if name in of_all), None)
         if vain is not None:
             reads = ", ".join(sorted(frozenset().union(*self._known.values()) - {"messages", "add_generation_prompt"}))
@@ -238,8 +247,8 @@ class ChatTemplate:
         return tuple(f"the chat template does not read {name!r}" for name in self._unread)
 
     def _prepared(self, text: str) -> frozenset[str]:
-        """The variables that a template reads. Its clock, which transformers shares among all that use the same text,
-        is set to the time of the start, and what it could draw at random is refused."""
+        """Returns the variables that a template reads. Its clock, which transformers shares among all that use the same
+        text, is set to the time of the start, and what it could draw at random is refused."""
         from transformers.utils import chat_template_utils
 
         environment = chat_template_utils._compile_jinja_template(text).environment
@@ -271,7 +280,7 @@ def _refuse_chance(*_: object, **__: object) -> None:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """What chat templates are told of a tool, from its signature and docstring. Raises UserError for one without."""
+    """Describes a tool for chat templates, from its signature and docstring. Raises UserError for one without."""
     from transformers.utils import get_json_schema
 
     try:
@@ -319,7 +328,7 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
 
 
 def to_hf_name(name: str) -> str:
-    """Our name of a tensor -> Hugging Face's."""
+    """Converts our name of a tensor to Hugging Face's."""
     return name if name in HEADS else "model." + name
 
 
@@ -385,7 +394,7 @@ def _check_names(
 
 
 def _file(folder: Path) -> Path:
-    """The file that names the tensors of a folder."""
+    """Returns the file that names the tensors of a folder."""
     return folder / (weights.SINGLE if (folder / weights.SINGLE).exists() else weights.INDEX)
 
 

@@ -20,7 +20,7 @@ class Cache(Protocol):
     """The interface of a KV cache (runtime/generation/kv_cache.py)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
+        """Returns keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
 
 
 class Prefill(Packed):
@@ -71,7 +71,7 @@ class Continued:
         return torch.cat(outputs)
 
     def _masks_of(self, window: int | None) -> list[Tensor]:
-        """mask_tT of each row, made for the first layer with this window."""
+        """Returns mask_tT of each row, made for the first layer with this window."""
         if window not in self._masks:
             masks = self._masks[window] = []
             for num, slots_T in zip(self._lengths, self._slots, strict=True):
@@ -86,7 +86,12 @@ class DecodeStep:
     """The new tokens [B] of a Round, one per row: each is stored and attends to all tokens of its row."""
 
     def __init__(self, cache: Cache, positions_B: Tensor, slots_B: Tensor, decode: Decode):
-        """positions_B: number of tokens before the new one. slots_B: its slot. decode: shared by all layers."""
+        """Prepares a decode step for all layers.
+
+        positions_B: number of tokens before the new one.
+        slots_B: its slot.
+        decode: shared by all layers.
+        """
         self.positions, self.slots_B, self._cache, self._decode = positions_B, slots_B, cache, decode
         self._heads: Tensor | None = None
 

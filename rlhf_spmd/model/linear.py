@@ -23,7 +23,10 @@ class Linear(nn.Linear):
     """nn.Linear, computed by `product`."""
 
     def forward(self, x: Tensor, *, weight: Weight | None = None) -> Tensor:
-        """weight: a copy to use in the weight's place."""
+        """Multiplies x by the weight.
+
+        weight: a copy to use in the weight's place.
+        """
         return product(x, self.weight if weight is None else weight, self.bias)
 
 
@@ -42,7 +45,7 @@ class Adapted(nn.Module):
 
     @torch.no_grad()
     def sum(self) -> Tensor:
-        """W + s B A, a new tensor: computed in the precision of the factors, rounded once to that of W."""
+        """Returns W + s B A, a new tensor: computed in the precision of the factors, rounded once to that of W."""
         wide = self.lora_A.dtype
         return torch.addmm(self.weight.to(wide), self.lora_B, self.lora_A, alpha=self.scale).to(self.weight.dtype)
 
@@ -70,9 +73,13 @@ class LowRank(nn.Module):
     def forward(
         self, x: Tensor, *parts: Tensor, factors: Factors | None = None, again: Again | None = None
     ) -> Sequence[Tensor]:
-        """x [..., I]. parts: the products of the layers with their weights, or all of them joined; without gradients
-        they change in place. factors: a copy of the layers' own. again: x, to be computed in the backward pass -> the
-        sums, rounded once to the precision of parts."""
+        """Adds the products of the factors with x [..., I] to those of the weights.
+
+        parts: the products of the layers with their weights, or all of them joined; without gradients they change in
+            place.
+        factors: a copy of the layers' own.
+        again: x, to be computed in the backward pass -> the sums, rounded once to the precision of parts.
+        """
         if factors is None:
             own = self.own
             if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
@@ -95,7 +102,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def factors(self, own: Sequence[Tensor], copy: Copy | None = None) -> Factors:
-        """What `products` takes, rounded to the precision of the weights. own: as of the property."""
+        """Returns what `products` takes, rounded to the precision of the weights. own: as of the property."""
         copy, dtype = copy or _itself, self.layers[0].weight.dtype
         As, Bs = own[: len(own) // 2], [B_OR.to(dtype) for B_OR in own[len(own) // 2 :]]
         A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale).to(dtype)
@@ -109,7 +116,7 @@ class LowRank(nn.Module):
         return copy(A_RI), copy(B_OR)
 
     def products(self, x: Tensor, factors: Factors, *, num: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """-> s A x of all layers, [..., R]; s B (A x) of each layer, or with num 1 of all."""
+        """Returns s A x of all layers, [..., R]; and s B (A x) of each layer, or with num 1 of all."""
         A_RI, B = factors
         inner = product(x, A_RI)
         if isinstance(B, list):
@@ -189,8 +196,12 @@ class Copies:
         num_logits: int = 0,
         adds_adapters: bool = False,
     ):
-        """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none. adds_adapters: multiply
-        with W + s B A."""
+        """Makes the copies of a model's weights with which a rank generates.
+
+        num_rows: of a step.
+        num_logits: rows of the output layer that are read; 0: none.
+        adds_adapters: multiply with W + s B A.
+        """
         self.joined: Joined | None = None
         self.forwards: dict[nn.Module, Callable | None] = {}  # replacements for those of modules in the layers
         self.head_VD: Packed | None = None
@@ -234,7 +245,8 @@ class _Weights:
 
 
 def sum_bytes(model: nn.Module) -> int:
-    """Bytes of the copies of a model's weights with adapters in them, and of those that are joined with these."""
+    """Returns the bytes of the copies of a model's weights with adapters in them, and of those that are joined with
+    these."""
     sets = [parts for layer in model.layers.values() for parts in (*_siblings(layer), *([one] for one in _rest(layer)))]
     adapted = [parts for parts in sets if any(isinstance(part, Adapted) for part in parts)]
     return sum(part.weight.nbytes for parts in adapted for part in parts)
@@ -263,13 +275,13 @@ def lay_adjacent(layers: Iterable[nn.Module]) -> None:
 
 
 def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """The matrices of a layer that read the same input: q, k and v, and gate and up."""
+    """Returns the matrices of a layer that read the same input: q, k and v, and gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
 def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
-    """The matrices of a layer that are the only ones with their input."""
+    """Returns the matrices of a layer that share their input with no other."""
     return layer.self_attn.o_proj, layer.mlp.down_proj
 
 
@@ -284,7 +296,7 @@ def _joined(copy: Copy, parts: Sequence[nn.Linear], read: Read) -> tuple[Weight,
 
 
 def _is_adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether weights lie one behind the other, so that they can be read as one."""
+    """Returns whether weights are adjacent in memory, so that they can be read as one."""
     return all(
         one.is_contiguous()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

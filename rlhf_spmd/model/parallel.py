@@ -82,12 +82,12 @@ def _split_of(name: str) -> tuple[int, str] | None:
 
 
 def is_split(name: str) -> bool:
-    """Whether tp splits the parameter of this name; the gradients of the others are partial sums."""
+    """Returns whether tp splits the parameter of this name; the gradients of the others are partial sums."""
     return _split_of(name) is not None
 
 
 def extent(config: ModelConfig, what: str, shard: Shard) -> range:
-    """The range of a dim of the whole model that a tp slice holds, in elements (a head has head_dim)."""
+    """Returns the range of a dim of the whole model that a tp slice holds, in elements (a head has head_dim)."""
     if what == _VOCABULARY:
         return split(config.vocab_size, shard.tp, shard.tp_index)
     if what == _INNER:
@@ -98,7 +98,7 @@ def extent(config: ModelConfig, what: str, shard: Shard) -> range:
 
 
 def slice_of(name: str, config: ModelConfig, shard: Shard) -> tuple[slice, ...]:
-    """whole[slice_of(...)] is the slice of a parameter that a shard holds, if its stage holds the parameter."""
+    """Returns the slice of a parameter that a shard holds: whole[slice_of(...)], if its stage holds the parameter."""
     kind = _split_of(name)
     if kind is None or shard.tp == 1:
         return (slice(None),)
@@ -108,12 +108,12 @@ def slice_of(name: str, config: ModelConfig, shard: Shard) -> tuple[slice, ...]:
 
 
 def layers_of(config: ModelConfig, shard: Shard) -> range:
-    """The layers of a stage, by their numbers in the whole model."""
+    """Returns the layers of a stage, by their numbers in the whole model."""
     return split(config.num_layers, shard.pp, shard.stage)
 
 
 def vocabulary_of(config: ModelConfig, shard: Shard) -> range:
-    """The token ids whose embeddings and logits a tp slice holds."""
+    """Returns the token ids whose embeddings and logits a tp slice holds."""
     return extent(config, _VOCABULARY, shard)
 
 
@@ -121,22 +121,22 @@ def vocabulary_of(config: ModelConfig, shard: Shard) -> range:
 
 
 def gather_tokens(x_nD: Tensor, *, group: Group) -> Tensor:
-    """Token shards -> all tokens x_ND. Backward sums the ranks' gradients, which are partial sums."""
+    """Gathers token shards to all tokens x_ND. Backward sums the ranks' gradients, which are partial sums."""
     return x_nD if group is None else _Collective.apply(x_nD, group, all_gather_rows, _reduce_scatter_rows)
 
 
 def scatter_tokens(x_ND: Tensor, *, group: Group) -> Tensor:
-    """The sum of the ranks' partial x_ND -> this rank's share of its tokens x_nD; N is a multiple of the ranks."""
+    """Sums the ranks' partial x_ND and returns this rank's share of its tokens x_nD; N is a multiple of the ranks."""
     return x_ND if group is None else _Collective.apply(x_ND, group, _reduce_scatter_rows, all_gather_rows)
 
 
 def sum_over(x: Tensor, *, group: Group) -> Tensor:
-    """The sum of the ranks' parts, on every rank. All ranks continue identically, so a part's gradient is the sum's."""
+    """Sums the ranks' parts, on every rank. All ranks continue identically, so a part's gradient is the sum's."""
     return x if group is None else _Collective.apply(x, group, all_reduced, lambda gradient, _: gradient)
 
 
 def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
-    """Token shards -> all tokens x_N, if all ranks continue identically: backward takes this rank's share."""
+    """Gathers token shards to all tokens x_N, if all ranks continue identically: backward takes this rank's share."""
     if group is None:
         return x_n
     return _Collective.apply(x_n, group, all_gather_rows, lambda x_N, ranks: x_N.chunk(ranks.size())[ranks.rank()])
@@ -155,7 +155,7 @@ def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over a group, as a new tensor."""
+    """Returns the sum over a group, as a new tensor."""
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total

@@ -19,7 +19,7 @@ from rlhf_spmd.model.config import ModelConfig
 
 
 def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
-    """-> (frequencies_f in radians per position, the factor on cos and sin).
+    """Returns (frequencies_f in radians per position, the factor on cos and sin).
 
     length: tokens in the longest current sequence; only `dynamic` uses it.
     """
@@ -41,8 +41,10 @@ def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = to
 def cos_sin(
     positions_BT: Tensor, frequencies_f: Tensor, factor: float, dtype: torch.dtype, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the precision of the frequencies. fast: for
-    rotate_both(fast=True), so `prepared` for it."""
+    """Returns cos_BTf, sin_BTf in `dtype`; the angles are computed in the precision of the frequencies.
+
+    fast: for rotate_both(fast=True), so `prepared` for it.
+    """
     angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
     cos_BTf, sin_BTf = (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
     return prepared(cos_BTf, sin_BTf) if fast else (cos_BTf, sin_BTf)
@@ -51,7 +53,10 @@ def cos_sin(
 def rotate_both(
     q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys; fast: in one launch, without a backward pass on a GPU."""
+    """Rotates queries and keys.
+
+    fast: in one launch, without a backward pass on a GPU.
+    """
     return (kernel if fast else rope_ref)(q_THd, k_TKd, cos_Tf, sin_Tf)
 
 
@@ -60,7 +65,8 @@ def _plain(theta: float, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """arXiv:2309.00071: fast pairs keep their frequency, slow ones are divided by the factor, with a ramp between."""
+    """Scales frequencies as YaRN (arXiv:2309.00071): fast pairs keep their frequency, slow ones are divided by the
+    factor, with a ramp between."""
     dim, theta = config.head_dim, config.rope_theta
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     factor = scaling.get("factor") or config.max_position_embeddings / trained
@@ -88,7 +94,8 @@ def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _llama3(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> Tensor:
-    """Llama 3.1: wavelengths above trained/low are divided by the factor, those below trained/high are kept."""
+    """Scales frequencies as Llama 3.1: wavelengths above trained/low are divided by the factor, those below
+    trained/high are kept."""
     factor, low, high = (scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     plain_f = _plain(config.rope_theta, config.head_dim, dtype)

@@ -29,7 +29,7 @@ Gathered = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]  # modu
 
 
 def lengths_of(prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
-    """Tokens of each row; both are padded with -1."""
+    """Returns the tokens of each row; both are padded with -1."""
     return ((prompts_BP >= 0).sum(1) + (responses_BG >= 0).sum(1)).tolist()
 
 
@@ -46,7 +46,7 @@ class Sequences:
 
     @classmethod
     def join(cls, prompts_BP: Tensor, responses_BG: Tensor) -> "Sequences":
-        """prompts_BP (at least one token each), responses_BG: int32 or int64, padded with -1 on the right."""
+        """Joins prompts_BP (at least one token each) and responses_BG: int32 or int64, padded with -1 on the right."""
         both_BW = torch.cat((prompts_BP, responses_BG), 1)
         real_BW = both_BW >= 0
         prompt_B, response_B = (
@@ -65,19 +65,19 @@ class Sequences:
 
     @classmethod
     def of(cls, tokens_BT: Tensor) -> "Sequences":
-        """Whole sequences to score, padded with -1 on the right: prompts without responses."""
+        """Makes whole sequences to score, padded with -1 on the right: prompts without responses."""
         return cls.join(tokens_BT, tokens_BT.new_empty(len(tokens_BT), 0))
 
     def context(self, model: Transformer) -> Packed:
-        """The attention context of these sequences, padded as the model wants it."""
+        """Makes the attention context of these sequences, padded as the model wants it."""
         return Packed(self.lengths, device=self.tokens_N.device, num_tokens=model.padded(len(self.tokens_N)))
 
     def last_B(self) -> Tensor:
-        """Index into N of each row's last token."""
+        """Returns index into N of each row's last token."""
         return torch.tensor(self.lengths, device=self.tokens_N.device).cumsum(0) - 1
 
     def spread(self, x_R: Tensor) -> Tensor:
-        """One number per response token -> [B, G], 0 on padding."""
+        """Spreads one number per response token to [B, G], 0 on padding."""
         flat = x_R.new_zeros(self.responses_BG.numel())
         return flat.index_copy(0, self.slots_R, x_R).view_as(self.responses_BG)
 
@@ -90,10 +90,10 @@ def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = Non
 
 
 def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered: Gathered) -> Iterator[Tensor]:
-    """The output of each batch on the only stage, the same bits as `forward`; each layer runs on all batches before the
-    next one. `gathered(modules)` is a context in which these modules have their weights, so a rank holds those of
-    one layer and of the modules besides the layers at a time, however many batches there are; inside, the heads below
-    may be called. For inference."""
+    """Yields the output of each batch on the only stage, the same bits as `forward`; each layer runs on all batches
+    before the next one. `gathered(modules)` is a context in which these modules have their weights, so a rank holds
+    those of one layer and of the modules besides the layers at a time, however many batches there are; inside, the
+    heads below may be called. For inference."""
     with gathered(model.besides_layers()):
         contexts = [batch.context(model) for batch in batches]
         states = [model.embedded(batch.tokens_N, context) for batch, context in zip(batches, contexts, strict=True)]
@@ -119,12 +119,14 @@ def response_logprobs(
     entropy: bool = False,
     top: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from and, on request,
-    its entropy_BG, and whether no other token was more likely; 0 on padding.
+    """Returns teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from and, on
+    request, its entropy_BG, and whether no other token was more likely; 0 on padding.
 
-    support_BGK: the sampling support of each token, if sampling was restricted. The EOS ids are banned at the first
-    min_new_tokens positions of a response, and tokens that are not `known` everywhere. The full logits are never
-    materialised.
+    support_BGK: the sampling support of each token, if sampling was restricted.
+    known: tokens that may be drawn; all others are banned everywhere, as are the EOS ids at the first min_new_tokens
+        positions of a response.
+
+    The full logits are never materialised.
     """
     tokens_R = batch.responses_BG.flatten()[batch.slots_R].long()
     early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
@@ -146,8 +148,8 @@ def response_logprobs(
 
 
 def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
-    """values_BG1, at least float32: the value before each response token and, in column `length`, after the last one;
-    0 beyond."""
+    """Returns values_BG1, at least float32: the value before each response token and, in column `length`, after the
+    last one; 0 beyond."""
     values_N = collect_tokens(model.scalar(output_nD), group=model.parallel.group)
     values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
     columns = torch.arange(batch.responses_BG.shape[1] + 1, device=values_N.device)
@@ -157,7 +159,7 @@ def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> 
 
 
 def sequence_scores(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
-    """scores_B, at least float32: the scalar head at each row's last token (as AutoModelForSequenceClassification
-    pools)."""
+    """Returns scores_B, at least float32: the scalar head at each row's last token (as
+    AutoModelForSequenceClassification pools)."""
     scores_B = collect_tokens(model.scalar(output_nD), group=model.parallel.group)[batch.last_B()]
     return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))

@@ -17,8 +17,8 @@ OF_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "base
 
 
 def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
-    """Hugging Face's name -> stored name, of every tensor. A name that belongs to no model stays as it is, and so do
-    all where the embeddings are not there exactly once."""
+    """Maps Hugging Face's name of every tensor to its stored name. A name that belongs to no model stays as it is, and
+    so do all where the embeddings are not there exactly once."""
     stored = list(stored)
     plain = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in stored}
     found = [name for name in plain.values() if f".{name}".endswith(f".{EMBEDDINGS}")]
@@ -38,11 +38,11 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def prefix_of(stored: Mapping[str, str]) -> str:
-    """What stands before the names of the body: `model.`, less in a base model, more in a wrapper. stored: of
+    """Returns the prefix of the names of the body: `model.`, less in a base model, more in a wrapper. stored: of
     hugging_face_names."""
     return stored.get(BODY + EMBEDDINGS, BODY + EMBEDDINGS).removesuffix(EMBEDDINGS)
 
 
 def tensors_of(stored: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """The names that have one of these parts."""
+    """Returns the names that have one of these parts."""
     return [name for name in stored if not {*name.split(".")}.isdisjoint(parts)]

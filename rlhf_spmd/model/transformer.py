@@ -58,7 +58,10 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """-> norm(x); with a residual, norm(x + residual) and x + residual. fast: by the generation kernel."""
+        """Returns norm(x); with a residual, norm(x + residual) and x + residual.
+
+        fast: by the generation kernel.
+        """
         if fast:
             normed, total = rmsnorm(x, self.weight, self.eps, residual)
         else:
@@ -79,7 +82,8 @@ class Embedding(nn.Module):
         self.first, self.group = vocabulary.start, group
 
     def forward(self, x: Tensor, *, packed: bool = False, head: Callable | None = None) -> Tensor:
-        """tokens [...] -> hidden [..., D] (packed: this rank's share). With a head: hidden -> head(hidden, weight)."""
+        """Embeds tokens [...] -> hidden [..., D] (packed: this rank's share). With a head, returns head(hidden, weight)
+        instead."""
         if head is not None:
             return head(x, self.weight)
         if self.group is None:
@@ -98,15 +102,18 @@ class RowLinear(nn.Linear):
         self.group = group
 
     def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None, again: Again | None = None) -> Tensor:
-        """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens). weight: see `Linear`;
-        again: see `LowRank`."""
+        """Multiplies x [..., this rank's inputs] by the weight -> [..., D] (packed: this rank's share of the tokens).
+
+        weight: see `Linear`.
+        again: see `LowRank`.
+        """
         weight = self.weight if weight is None else weight
         if self.group is None:
             return product(x, weight, self.bias)
         return self.summed(product(x, weight), packed=packed)
 
     def summed(self, part: Tensor, *, packed: bool) -> Tensor:
-        """The sum of the ranks' products, and the bias."""
+        """Sums the ranks' products, and adds the bias."""
         y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
         return y if self.bias is None else y + self.bias
 
@@ -117,7 +124,7 @@ class AdaptedRowLinear(RowLinear, Adapted):
     low_rank: LowRank | None  # of it alone; None: `weight` has the adapter in it
 
     def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None, again: Again | None = None) -> Tensor:
-        """See `RowLinear`."""
+        """Multiplies as `RowLinear` does."""
         if self.low_rank is None:
             return super().forward(x, packed=packed, weight=weight)
         weight = self.weight if weight is None else weight
@@ -145,7 +152,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, *, again: Again | None = None
     ) -> Tensor:
-        """x [..., D] -> [..., D]; cos, sin: of all tokens, from rope.cos_sin; again: see `LowRank`."""
+        """Computes attention: x [..., D] -> [..., D].
+
+        cos, sin: of all tokens, from rope.cos_sin.
+        again: see `LowRank`.
+        """
         fast = context.cached
         if context.packed:
             x = gather_tokens(x, group=self.group)
@@ -177,7 +188,10 @@ class MLP(nn.Module):
         self.low_rank: LowRank | None = None  # of gate and up
 
     def forward(self, x: Tensor, context: AttentionContext, *, again: Again | None = None) -> Tensor:
-        """x [..., D] -> [..., D]; again: see `LowRank`."""
+        """Computes the MLP: x [..., D] -> [..., D].
+
+        again: see `LowRank`.
+        """
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
@@ -201,7 +215,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config, layer, parallel)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """x [..., D] -> [..., D]."""
+        """Computes one layer: x [..., D] -> [..., D]."""
         before, after = self.input_layernorm, self.post_attention_layernorm
         mixed = self.self_attn(before(x, fast=context.cached), cos, sin, context, again=(before, (x,)))
         normed, x = after(mixed, residual=x, fast=context.cached)
@@ -297,9 +311,12 @@ class Transformer(nn.Module):
         parallel: Parallel | None = None,
         head: Head | None = None,
     ) -> "Transformer":
-        """A model on the weights of this one, which both then have in common, with adapters (None: without), whose
-        scalar head is its own. B is zero, so it computes what this one does. parallel: with the same shard. head:
-        another one (None: this one's); a scalar head that this model lacks begins at zero."""
+        """Returns a model that shares the weights of this one and has adapters (None: has none), whose scalar head is
+        its own. B is zero, so it computes what this one does.
+
+        parallel: with the same shard.
+        head: another one (None: this one's); a scalar head that this model lacks begins at zero.
+        """
         parallel, head = parallel or self.parallel, head or self.head
         assert parallel.shard == self.parallel.shard, (parallel.shard, self.parallel.shard)
         options: dict[str, Any] = {"dtype": self.dtype, "device": "meta", "parallel": parallel, "adapters": adapters}
@@ -319,14 +336,14 @@ class Transformer(nn.Module):
         return made.requires_grad_(False)
 
     def trained_names(self) -> set[str]:
-        """The parameters that training changes: all, or with adapters these, and a scalar head."""
+        """Returns the parameters that training changes: all, or with adapters these, and a scalar head."""
         names = {name for name, _ in self.named_parameters()}
         return names if self.adapters is None else {one for one in names if is_factor(one) or one == "score.weight"}
 
     @torch.no_grad()
     def init_adapters(self, seed: int) -> None:
-        """Kaiming's uniform distribution with a = sqrt(5), of the whole model, for A: +-1 / sqrt(inputs); 0 for B. Each
-        has random numbers of its own, so that they depend neither on the other targets nor on the shard."""
+        """Draws A from Kaiming's uniform distribution with a = sqrt(5), of the whole model: +-1 / sqrt(inputs); B is 0.
+        Each has random numbers of its own, so that they depend neither on the other targets nor on the shard."""
         wide = Transformer(self.config, head=self.head, device="meta", adapters=self.adapters)
         shapes = {name: like.shape for name, like in wide.named_parameters()}
         for name, factor in self.named_parameters():
@@ -342,9 +359,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, *, std: float = 0.02, score_std: float = 0.0) -> None:
-        """GPT-2's initialisation: normal(0, std), divided by sqrt(2 * layers) for projections into the residual stream;
-        norms 1, biases 0, the score head normal(0, score_std). The same seed gives the same weights on every device,
-        and on every shard its part of the same model."""
+        """Draws weights as GPT-2 does: normal(0, std), divided by sqrt(2 * layers) for projections into the residual
+        stream; norms 1, biases 0, the score head normal(0, score_std). The same seed gives the same weights on every
+        device, and on every shard its part of the same model."""
         generator = torch.Generator().manual_seed(seed)
         shard, mine = self.parallel.shard, dict(self.named_parameters())
         whole = self if shard == Shard() else Transformer(self.config, head=self.head, device="meta")
@@ -369,13 +386,15 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor | None, *, context: AttentionContext | None = None, hidden: Tensor | None = None
     ) -> Tensor:
-        """tokens int64 [B, T] (negative: padding, on the right) or, in a packed context, [N] -> hidden.
+        """Runs this stage on tokens int64 [B, T] (negative: padding, on the right) or, in a packed context, [N].
 
-        context: see attention.py; None: rows without a cache. hidden: the output of the previous stage; None on the
-        first stage, the only one that reads the tokens. Returns this stage's output [..., D], after the final norm on
-        the last stage; in a packed context, this tp rank's share of the tokens (see `output_shape`).
-        Do not train with Padded rows under tp: gradients would lack the other ranks' parts.
-        Raises UserError if `dynamic` rope is used with a cache beyond the trained length: stored keys would be stale.
+        context: see attention.py; None: rows without a cache.
+        hidden: the output of the previous stage; None on the first stage, the only one that reads the tokens.
+
+        Returns this stage's output [..., D], after the final norm on the last stage; in a packed context, this tp
+        rank's share of the tokens (see `output_shape`). Do not train with Padded rows under tp: gradients would lack
+        the other ranks' parts. Raises UserError if `dynamic` rope is used with a cache beyond the trained length:
+        stored keys would be stale.
         """
         if context is None:
             rows = tokens if hidden is None else hidden
@@ -392,7 +411,7 @@ class Transformer(nn.Module):
         return self.norm(x, fast=context.cached) if self.parallel.is_last else x
 
     def embedded(self, tokens: Tensor | None, context: AttentionContext, hidden: Tensor | None = None) -> Tensor:
-        """What the first layer of this stage reads."""
+        """Returns what the first layer of this stage reads."""
         if not self.parallel.is_first:
             return hidden
         assert tokens is not None and hidden is None, "the first stage begins with tokens"
@@ -401,20 +420,20 @@ class Transformer(nn.Module):
         return self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
 
     def rotations(self, context: AttentionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin of all tokens, for the layers."""
+        """Returns cos, sin of all tokens, for the layers."""
         frequencies_f, factor = self._rope(context.positions, dtype, decoding=context.cached)
         return rope.cos_sin(context.positions, frequencies_f, factor, dtype, fast=context.cached)
 
     def besides_layers(self) -> list[nn.Module]:
-        """The modules with weights that are no layers: embedding, final norm, head."""
+        """Returns the modules with weights that are not layers: embedding, final norm, head."""
         return [module for name, module in self.named_children() if name != "layers"]
 
     def padded(self, num_tokens: int) -> int:
-        """The number N of tokens of a packed pass, including padding: a multiple of the tp ranks."""
+        """Returns the number N of tokens of a packed pass, including padding: a multiple of the tp ranks."""
         return -(-rows_for(num_tokens, self.dtype) // self.parallel.shard.tp) * self.parallel.shard.tp
 
     def output_shape(self, num_tokens: int) -> tuple[int, int]:
-        """The shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
+        """Returns the shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
         return self.padded(num_tokens) // self.parallel.shard.tp, self.config.hidden_size
 
     def through_stages(self, tokens: Tensor, context: AttentionContext) -> Tensor:
@@ -431,8 +450,8 @@ class Transformer(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, *, head: Callable = product) -> Tensor:
-        """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary; or the result
-        of another head(hidden, weight_VD), such as token_logprobs, which never holds all logits.
+        """Computes logits [..., V] of the next token from hidden [..., D], over this rank's slice of the vocabulary; or
+        the result of another head(hidden, weight_VD), such as token_logprobs, which never holds all logits.
 
         Gather a packed output first (`gather_tokens`): every slice of the vocabulary reads all tokens.
         """
@@ -441,12 +460,12 @@ class Transformer(nn.Module):
         return unembedding(hidden, head=head)
 
     def scalar(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> one number per token [...]; those of a packed output need `collect_tokens`."""
+        """Computes one number per token [...] from hidden [..., D]; those of a packed output need `collect_tokens`."""
         assert self.head == "scalar", self.head
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
 
     def _rope(self, positions: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
-        """The frequencies, computed once per device and precision."""
+        """Returns the frequencies, computed once per device and precision."""
         length = 0
         if self.config.rope_type == "dynamic":
             trained = self.config.max_position_embeddings

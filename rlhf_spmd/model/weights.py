@@ -31,7 +31,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def locate(folder: Path) -> dict[str, Path]:
-    """Name of every tensor, as it is stored -> the file that holds it."""
+    """Returns the file that holds every tensor, by its stored name."""
     if (folder / SINGLE).exists():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
     if not (folder / INDEX).exists():
@@ -66,11 +66,12 @@ def read_weights(
     parts: Mapping[str, tuple[slice, ...]] | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """-> {name: convert(tensor)} for every name in `expect`, which gives the shapes. places: the file of each.
+    """Returns {name: convert(tensor)} for every name in `expect`, which gives the shapes. The result owns its memory,
+    so it does not change with the file.
 
+    places: the file of each.
     stored: the name of a tensor in its file, where it has another one there.
     parts: the names and slices to read; all other tensors are only checked. None: reads all tensors whole.
-    The result owns its memory, so it does not change with the file.
     """
     tensors: dict[str, Tensor] = {}
     for path in dict.fromkeys(places[name] for name in expect):
@@ -151,7 +152,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file, by their stored names. Raises UserError also for numbers that are no floats."""
+    """Reads all tensors of one file, by their stored names. Raises UserError also for numbers that are not floats."""
     file = _open(path)
     for name in file.keys():  # noqa: SIM118 (no mapping)
         if (dtype := file.get_slice(name).get_dtype()) not in _FLOATS:
@@ -160,7 +161,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
 
 
 def widest_dtype(folder: Path) -> torch.dtype:
-    """The dtype that holds every tensor of a folder without rounding: that which all have, as a rule."""
+    """Returns the dtype that holds every tensor of a folder without rounding: that which all have, as a rule."""
     places = {name: path for name, path in locate(folder).items() if not name.endswith(TABLES)}
     opened = {path: _open(path) for path in dict.fromkeys(places.values())}
     stored = {opened[path].get_slice(name).get_dtype() for name, path in places.items()}
@@ -169,7 +170,7 @@ def widest_dtype(folder: Path) -> torch.dtype:
 
 
 def _leaves(shard: str) -> bool:
-    """Whether a file name from an index points outside its folder."""
+    """Returns whether a file name from an index points outside its folder."""
     path = PurePath(shard)
     return not shard or path.is_absolute() or ".." in path.parts or "\\" in shard or ":" in shard
 

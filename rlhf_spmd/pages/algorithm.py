@@ -82,11 +82,11 @@ class Algorithm:
         return next((key for key, one in self.data.items() if isinstance(one, page.AssistantTokens)), "")
 
     def over(self, metric: str) -> str:
-        """What becomes of the values of a metric in an iteration (page.Metric)."""
+        """Returns how the values of a metric are aggregated in an iteration (page.Metric)."""
         return self.metrics[metric].over if metric in self.metrics else "mean"
 
     def is_better_lower(self, metric: str) -> bool:
-        """Whether smaller values of a metric are better."""
+        """Returns whether smaller values of a metric are better."""
         return metric in self.metrics and self.metrics[metric].better == "less"
 
     @property
@@ -94,8 +94,8 @@ class Algorithm:
         return hasattr(self.module, "State")
 
     def workflow(self, options: page.Options, *, replay: bool = False, episodes: bool = False) -> Workflow:
-        """The graph of one iteration; replay: sampling is restricted (top-k, ...); episodes: responses have several
-        turns. Raises UserError."""
+        """Returns the graph of one iteration; replay: sampling is restricted (top-k, ...); episodes: responses have
+        several turns. Raises UserError."""
 
         def on_symbols(model: Models, compute: ComputeFunction, **data: Data) -> None:
             with self.calling("workflow", self.module.workflow):
@@ -112,10 +112,12 @@ class Algorithm:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
     def function(self, name: str, module: str = "", *, from_source: bool = False) -> PageFunction:
-        """The function that a call names, and its companions. module: that it is from; empty: it is looked up in the
-        page, then in FUNCTIONS. A companion must be where that function is, so that a page's function gets none of a
-        shared function of the same name. from_source: modules beside the page are read, not imported, since they need
-        torch. Raises UserError if there is no such function."""
+        """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
+
+        module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
+            function is, so that a page's function gets none of a shared function of the same name.
+        from_source: modules beside the page are read, not imported, since they need torch.
+        """
         if module and module not in FUNCTIONS + EARLIER:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
         load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
@@ -132,7 +134,7 @@ class Algorithm:
         return PageFunction(name, found, sums, prepare, finish, words_of(found))
 
     def functions(self, workflow: Workflow) -> dict[str, PageFunction]:
-        """The functions of all calls that have one, by the name of the call. Raises UserError."""
+        """Returns the functions of all calls that have one, by the name of the call. Raises UserError."""
         calls = [call for call in workflow.calls if isinstance(call, Compute | Train | Measure)]
         return {call.name: self.function(call.function, call.module) for call in calls}
 
@@ -142,7 +144,8 @@ class Algorithm:
         return int(getattr(self.module, "SAMPLES_PER_PROMPT", 1))
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
-        """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
+        """Returns why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does
+        not."""
         if not hasattr(self.module, "refused"):
             return ""
         with self.calling("refused", self.module.refused):
@@ -150,8 +153,8 @@ class Algorithm:
             return said
 
     def problem(self, options: page.Options, **sizes: int) -> str:
-        """What the page says against its options in a run of these sizes; empty if nothing. sizes: options of the run
-        by name, of which the page asks for those that matter."""
+        """Returns what the page says against its options in a run of these sizes; empty if nothing. sizes: options of
+        the run by name, of which the page asks for those that matter."""
         if not hasattr(self.module, "problem"):
             return ""
         with self.calling("problem", self.module.problem):
@@ -161,7 +164,8 @@ class Algorithm:
     def calling(
         self, name: str, function: Callable[..., Any], *, lets: tuple[type[Exception], ...] = ()
     ) -> AbstractContextManager[None]:
-        """For a call of a function that the page names; an error in a page of the package is one of the program."""
+        """Handles errors of calling a function that the page names; an error in a page of the package is one of the
+        program."""
         if not self.from_file:
             return nullcontext()
         return calling(f"algorithm {self.name}: {name}()", function, "fix the page", lets=lets)
@@ -169,11 +173,12 @@ class Algorithm:
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
     def initial_state(self, options: page.Options) -> Any:
-        """The state before the first iteration; None where nothing changes."""
+        """Returns the state before the first iteration; None where nothing changes."""
         return self._state_by("initial_state", options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
-        """The state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything else."""
+        """Returns the state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything
+        else."""
         if not self.has_state:
             return None
         with self.calling("read_state", self.module.read_state, lets=WRONG_VALUES):
@@ -187,13 +192,13 @@ class Algorithm:
         weights: Mapping[str, float],
         num_sequences: int,
     ) -> Any:
-        """The state after an iteration, from global numbers only."""
+        """Returns the state after an iteration, from global numbers only."""
         values = state, options, means, weights, num_sequences
         named = dict(zip(OF_ITERATION, values, strict=True))
         return self._state_by("after_iteration", **named) if self.has_state else None
 
     def _state_by(self, name: str, *arguments: page.Options, **named: object) -> Any:
-        """The state that a function of the page makes. Raises UserError if a user's function fails."""
+        """Returns the state that a function of the page makes. Raises UserError if a user's function fails."""
         function = getattr(self.module, name)
         with self.calling(name, function):
             made = function(*arguments, **named)
@@ -228,7 +233,7 @@ class Algorithm:
             )
 
     def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
-        """The arguments of functions besides data, by name: every option and every part of the state."""
+        """Returns the arguments of functions besides data, by name: every option and every part of the state."""
         sources = [options] if state is None else [options, state]
         return {part.name: getattr(source, part.name) for source in sources for part in dataclasses.fields(source)}
 
@@ -249,7 +254,10 @@ def check_functions(
     algorithm: Algorithm, workflow: Workflow, options: page.Options, *, from_source: bool = False
 ) -> None:
     """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
-    state is none. from_source: see Algorithm.function."""
+    state is not one.
+
+    from_source: see Algorithm.function.
+    """
     algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
@@ -263,12 +271,12 @@ def check_functions(
 
 
 def algorithm_names() -> list[str]:
-    """The algorithms that come with the package."""
+    """Returns the algorithms that come with the package."""
     return modules_in("rlhf_spmd.algorithms", besides=NO_PAGES)
 
 
 def _odd_metric(metric: page.Metric) -> str:
-    """What is wrong with a metric, which the console would notice after an iteration; empty if nothing is."""
+    """Returns what is wrong with a metric, which the console would notice after an iteration; empty if nothing is."""
     try:
         metric.form.format(0.0)
     except (ValueError, LookupError, AttributeError) as error:
@@ -305,7 +313,7 @@ def load_algorithm(name: str, title: str | None = None) -> Algorithm:
 
 
 def _problem(module: ModuleType) -> str:
-    """What is wrong with a page; empty if nothing is."""
+    """Returns what is wrong with a page; empty if nothing is."""
     lacking = [name for name in NEEDED if not hasattr(module, name)]
     if lacking:
         return f"it has no {', '.join(lacking)}"

@@ -40,8 +40,11 @@ class _Binding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A module. package: that relative imports start from; empty: none. folder: where the modules that it imports may
-    be, besides the import path."""
+    """A module.
+
+    package: that relative imports start from; empty: none.
+    folder: where the modules that it imports may be, besides the import path.
+    """
 
     path: Path
     package: str
@@ -52,8 +55,8 @@ class Source:
     _made: dict[str, Any] = field(default_factory=dict, repr=False)  # what function() found
 
     def function(self, name: str, steps: int = 0) -> Any:
-        """The stand-in of a function, the class or the constant of this name; None if the module binds no such name.
-        Raises Unread."""
+        """Returns the stand-in of a function, the class or the constant of this name; None if the module binds no such
+        name. Raises Unread."""
         found = self.names.get(name)
         if found is None:
             if self.stars or "__getattr__" in self.names or any(word in self.text for word in DYNAMIC):
@@ -73,7 +76,8 @@ class Source:
         return [name for name, many in self.names.items() if isinstance(many[-1].node, Function)]
 
     def missing_modules(self) -> list[str]:
-        """The modules that it imports in any case, and that this machine lacks: without one, no import of it works."""
+        """Returns the modules that it imports in any case, and that this machine lacks: without one, no import of it
+        works."""
         if "sys.path" in self.text:  # it says itself where some are
             return []
         wanted: list[str] = []
@@ -115,7 +119,7 @@ class Source:
         return _stand_in(node.name, node, yields="yield" in self.text and _yields(node))
 
     def _full_name(self, node: ast.expr) -> str:
-        """What a name means where its module imported it: `functools.cache` of `cache`."""
+        """Returns what a name means where its module imported it: `functools.cache` of `cache`."""
         head, dot, rest = ast.unparse(node).partition(".")
         bindings = self.names.get(head, [])
         if len(bindings) != 1 or not isinstance(alias := bindings[0].node, ast.alias):
@@ -125,7 +129,7 @@ class Source:
         return (f"{of.module}." if of else "") + module + dot + rest
 
     def _imported(self, alias: ast.alias, of: ast.ImportFrom, steps: int) -> Any:
-        """What another module has under a name."""
+        """Returns what another module has under a name."""
         module = of.module or ""
         if of.level:
             parts = self.package.split(".")
@@ -143,13 +147,13 @@ class Source:
 
 
 def read_source(path: Path, package: str = "", folder: Path | None = None) -> Source:
-    """A module from its file. package: the name of its package; empty: it has none. folder: see Source (None: that of
-    the file). Raises OSError, SyntaxError and UnicodeDecodeError as importing it does."""
+    """Returns a module from its file. package: the name of its package; empty: it has none. folder: see Source (None:
+    that of the file). Raises OSError, SyntaxError and UnicodeDecodeError as importing it does."""
     return _parsed(path, package, folder or path.parent, source_of(path))
 
 
 def read_module(name: str, folder: Path) -> Source:
-    """A module from its name. folder: see Source. Raises Unread if it is not here, and as read_source()."""
+    """Returns a module from its name. folder: see Source. Raises Unread if it is not here, and as read_source()."""
     spec = find_module(name, folder)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         raise Unread(f"there is no source of the module {name} here")
@@ -170,12 +174,12 @@ def _parsed(path: Path, package: str, folder: Path, text: str) -> Source:
 
 
 def _absolute(statement: ast.ImportFrom) -> str:
-    """The module of an import; empty if it is relative."""
+    """Returns the module of an import; empty if it is relative."""
     return "" if statement.level else statement.module or ""
 
 
 def _bindings(statements: list[ast.stmt], *, sure: bool) -> Iterator[tuple[str, _Binding]]:
-    """The names that statements of a module bind, in order."""
+    """Yields the names that statements of a module bind, in order."""
     for node in statements:
         if isinstance(node, Function | ast.ClassDef):
             yield node.name, _Binding(node, sure)
@@ -204,8 +208,8 @@ def _bindings(statements: list[ast.stmt], *, sure: bool) -> Iterator[tuple[str, 
 
 
 def find_module(module: str, folder: Path) -> ModuleSpec | None:
-    """Where a module is, without importing it or its packages; None if it is not on this machine. folder: searched
-    last."""
+    """Returns where a module is, without importing it or its packages; None if it is not on this machine. folder:
+    searched last."""
     top, *rest = module.split(".")
     try:
         found = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(folder)])
@@ -223,7 +227,7 @@ def find_module(module: str, folder: Path) -> ModuleSpec | None:
 
 
 def _stand_in(name: str, node: Function | ast.Lambda, *, yields: bool) -> Callable[..., Any]:
-    """Something with the name and the signature of a function. yields: whether it is a generator."""
+    """Yields something with the name and the signature of a function. yields: whether it is a generator."""
 
     def function(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError(f"{name} is not loaded")
@@ -238,7 +242,7 @@ def _stand_in(name: str, node: Function | ast.Lambda, *, yields: bool) -> Callab
 
 
 def _yields(node: Function) -> bool:
-    """Whether a function is a generator; functions inside it may be others."""
+    """Returns whether a function is a generator; functions inside it may be others."""
     todo: list[ast.AST] = [*node.body]
     while todo:
         one = todo.pop()
@@ -250,7 +254,7 @@ def _yields(node: Function) -> bool:
 
 
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
-    """The parameters of a function, with `...` for every default."""
+    """Returns the parameters of a function, with `...` for every default."""
     kinds = inspect.Parameter
     places: list[tuple[ast.arg, Any]] = [(one, kinds.POSITIONAL_ONLY) for one in arguments.posonlyargs]
     places += [(one, kinds.POSITIONAL_OR_KEYWORD) for one in arguments.args]

@@ -17,7 +17,10 @@ SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 @dataclass(frozen=True, slots=True)
 class PageFunction:
-    """A function that a call names, with its companions (page.py). words: that its parameters ask for."""
+    """A function that a call names, with its companions (page.py).
+
+    words: that its parameters ask for.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -28,13 +31,16 @@ class PageFunction:
 
 
 def word_of(parameter: str) -> str:
-    """The name of a parameter without the letters of its shape: `logprobs` of `logprobs_BG`."""
+    """Returns the name of a parameter without the letters of its shape: `logprobs` of `logprobs_BG`."""
     return SHAPE_LETTERS.sub("", parameter)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a page's function. word: its name without the letters of its shape."""
+    """A parameter of a page's function.
+
+    word: its name without the letters of its shape.
+    """
 
     name: str
     word: str
@@ -43,8 +49,8 @@ class Parameter:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """The parameters of a function, which a user may have written as an object that has no hash. Raises UserError if
-    they cannot be read."""
+    """Returns the parameters of a function, which a user may have written as an object that has no hash. Raises
+    UserError if they cannot be read."""
     return _known_parameters(function) if isinstance(function, Hashable) else _parameters(function)
 
 
@@ -63,12 +69,12 @@ _known_parameters = cache(_parameters)
 
 
 def words_of(function: Callable[..., Any]) -> frozenset[str]:
-    """What the parameters of a function ask for."""
+    """Returns what the parameters of a function ask for."""
     return frozenset(one.word for one in parameters_of(function))
 
 
 def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for a function, from the available values. Raises UserError if one is missing."""
+    """Returns keyword arguments for a function, from the available values. Raises UserError if one is missing."""
     found = {}
     for one in parameters_of(function):
         if one.by_place:
@@ -85,7 +91,8 @@ def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[st
 
 
 def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, str]]:
-    """Words by which a loss may ask for outputs of the model that it trains: word -> key of the responses, output."""
+    """Returns the words by which a loss may ask for outputs of the model that it trains: word -> key of the responses,
+    output."""
     own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
     own += [MOST_LIKELY] if LOGPROBS in own else []
     own += [ENTROPY] if call.entropy else []
@@ -93,7 +100,8 @@ def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, st
 
 
 def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[str, str]]:
-    """Words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
+    """Returns the words by which functions may ask about the responses of a call: word -> their key, `mask` or
+    `ended`."""
     if isinstance(call, Compute):
         keys = tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
     else:
@@ -102,7 +110,7 @@ def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[
 
 
 def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, str]]:
-    """The words, each behind the key of the responses if there are several: word -> (key, unqualified word)."""
+    """Puts the key of the responses before each word if there are several: word -> (key, unqualified word)."""
     if len(keys) == 1:
         return {word: (keys[0], word) for word in words}
     return {f"{key}_{word}": (key, word) for key in keys for word in words}
@@ -111,8 +119,10 @@ def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, 
 def check_call(
     page_function: PageFunction, workflow: Workflow, call: LossCall | Compute, numbers: dict[str, Any]
 ) -> None:
-    """Raises UserError if a call gives its function an unknown argument, or lacks one that the function needs. numbers:
-    options and state of the algorithm."""
+    """Raises UserError if a call gives its function an unknown argument, or lacks one that the function needs.
+
+    numbers: options and state of the algorithm.
+    """
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     own: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
     own |= {LAG_SHARE: None} if isinstance(call, Train) and call.loglinear else {}

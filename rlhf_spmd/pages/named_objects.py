@@ -16,14 +16,14 @@ from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 
 
 def load_named(spec: str, what: str, use: str) -> tuple[ModuleType, str]:
-    """The module that a text names, imported, and the name in it. what: it should be, for messages ("function"). use:
-    what for, in one word. Raises UserError naming the wrong part and the fix."""
+    """Returns the module that a text names, imported, and the name in it. what: it should be, for messages
+    ("function"). use: what for, in one word. Raises UserError naming the wrong part and the fix."""
     target, name, in_file = parts_of(spec, what)
     return (_load_file(Path(target), use) if in_file else _load_module(target, what)), name
 
 
 def parts_of(spec: str, what: str) -> tuple[str, str, bool]:
-    """File or module, the name in it, and whether it is a file. what: see load_named. Raises UserError."""
+    """Returns file or module, the name in it, and whether it is a file. what: see load_named. Raises UserError."""
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
         raise UserError(f"write it as module:{what} or file.py:{what}")

@@ -10,13 +10,13 @@ DASHED = ("model", "config", "resume", "layout", "cluster", "calibration", "runs
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A suggestion of the closest name, with its prefix, for the end of a message; empty if none is close."""
+    """Returns a suggestion of the closest name, with its prefix, for the end of a message; empty if none is close."""
     return _suggestion([prefix + one for one in difflib.get_close_matches(name, list(known), n=1)])
 
 
 def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str:
-    """A suggestion for an unknown option, for the end of a message. group: options with the same prefix; every: all
-    options, and in a file the names of options with dashes."""
+    """Returns a suggestion for an unknown option, for the end of a message. group: options with the same prefix; every:
+    all options, and in a file the names of options with dashes."""
     if name in DASHED:
         return _suggestion([f"--{name}"], every)
     leaf = name.rpartition(".")[2].lower()
@@ -39,7 +39,7 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
 
 
 def _here(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Those of the names that this run has; `*` stands for any algorithm."""
+    """Returns those of the names that this run has; `*` stands for any algorithm."""
     found = []
     for name in names:
         group, _, leaf = name.rpartition(".")

@@ -30,14 +30,14 @@ class ByName(NamedTuple):
 
 class OptionTree:
     """The base of the root of a tree. OPEN: groups whose options are not known to the tree. NO_OPTIONS: other fields
-    that are no options."""
+    that are not options."""
 
     __slots__ = ()
     OPEN: ClassVar[tuple[str, ...]] = ()
     NO_OPTIONS: ClassVar[tuple[str, ...]] = ()
 
     def group_name(self, field: str) -> str:
-        """The name of the group in a field."""
+        """Returns the name of the group in a field."""
         return field
 
 
@@ -45,8 +45,12 @@ Tree = TypeVar("Tree", bound=OptionTree)
 
 
 class Option(NamedTuple):
-    """An option of a tree. path: the attributes, and the name in a mapping, that lead to its value. owner: the class of
-    its field. form: of ByName, else empty."""
+    """An option of a tree.
+
+    path: the attributes, and the name in a mapping, that lead to its value.
+    owner: the class of its field.
+    form: of ByName, else empty.
+    """
 
     annotation: Any
     value: Any
@@ -61,8 +65,11 @@ class Option(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A value that a user gives an option. where: the place in a file, for messages; empty: the command line. also:
-    what can be named there besides options, for suggestions."""
+    """A value that a user gives an option.
+
+    where: the place in a file, for messages; empty: the command line.
+    also: what can be named there besides options, for suggestions.
+    """
 
     key: str
     value: Given
@@ -71,12 +78,12 @@ class Setting(NamedTuple):
 
 
 def options_of(tree: OptionTree) -> dict[str, Option]:
-    """The options by their dotted keys."""
+    """Returns the options by their dotted keys."""
     return dict(_options(tree, tree.group_name, (*tree.OPEN, *tree.NO_OPTIONS)))
 
 
 def keys_of(tree: OptionTree) -> list[str]:
-    """Every key that may be set, and the groups whose options are not known."""
+    """Returns every key that may be set, and the groups whose options are not known."""
     return [*options_of(tree), *tree.OPEN]
 
 
@@ -102,7 +109,7 @@ def _options(
 
 @cache
 def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
-    """The fields of a dataclass, each with its type and the form of ByName."""
+    """Returns the fields of a dataclass, each with its type and the form of ByName."""
     found, hints = [], get_type_hints(cls, include_extras=True)
     for part in fields(cls):
         annotation = hints[part.name]
@@ -113,8 +120,8 @@ def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
 
 @cache
 def comments_of(cls: type) -> dict[str, str]:
-    """The comment on each field of a class and of those that it derives from: the one after it on its last line, or
-    else the lines of comment directly above it."""
+    """Returns the comment on each field of a class and of those that it derives from: the one after it on its last
+    line, or else the lines of comment directly above it."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         source = inspect.getsource(base)
@@ -127,7 +134,7 @@ def comments_of(cls: type) -> dict[str, str]:
 
 
 def _comment_on(node: ast.AnnAssign, by_line: Mapping[int, tokenize.TokenInfo]) -> str:
-    """The text of the comment on a field."""
+    """Returns the text of the comment on a field."""
     last, number = node.end_lineno or node.lineno, node.lineno - 1
     lines = [by_line[last]] if last in by_line else []
     while last not in by_line and number in by_line and by_line[number].line.lstrip().startswith("#"):
@@ -137,7 +144,7 @@ def _comment_on(node: ast.AnnAssign, by_line: Mapping[int, tokenize.TokenInfo]) 
 
 
 def with_value(tree: Tree, key: str, value: Any) -> Tree:
-    """A copy with one option set; key: of `options_of`, value: of the option's type."""
+    """Returns a copy with one option set; key: of `options_of`, value: of the option's type."""
     changed: Tree = _changed(tree, options_of(tree)[key].path, value)
     return changed
 
@@ -150,8 +157,8 @@ def _changed(node: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def assigned(tree: Tree, one: Setting) -> Tree:
-    """A copy with one option set. A group that is None changes nothing. Raises UserError for an unknown key or a wrong
-    value."""
+    """Returns a copy with one option set. A group that is None changes nothing. Raises UserError for an unknown key or
+    a wrong value."""
     known, (group, dot, _) = options_of(tree), one.key.partition(".")
     if one.key in known:
         return with_value(tree, one.key, parse_value(known[one.key].annotation, one.value, one.key))
@@ -168,7 +175,7 @@ def assigned(tree: Tree, one: Setting) -> Tree:
 
 
 def settings_of(words: Iterable[str]) -> list[Setting]:
-    """The settings in KEY=VALUE words. Raises UserError."""
+    """Returns the settings in KEY=VALUE words. Raises UserError."""
     found = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -179,8 +186,8 @@ def settings_of(words: Iterable[str]) -> list[Setting]:
 
 
 def with_settings(tree: Tree, settings: Iterable[Setting], assign: Callable[[Tree, Setting], Tree] = assigned) -> Tree:
-    """A copy with these settings, the later of two for an option. assign: sets one. Raises UserError, which has a line
-    for each setting that is wrong."""
+    """Returns a copy with these settings, the later of two for an option. assign: sets one. Raises UserError, which has
+    a line for each setting that is wrong."""
     problems = []
     for one in settings:
         try:

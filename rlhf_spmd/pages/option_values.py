@@ -33,7 +33,7 @@ def check_length(given: Mapping[str, Given]) -> None:
 
 
 def is_given(epochs: Given) -> bool:
-    """Whether the value of data.epochs is one that counts: 0 does not."""
+    """Returns whether the value of data.epochs is one that counts: 0 does not."""
     return isinstance(epochs, str) and bool(epochs.strip("0."))
 
 
@@ -90,7 +90,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
 
 
 def _wanted(error: Mapping[str, Any]) -> str:
-    """What to give instead of a value with this error of pydantic."""
+    """Returns what to give instead of a value with this error of pydantic."""
     kinds = {"int": "give a whole number", "float": "give a number", "bool": "give true or false"}
     if (kind := error["type"].partition("_")[0]) in kinds:
         return kinds[kind]
@@ -102,7 +102,7 @@ def _wanted(error: Mapping[str, Any]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value as the text that stands for it on the command line."""
+    """Returns a value as the text that stands for it on the command line."""
     if isinstance(value, Mapping):
         return json.dumps(value) if value else ""
     if isinstance(value, tuple):

@@ -28,8 +28,11 @@ class Name:
     """Options of other programs that mean the same.
 
     ours: the options of this program; `*.NAME` is one of the algorithm, `--NAME` a word of the command line.
-    theirs: program -> names or patterns; also: names in further programs. values: texts there -> texts here.
-    rule: function of migration/rules.py that translates a value. why: for names that have no option here.
+    theirs: program -> names or patterns.
+    also: names in further programs.
+    values: texts there -> texts here.
+    rule: function of migration/rules.py that translates a value.
+    why: for names that have no option here.
     """
 
     kind: Kind
@@ -43,7 +46,7 @@ class Name:
 
 @cache
 def names() -> tuple[Name, ...]:
-    """The table, in the order of its file."""
+    """Returns the table, in the order of its file."""
     table = tomllib.loads(resources.files(__package__).joinpath("other_names.toml").read_text(encoding="utf-8"))
     return tuple(_name(kind, row) for kind in KINDS for row in table[kind])
 
@@ -55,7 +58,7 @@ def _name(kind: Kind, row: Mapping[str, Any]) -> Name:
 
 
 def find(program: str, key: str) -> Name | None:
-    """The entry of an option of another program; names count before patterns."""
+    """Returns the entry of an option of another program; names count before patterns."""
     known = [(pattern, name) for name in names() for pattern in name.theirs[program]]
     exact = (name for pattern, name in known if pattern == key)
     return next(exact, None) or next((name for pattern, name in known if fnmatchcase(key, pattern)), None)
@@ -63,7 +66,8 @@ def find(program: str, key: str) -> Name | None:
 
 @cache
 def elsewhere() -> dict[str, list[Name]]:
-    """Name of an option there, whole and without its groups -> its entries, for suggestions; patterns are left out."""
+    """Returns name of an option there, whole and without its groups -> its entries, for suggestions; patterns are left
+    out."""
     found: dict[str, list[Name]] = {}
     for name in names():
         every = [one for theirs in name.theirs.values() for one in theirs] + [*name.also]

@@ -21,8 +21,10 @@ GIVEN = ("workload", "cluster")  # what place() is called with besides its optio
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks. further: a
-    dataclass whose fields are further options, which place() takes by keyword; None: there are none."""
+    """A loaded strategy module. `source` is its text, kept in the run folder and compared across ranks.
+
+    further: a dataclass whose fields are further options, which place() takes by keyword; None: there are none.
+    """
 
     name: str
     source: str
@@ -43,7 +45,7 @@ class Strategy:
         return self.name in strategy_names() and load_strategy(self.name).source == self.source
 
     def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
-        """place() with typed options. A UserError names this strategy."""
+        """Calls place() with typed options. A UserError names this strategy."""
         who = f"strategy {self.name}: "
         try:
             typed = self.typed(options)
@@ -57,7 +59,7 @@ class Strategy:
         return placement
 
     def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
-        """The program of the placement. A UserError names this strategy."""
+        """Compiles the program of the placement. A UserError names this strategy."""
         placement = self.placement(workload, cluster, options)
         try:
             return compile_program(workload, placement, cluster)
@@ -65,7 +67,7 @@ class Strategy:
             raise UserError(f"strategy {self.name}: {error}") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
+        """Converts options to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
         known, typed = self.parameters, {}
         for name, value in options.items():
             if name not in known:
@@ -79,7 +81,7 @@ class Strategy:
 
 
 def strategy_names() -> list[str]:
-    """The strategies that come with the package."""
+    """Returns the strategies that come with the package."""
     return modules_in("rlhf_spmd.strategies")
 
 

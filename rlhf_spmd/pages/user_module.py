@@ -49,7 +49,7 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 
 def modules_in(package: str, besides: tuple[str, ...] = ()) -> list[str]:
-    """The names of the public modules of a package, in order, without those in `besides`."""
+    """Returns the names of the public modules of a package, in order, without those in `besides`."""
     found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
     return sorted(name for name in found if not name.startswith("_") and name not in besides)
 
@@ -77,8 +77,8 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
 
 
 def source_of(path: Path) -> str:
-    """The text of a Python file. What it says about its encoding is made true for a copy in UTF-8. Raises SyntaxError
-    and UnicodeDecodeError."""
+    """Returns the text of a Python file. What it says about its encoding is made true for a copy in UTF-8. Raises
+    SyntaxError and UnicodeDecodeError."""
     lines = importlib.util.decode_source(path.read_bytes()).split("\n")
     found = (COOKIE.sub(r"\1utf-8", line) if number < 2 else line for number, line in enumerate(lines))
     return "\n".join(found)
@@ -110,7 +110,8 @@ def _text(error: BaseException) -> str:
 
 
 def described(error: BaseException, function: Callable[..., Any] | None) -> str:
-    """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
+    """Describes an error of the user's code: `KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest
+    line in the user's own file if any."""
     message = " ".join(_text(error).split())[:300]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:

@@ -20,7 +20,10 @@ NUMBER_BYTES = 4  # adapters are float32 in any precision of the base
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model. targets: the names of layers that have them, of LINEAR_LAYERS."""
+    """The adapters of a model.
+
+    targets: the names of layers that have them, of LINEAR_LAYERS.
+    """
 
     rank: int
     alpha: float
@@ -33,16 +36,16 @@ class Adapters:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def has(self, layer: str) -> bool:
-        """Whether a linear layer, by its name or path, has adapters."""
+        """Returns whether a linear layer, by its name or path, has adapters."""
         return layer.rpartition(".")[2] in self.targets
 
     def copies(self, layer: str) -> bool:
-        """Whether a copy of the weights with adapters in them has a linear layer: it, or one with its input, has
-        adapters."""
+        """Returns whether a copy of the weights with adapters in them has a linear layer: it, or one with its input,
+        has adapters."""
         name = layer.rpartition(".")[2]
         return any(name in some and any(map(self.has, some)) for some in WITH_ONE_INPUT)
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter is a factor of an adapter."""
+    """Returns whether a parameter is a factor of an adapter."""
     return name.endswith((f".{A}", f".{B}"))

@@ -24,8 +24,8 @@ MAX_DEVICES = 4096  # a program lists every rank's instructions: larger clusters
 
 
 def device_type_of(name: str, num_bytes: int) -> str:
-    """The type of a device by its name and memory as torch reports them, e.g. "NVIDIA H100 80GB HBM3". An unknown
-    device gets a type of its own, for which there is no calibration."""
+    """Returns the type of a device by its name and memory as torch reports them, e.g. "NVIDIA H100 80GB HBM3". An
+    unknown device gets a type of its own, for which there is no calibration."""
     for known, limit in DEVICE_BYTES.items():
         model = known.partition("-")[0]
         if limit is not None and model in re.split(r"[^a-z0-9]+", name.lower()) and abs(num_bytes / limit - 1) < 0.1:
@@ -57,7 +57,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, layout: str, device: str = "cpu") -> "Cluster":
-        """`Cluster.parse("2x8")`: two nodes of eight devices. Raises UserError for anything else."""
+        """Reads a layout: `Cluster.parse("2x8")` has two nodes of eight devices. Raises UserError for anything else."""
         match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", layout)
         if not match:
             raise UserError(f"layout {layout!r} is not of the form NxG (N nodes of G devices), e.g. 2x8")
@@ -83,7 +83,7 @@ class Cluster:
         return tuple(dict.fromkeys(node.device for node in self.nodes))
 
     def ranks_of(self, device: str) -> tuple[int, ...]:
-        """The ranks on devices of one type."""
+        """Returns the ranks on devices of one type."""
         return tuple(rank for rank in self.ranks if self.nodes[self.node_of(rank)].device == device)
 
     @cached_property
@@ -91,20 +91,20 @@ class Cluster:
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
 
     def node_of(self, rank: int) -> int:
-        """Index of the node that rank lives on."""
+        """Returns index of the node that rank lives on."""
         assert 0 <= rank < len(self._node_of), "rank outside the cluster"
         return self._node_of[rank]
 
     def device_bytes(self, rank: int) -> int | None:
-        """Memory of the rank's device, None if no limit is known."""
+        """Returns memory of the rank's device, None if no limit is known."""
         return self.nodes[self.node_of(rank)].device_bytes
 
     def usable_bytes(self, rank: int) -> int | None:
-        """What of it a program may use."""
+        """Returns what of it a program may use."""
         return self.nodes[self.node_of(rank)].usable_bytes
 
     def reserving(self, shares: Mapping[str, float]) -> "Cluster":
-        """The same machines with other shares of memory reserved, by type of device."""
+        """Returns a copy with other shares of memory reserved, by type of device."""
         return Cluster(tuple(replace(node, reserve=shares.get(node.device, node.reserve)) for node in self.nodes))
 
     def __str__(self) -> str:

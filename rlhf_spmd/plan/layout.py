@@ -22,13 +22,14 @@ COLLECTIVES, STAGES, HOST = "ranks", "stages", "host"  # purposes of groups
 
 
 def consecutive(ranks: Iterable[int]) -> list[tuple[int, ...]]:
-    """Ranks, in their order, as runs of consecutive ones; each negative one, which is no rank, is a run by itself."""
+    """Splits ranks, in their order, into runs of consecutive ones; each negative number, which is not a rank, is a run
+    by itself."""
     runs = groupby(enumerate(ranks), key=lambda pair: (pair[1] - pair[0], min(pair[1], 0)))
     return [tuple(rank for _, rank in run) for _, run in runs]
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones stay apart: "-1,0"."""
+    """Returns ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones stay apart: "-1,0"."""
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in consecutive(ranks))
 
 
@@ -81,19 +82,22 @@ class Layout:
 
     @classmethod
     def data_parallel(cls, ranks: Iterable[int], **options: Unpack[LayoutOptions]) -> "Layout":
-        """Every rank holds a replica (or its ZeRO shard) of the whole model. options: any other field."""
+        """Returns a layout in which every rank holds a replica (or its ZeRO shard) of the whole model.
+
+        options: any other field.
+        """
         ranks = tuple(ranks)
         return cls(ranks, dp=len(ranks), **options)
 
     @classmethod
     def grid_of(cls, ranks: Iterable[int], *, pp: int = 1, tp: int = 1, **options: Unpack[LayoutOptions]) -> "Layout":
-        """As many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp does not divide the
-        number of ranks, `problems` says so."""
+        """Returns a layout of as many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp
+        does not divide the number of ranks, `problems` says so."""
         ranks = tuple(ranks)
         return cls(ranks, dp=max(1, len(ranks) // max(pp * tp, 1)), pp=pp, tp=tp, **options)
 
     def on(self, ranks: Iterable[int]) -> "Layout":
-        """The same grid on other ranks, with as many data-parallel shards as fit."""
+        """Returns the same grid on other ranks, with as many data-parallel shards as fit."""
         ranks = tuple(ranks)
         return replace(self, ranks=ranks, dp=max(1, len(ranks) // max(self.pp * self.tp, 1)))
 
@@ -117,55 +121,55 @@ class Layout:
         return {rank: number for number, rank in enumerate(self.ranks)}
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Indices of a world rank in the grid: dp, stage, tp."""
+        """Returns the indices of a world rank in the grid: dp, stage, tp."""
         dp_index, rest = divmod(self._numbers[rank], self.pp * self.tp)
         return dp_index, *divmod(rest, self.tp)
 
     def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
-        """The inverse of `coordinates`."""
+        """Returns the world rank at some `coordinates`."""
         return self.ranks[(dp_index * self.pp + stage) * self.tp + tp_index]
 
     def dp_index(self, rank: int) -> int:
-        """Which data-parallel shard a world rank belongs to."""
+        """Returns the data-parallel shard that a world rank belongs to."""
         return self._numbers[rank] // (self.pp * self.tp)
 
     def shard(self, rank: int) -> Shard:
-        """The part of the model that a world rank computes with."""
+        """Returns the part of the model that a world rank computes with."""
         _, stage, tp_index = self.coordinates(rank)
         return Shard(stage, self.pp, tp_index, self.tp)
 
     def same_shards(self, other: "Layout") -> bool:
-        """Whether both have the same copies of the model on the same ranks."""
+        """Returns whether both have the same copies of the model on the same ranks."""
         if (self.pp, self.tp) != (other.pp, other.tp):
             return False
         return self.ranks == other.ranks or set(self._copies()) == set(other._copies())
 
     def _copies(self) -> Iterator[tuple[int, ...]]:
-        """The ranks of each copy of the model."""
+        """Returns the ranks of each copy of the model."""
         size = max(self.pp * self.tp, 1)
         return (self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
 
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
-        """The tensor-parallel slices of a rank's stage."""
+        """Returns the tensor-parallel slices of a rank's stage."""
         start = self._numbers[rank] // self.tp * self.tp
         return self.ranks[start : start + self.tp]
 
     def data_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same shard of the model."""
+        """Returns the ranks that hold the same shard of the model as a rank."""
         size = self.pp * self.tp
         return self.ranks[self._numbers[rank] % size :: size]
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold one copy of the model together."""
+        """Returns the ranks that hold a copy of the model together with a rank."""
         start = self.dp_index(rank) * self.pp * self.tp
         return self.ranks[start : start + self.pp * self.tp]
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank's slice."""
+        """Returns the stages of a rank's slice."""
         return self.model_ranks(rank)[self.coordinates(rank)[2] :: self.tp]
 
     def tied_ranks(self, rank: int) -> tuple[int, ...]:
-        """The first and the last stage of a rank's slice, which share tied embeddings; any other rank alone."""
+        """Returns the first and the last stage of a rank's slice, which share tied embeddings; any other rank alone."""
         stages = self.stage_ranks(rank)
         return tuple(dict.fromkeys((stages[0], stages[-1]))) if rank in (stages[0], stages[-1]) else (rank,)
 
@@ -177,19 +181,19 @@ class Layout:
         return tuple(self.rank_at(d, self.pp - 1, t) for d in range(self.dp) for t in range(self.tp))
 
     def reports(self, rank: int) -> bool:
-        """Whether a rank reports for its data-parallel shard, so that sums over ranks count each row once."""
+        """Returns whether a rank reports for its data-parallel shard, so that sums over ranks count each row once."""
         _, stage, tp_index = self.coordinates(rank)
         return stage == self.pp - 1 and tp_index == 0
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def columns(self, rank: int, mini_batch: int) -> range:
-        """Columns of [num_mini_batches, mini_batch] that a world rank of this layout owns; may be empty."""
+        """Returns the columns of [num_mini_batches, mini_batch] that a world rank of this layout owns; may be empty."""
         shard = self.dp_index(rank)
         return range(shard * mini_batch // self.dp, (shard + 1) * mini_batch // self.dp)
 
     def problems(self) -> list[str]:
-        """What is wrong with the grid itself, in words; empty if nothing is."""
+        """Returns what is wrong with the grid itself, in words; empty if nothing is."""
         ranks, pp, tp = list(self.ranks), self.pp, self.tp
         copies = list(map(list, self._copies())) if pp * tp > 1 else []
         descending = next((copy for copy in copies if copy != sorted(copy)), None)
@@ -231,8 +235,8 @@ class Layout:
 
 
 def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
-    """The name of a set of ranks with a purpose: collectives, messages between the stages of a call, or rows through
-    host memory. Groups of the same ranks with different purposes are different communicators."""
+    """Returns the name of a set of ranks with a purpose: collectives, messages between the stages of a call, or rows
+    through host memory. Groups of the same ranks with different purposes are different communicators."""
     return _group_name(tuple(ranks), purpose)
 
 
@@ -246,8 +250,10 @@ def _less_than_1(number: int | None) -> bool:
 
 
 def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]:
-    """Micro-batches: consecutive rows with at most layout.tokens tokens together, or at most micro_batch rows; at least
-    one row each. lengths: tokens of each row.
+    """Cuts rows into micro-batches: consecutive rows with at most layout.tokens tokens together, or at most micro_batch
+    rows; at least one row each.
+
+    lengths: tokens of each row.
 
     Layouts with the same limits cut the same rows alike, so a recomputed logprob has the same shapes, and hence the
     same bits, as the first one that training computes.
@@ -265,7 +271,7 @@ def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]
 
 
 def exact_div(total: int, parts: int, what: str) -> int:
-    """total / parts. Raises a UserError that names `what` if there is a remainder."""
+    """Returns total / parts. Raises a UserError that names `what` if there is a remainder."""
     if parts < 1 or total % parts:
         raise UserError(f"{what}: {total} is not divisible by {parts}")
     return total // parts

@@ -47,8 +47,8 @@ class Placement:
 
     @classmethod
     def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
-        """One layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`. For more
-        options, `dataclasses.replace` the result."""
+        """Places each model in one layout, used by all its calls:
+        `Placement.by_model(workload, actor=..., critic=...)`. For more options, `dataclasses.replace` the result."""
         models, calls = workload.workflow.models, workload.workflow.placed_calls
         unknown = [model for model in layouts if model not in models]
         if unknown:
@@ -63,9 +63,13 @@ class Placement:
     def by_ratios(
         cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, **limits: Unpack[Limits]
     ) -> "Placement":
-        """Each model data-parallel on its share of the ranks (see `read_ratios`; without ratios the frozen models share
-        them evenly); models on all ranks have them in the order of `interleave`. zero: stage of the models that train;
-        3 also shards the frozen ones. Raises UserError if there is nothing to interleave."""
+        """Places each model data-parallel on its share of the ranks. Models on all ranks have them in the order of
+        `interleave`. Raises UserError if there is nothing to interleave.
+
+        ratios: see `read_ratios`; empty: the frozen models share the ranks evenly.
+        zero: ZeRO stage of the models that train; 3 also shards the frozen ones.
+        limits: limits of all layouts.
+        """
         frozen = workload.workflow.frozen_models
         if not ratios and (len(frozen) < 2 or not workload.workflow.independent(workload.workflow.frozen_calls)):
             what = ", ".join(frozen) or "none"
@@ -97,10 +101,13 @@ class Placement:
         stream: bool = True,
         ahead: int = 0,
     ) -> "Placement":
-        """Training in one layout, with inferences by the weights with which it begins; all other calls on the ranks of
-        another, in its grid. ratios: of these ranks for each model; without any, each has ranks of its own where there
-        are enough of them, generation the most. in_flight, decode_mini_batches, stream, ahead: fields of the placement.
-        Raises UserError if the workflow only trains."""
+        """Places training in one layout, with inferences that use the weights with which it begins; all other calls on
+        the ranks of another layout, in its grid. Raises UserError if the workflow only trains.
+
+        ratios: share of these ranks for each model; without any, each model has ranks of its own where there are enough
+            of them, generation the most.
+        in_flight, decode_mini_batches, stream, ahead: fields of the placement.
+        """
         before = [call for call in workload.workflow.placed_calls if not trains(call, workload.workflow)]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
@@ -125,17 +132,17 @@ class Placement:
         return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches, ahead=ahead)
 
     def streams(self, workload: Workload) -> bool:
-        """Whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs the whole
-        batch before the weights change."""
+        """Returns whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs
+        the whole batch before the weights change."""
         return self.stream and not self.ahead and not any(map(workload.needs_batch, workload.workflow.calls))
 
     def unit(self, call: str) -> tuple[str, ...]:
-        """The calls that exchange together with a call, itself included."""
+        """Returns the calls that exchange together with a call, itself included."""
         return next((calls for calls in self.joint if call in calls), (call,))
 
     def sites(self, call: Call, workflow: Workflow) -> tuple[str, ...]:
-        """The placed calls in whose layouts a call runs: itself, or for a `compute` its consumers, the first one for
-        each distinct list of ranks."""
+        """Returns the placed calls in whose layouts a call runs: itself, or for a `compute` its consumers, the first
+        one for each distinct list of ranks."""
         if not isinstance(call, Compute):
             return (call.name,)
         by_ranks: dict[tuple[int, ...], str] = {}
@@ -180,7 +187,7 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
 
 
 def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str]:
-    """`("reference=1/4", "reward=3/4")` as shares by model; a model that is not named gets 1, all ranks."""
+    """Reads `("reference=1/4", "reward=3/4")` as shares by model; a model that is not named gets 1, all ranks."""
     shares, named = dict.fromkeys(models, "1"), set()
     for text in ratios:
         model, equals, share = text.partition("=")
@@ -196,7 +203,7 @@ def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str
 
 
 def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
-    """All ranks of the groups in an order that spreads each group evenly: (0, 1) and (2, 3) give 0, 2, 1, 3.
+    """Returns all ranks of the groups in an order that spreads each group evenly: (0, 1) and (2, 3) give 0, 2, 1, 3.
 
     In a layout of one group, each rank then owns the rows that it owns in the layout of all ranks, and those of its
     neighbours there, its *partners*. So it can begin with its own rows. Unequal groups share as many rows as equal
@@ -207,7 +214,7 @@ def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
-    """A ratio such as 0.5 or "1/3" as a fraction. Raises UserError if it is not a number in (0, 1]."""
+    """Reads a ratio such as 0.5 or "1/3" as a fraction. Raises UserError if it is not a number in (0, 1]."""
     try:
         share = Fraction(ratio)
     except (ValueError, ArithmeticError, TypeError) as error:  # ArithmeticError: 1/0, infinity
@@ -219,12 +226,13 @@ def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
 
 
 def ranks_of(call: Call, layout: Layout) -> tuple[int, ...]:
-    """The ranks that run a call in a layout: all, or for a `compute` the last stage, which alone has its inputs."""
+    """Returns the ranks that run a call in a layout: all, or for a `compute` the last stage, which alone has its
+    inputs."""
     return layout.last_stage if isinstance(call, Compute) else layout.ranks
 
 
 def uses_trained_weights(call: ModelCall, rank: int, workload: Workload, placement: Placement) -> bool:
-    """Whether a call runs with the weights that its model trains on this rank, rather than with a copy.
+    """Returns whether a call runs with the weights that its model trains on this rank, rather than with a copy.
 
     It does if it needs the same shard, split among the same ranks; under ZeRO 3, where all ranks gather together, only
     if that holds for all of them.
@@ -240,20 +248,22 @@ def uses_trained_weights(call: ModelCall, rank: int, workload: Workload, placeme
 
 
 def leaves_device(layout: Layout) -> bool:
-    """Whether the weights of a frozen model in a layout are not on the device of a rank between calls: then no other
-    model can have them in common."""
+    """Returns whether the weights of a frozen model in a layout are not on the device of a rank between calls: then no
+    other model can have them in common."""
     return layout.offload or (layout.zero == 3 and layout.dp > 1)
 
 
 def weights_layout(call: ModelCall, rank: int, workload: Workload, placement: Placement) -> Layout:
-    """The layout by whose ZeRO stage a rank keeps the weights that a call runs with: that of training or its own."""
+    """Returns the layout by whose ZeRO stage a rank keeps the weights that a call runs with: that of training or its
+    own."""
     train = workload.workflow.train_call(call.model)
     shared = train is not None and uses_trained_weights(call, rank, workload, placement)
     return placement.layouts[train.name if train and shared else call.name]
 
 
 def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement, rank: int) -> tuple[int, ...] | None:
-    """The ranks whose collectives a call enters where it runs in `layout` on `rank`; None if it computes alone."""
+    """Returns the ranks whose collectives a call enters where it runs in `layout` on `rank`; None if it computes
+    alone."""
     if isinstance(call, Train):
         ranks = layout.ranks
     elif isinstance(call, Compute):

@@ -31,24 +31,27 @@ READOUTS: dict[str, tuple[str, Shape]] = {
 
 
 def actions_of(responses: str) -> str:
-    """The key that says which tokens of responses were drawn, and which episodes ended by themselves, if responses are
-    episodes of several turns (runtime/generation/episodes.py); else there is no such key."""
+    """Returns the key that says which tokens of responses were drawn, and which episodes ended by themselves, if
+    responses are episodes of several turns (runtime/generation/episodes.py); else there is no such key."""
     return responses + ACTIONS
 
 
 def rewards_of(responses: str) -> str:
-    """The key of the rewards of turns, each on the last token that the turn drew."""
+    """Returns the key of the rewards of turns, each on the last token that the turn drew."""
     return responses + REWARDS
 
 
 def opened_of(responses: str) -> str:
-    """The key of the prompts of episodes, as their environment has opened them."""
+    """Returns the key of the prompts of episodes, as their environment has opened them."""
     return responses + OPENED
 
 
 def generated_keys(name: str, *, replay: bool, episodes: bool = False) -> dict[str, Shape]:
-    """The keys that a generate call makes, with their shapes. name: prefix of a second call's keys. replay, episodes:
-    see Recorder."""
+    """Returns the keys that a generate call makes, with their shapes.
+
+    name: prefix of a second call's keys.
+    replay, episodes: see Recorder.
+    """
     before = f"{name}_" if name else ""
     made: dict[str, Shape] = {f"{before}{RESPONSES}": "response", f"{before}{LOGPROBS}": "token"}
     if episodes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 def split(total: int, parts: int, index: int) -> range:
-    """Part `index` of `total` things; parts differ in size by at most one."""
+    """Returns part `index` of `total` things; parts differ in size by at most one."""
     return range(index * total // parts, (index + 1) * total // parts)
 
 

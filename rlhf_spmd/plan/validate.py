@@ -42,7 +42,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
 
 
 def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
-    """What is wrong with own_first, joint, in_flight and decode_mini_batches."""
+    """Yields what is wrong with own_first, joint, in_flight and decode_mini_batches."""
     known = {call.name for call in workflow.placed_calls if not isinstance(call, Train)}
     for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
         yield from (f"{field} names {name}, which is not a call before training" for name in names if name not in known)
@@ -65,7 +65,7 @@ def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]
 
 
 def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
-    """Why a batch cannot be drawn while another one trains, or what makes no sense unless it is."""
+    """Yields why a batch cannot be drawn while another one trains, or what makes no sense unless it is."""
     if not placement.ahead:
         for train in workflow.train_calls:
             if train.loglinear:
@@ -89,7 +89,7 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
 
 
 def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
-    """Why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
+    """Yields why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
     if ahead != 1:
         yield f"ahead {ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
@@ -109,7 +109,7 @@ def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
-    """While streaming, a model that trains changes before the last mini-batch is generated and scored."""
+    """Checks streaming: a model that trains then changes before the last mini-batch is generated and scored."""
     for call in workload.workflow.placed_calls if placement.streams(workload) else ():
         train = workload.workflow.train_call(call.model)
         if train is None or isinstance(call, Train):
@@ -121,7 +121,8 @@ def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
 
 
 def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]:
-    """Two calls may use one copy of a model's shard only if they split the model with the same ranks."""
+    """Checks partners: two calls may use one copy of a model's shard only if they split the model with the same
+    ranks."""
     # model, rank, shard -> call and the ranks of its copy
     users: dict[tuple[str, int, Shard], tuple[str, tuple[int, ...]]] = {}
     for call in workload.workflow.placed_calls:
@@ -138,7 +139,7 @@ def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]
 
 
 def _layout_problems(layout: Layout, size: int) -> list[str]:
-    """What is wrong with a layout in a world of `size` ranks."""
+    """Returns what is wrong with a layout in a world of `size` ranks."""
     problems = layout.problems()
     outside = [rank for rank in layout.ranks if not 0 <= rank < size]
     if outside:
@@ -150,7 +151,7 @@ def _layout_problems(layout: Layout, size: int) -> list[str]:
 
 
 def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iterator[str]:
-    """What a model is too small for, and options that its call cannot have."""
+    """Yields what a model is too small for, and options that its call cannot have."""
     model, shape = call.model, workload.models.get(call.model)
     if shape is None:
         if (layout.pp, layout.tp) != (1, 1):

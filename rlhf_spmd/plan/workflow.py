@@ -37,10 +37,12 @@ class Role:
     """A model of an algorithm.
 
     head: the output, logits (`lm`) or one number per token (`scalar`; zeros at first if the model trains and its folder
-    has no such head). lr: default learning rate; None: the model never trains. starts_from: roles whose folder it is
-    read from if it has none of its own: the first one with a folder and the first role's tokenizer. judge: it scores
-    whole responses, so a reward function may replace it, and with another tokenizer it reads text. saved: the trained
-    model is written as a Hugging Face folder at the end of a run.
+        has no such head).
+    lr: default learning rate; None: the model never trains.
+    starts_from: roles whose folder it is read from if it has none of its own: the first one with a folder and the first
+        role's tokenizer.
+    judge: it scores whole responses, so a reward function may replace it, and with another tokenizer it reads text.
+    saved: the trained model is written as a Hugging Face folder at the end of a run.
     """
 
     head: Literal["lm", "scalar"]
@@ -52,8 +54,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A symbolic value: the key under which every rank's store holds its rows. kept, logprobs, model: for generated
-    responses, the keys of their sampling supports and logprobs, and the model that made them."""
+    """A symbolic value: the key under which every rank's store holds its rows.
+
+    kept, logprobs, model: for generated responses, the keys of their sampling supports and logprobs, and the model that
+        made them.
+    """
 
     key: str
     kept: str = ""
@@ -63,9 +68,13 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class _ModelCall:
-    """A use of a model. name: of the call, in a workflow. function: what is computed, e.g. "logprobs", or a loss.
-    inputs, outputs: all keys that it reads and makes. tokens: the inputs that the model's sequences consist of:
-    prompts, then one or two keys of responses."""
+    """A use of a model.
+
+    name: of the call, in a workflow.
+    function: what is computed, e.g. "logprobs", or a loss.
+    inputs, outputs: all keys that it reads and makes.
+    tokens: the inputs that the model's sequences consist of: prompts, then one or two keys of responses.
+    """
 
     name: str
     model: str
@@ -93,13 +102,20 @@ class _ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class _LossCall(_ModelCall):
-    """A model call that computes a loss. arguments: parameter of the loss -> key. drawn: the key of the generator's
-    logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of numbers
-    that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response tokens,
-    responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's remaining
-    steps of the iteration are skipped. entropy: whether the loss reads it. loglinear: whether its old logprobs lie
-    between the generator's and the current ones, at the share that the loss gets as `lag_share`. module: that the loss
-    is from; empty: it is looked up."""
+    """A model call that computes a loss.
+
+    arguments: parameter of the loss -> key.
+    drawn: the key of the generator's logprobs, which training compares with its own.
+    kept: the key of the sampling supports.
+    only: the key of numbers that are 0 for rows that are not trained on.
+    divisor: the loss of a mini-batch is divided by its response tokens, responses or rows, or by the sum of a key's
+        numbers.
+    stop: (name of a mean, limit); beyond it the model's remaining steps of the iteration are skipped.
+    entropy: whether the loss reads it.
+    loglinear: whether its old logprobs lie between the generator's and the current ones, at the share that the loss
+        gets as `lag_share`.
+    module: that the loss is from; empty: it is looked up.
+    """
 
     arguments: tuple[tuple[str, str], ...] = ()
     drawn: str = ""
@@ -127,10 +143,14 @@ class Generate(_ModelCall):
 
 @dataclass(frozen=True, slots=True)
 class Infer(_ModelCall):
-    """A forward pass without gradients that makes one key. kept: the key of the sampling supports. current: where the
-    next batch is drawn while one trains, it belongs to training, and has the weights with which that begins; else it
-    has the weights that drew. drawn: the key of the generator's logprobs, with which the parity gate compares the
-    result; a call without outputs does nothing else, for the first mini-batch (program/ahead.py)."""
+    """A forward pass without gradients that makes one key.
+
+    kept: the key of the sampling supports.
+    current: where the next batch is drawn while one trains, it belongs to training, and has the weights with which that
+        begins; else it has the weights that drew.
+    drawn: the key of the generator's logprobs, with which the parity gate compares the result; a call without outputs
+        does nothing else, for the first mini-batch (program/ahead.py).
+    """
 
     kind: Literal["infer"] = field(default="infer", init=False)
     kept: str = ""
@@ -154,9 +174,13 @@ class Measure(_LossCall):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A pure computation on data. arguments: parameter of the function -> key. scope: the rows that it must see at once
-    to make one of them. sums: whether it ends with sums over the whole batch. module: that the function is from; empty:
-    it is looked up."""
+    """A pure computation on data.
+
+    arguments: parameter of the function -> key.
+    scope: the rows that it must see at once to make one of them.
+    sums: whether it ends with sums over the whole batch.
+    module: that the function is from; empty: it is looked up.
+    """
 
     name: str
     model: None = field(default=None, init=False)
@@ -235,13 +259,13 @@ class Workflow:
         return tuple(call for call in found if set(call.inputs) <= set(self.given))
 
     def without(self, calls: Sequence[Call]) -> "Workflow":
-        """The workflow in which the results of these calls are given."""
+        """Returns a workflow in which the results of these calls are given."""
         outputs = tuple(key for call in calls for key in call.outputs)
         left = tuple(call for call in self.calls if call not in calls)
         return replace(self, calls=left, given=(*self.given, *outputs))
 
     def independent(self, calls: Sequence[Call]) -> bool:
-        """Whether none of these calls depends on another one of them, directly or through other calls."""
+        """Returns whether none of these calls depends on another one of them, directly or through other calls."""
         made: set[str] = set()
         names = {call.name for call in calls}
         for call in self.calls:
@@ -252,21 +276,21 @@ class Workflow:
         return True
 
     def call(self, name: str) -> Call:
-        """The call of a name. Raises KeyError if there is none."""
+        """Returns the call of a name. Raises KeyError if there is none."""
         return self._by_name[name]
 
     def placed_call(self, name: str) -> ModelCall:
-        """The call of a model that has a name. Raises KeyError if there is none."""
+        """Returns the call of a model that has a name. Raises KeyError if there is none."""
         call = self._by_name[name]
         assert not isinstance(call, Compute), f"{name} has no model"
         return call
 
     def train_call(self, model: str) -> Train | None:
-        """The call that trains a model, or None."""
+        """Returns the call that trains a model, or None."""
         return next((call for call in self.calls if call.model == model and isinstance(call, Train)), None)
 
     def producer(self, key: str) -> Call | None:
-        """The call that makes a key; None for given keys."""
+        """Returns the call that makes a key; None for given keys."""
         return next((call for call in self.calls if key in call.outputs), None)
 
     def consumers(self, keys: tuple[str, ...]) -> tuple[Call, ...]:
@@ -275,8 +299,9 @@ class Workflow:
 
 
 def trains(call: Call, workflow: Workflow) -> bool:
-    """Whether a call belongs to the training of a batch: it trains, it infers with the weights with which training
-    begins, or it is a compute that only such calls read, which therefore has the state of the iteration that trains."""
+    """Returns whether a call belongs to the training of a batch: it trains, it infers with the weights with which
+    training begins, or it is a compute that only such calls read, which therefore has the state of the iteration that
+    trains."""
     if not isinstance(call, Compute):
         return isinstance(call, Train) or is_current(call)
     readers = workflow.consumers(call.outputs)
@@ -284,26 +309,30 @@ def trains(call: Call, workflow: Workflow) -> bool:
 
 
 def is_current(call: Call) -> bool:
-    """Whether a call infers with the weights with which the training of its batch begins."""
+    """Returns whether a call infers with the weights with which the training of its batch begins."""
     return isinstance(call, Infer) and call.current
 
 
 def is_gate(call: Call) -> bool:
-    """Whether a call only compares the generator's logprobs with its own, for the first mini-batch."""
+    """Returns whether a call only compares the generator's logprobs with its own, for the first mini-batch."""
     return isinstance(call, Infer) and not call.outputs
 
 
 def is_read_by_both(call: Call, workflow: Workflow) -> bool:
-    """Whether a compute is read by calls that train a batch and by calls that draw one."""
+    """Returns whether a compute is read by calls that train a batch and by calls that draw one."""
     readers = {trains(reader, workflow) for reader in workflow.consumers(call.outputs)}
     return isinstance(call, Compute) and len(readers) == 2
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls while the algorithm runs on symbolic values. replay: sampling is restricted (top-k, ...), so every
-    pass over generated responses also reads their sampling supports. episodes: responses have several turns, so every
-    call with a mask of responses also reads which of their tokens were drawn."""
+    """Collects calls while the algorithm runs on symbolic values.
+
+    replay: sampling is restricted (top-k, ...), so every pass over generated responses also reads their sampling
+        supports.
+    episodes: responses have several turns, so every call with a mask of responses also reads which of their tokens were
+        drawn.
+    """
 
     roles: Mapping[str, Role]
     shapes: dict[str, Shape]
@@ -312,7 +341,7 @@ class Recorder:
     calls: list[Call] = field(default_factory=list)
 
     def model(self, name: str) -> "Model":
-        """A symbolic model. Raises UserError if no role has this name."""
+        """Returns a symbolic model. Raises UserError if no role has this name."""
         if name not in self.roles:
             raise UserError(f"the workflow uses the model {name!r}; ROLES has {', '.join(self.roles)}")
         return Model(name, self)
@@ -326,13 +355,14 @@ class Recorder:
                 raise UserError(f"{call}: {what} is not a {shape}; the order is prompts, then responses")
 
     def turns_of(self, keys: Iterable[str], *, rewards: bool = False) -> tuple[str, ...]:
-        """The keys that say which tokens of responses were drawn and, on request, the rewards of turns; none where
-        responses have one turn. keys: any."""
+        """Returns the keys that say which tokens of responses were drawn and, on request, the rewards of turns; none
+        where responses have one turn. keys: any."""
         wanted = (of(key) for of in (actions_of, *([rewards_of] if rewards else [])) for key in keys)
         return tuple(key for key in wanted if key in self.shapes)
 
     def tokens_of(self, call: str, prompts: Data, responses: Sequence[Data]) -> tuple[str, ...]:
-        """The keys of the sequences that a call reads. Raises UserError for two episodes, which have two prompts."""
+        """Returns the keys of the sequences that a call reads. Raises UserError for two episodes, which have two
+        prompts."""
         opened = [key for key in (opened_of(one.key) for one in responses) if key in self.shapes]
         if opened and len(responses) > 1:
             raise UserError(
@@ -357,12 +387,13 @@ class Recorder:
     def compute(
         self, function: str, *, makes: Mapping[str, Shape], scope: Scope = "row", sums: bool = False, **arguments: Data
     ) -> Data | tuple[Data, ...]:
-        """A pure computation on data, e.g. advantages, on the ranks that read its results.
+        """Records a pure computation on data, e.g. advantages, on the ranks that read its results.
 
-        function: its name; `advantages.estimate_advantages` is that of a file. makes: key -> shape of each result.
-        arguments: parameter of the function -> data. scope: the rows that the function must see at once: one, all
-        samples of a prompt, a mini-batch, the batch. sums: the results become final in `FUNCTION_finish`, which gets
-        the sums of `FUNCTION_sums` over the batch.
+        function: its name; `advantages.estimate_advantages` is that of a file.
+        makes: key -> shape of each result.
+        arguments: parameter of the function -> data.
+        scope: the rows that the function must see at once: one, all samples of a prompt, a mini-batch, the batch.
+        sums: the results become final in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
@@ -412,9 +443,12 @@ class Model:
     def infer(
         self, function: str, prompts: Data, *responses: Data, output: str | None = None, current: bool = False
     ) -> Data:
-        """A forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or `scores` of a
-        scalar one); output: its key. current: with the weights with which training begins, also where the responses
-        are drawn with older ones."""
+        """Records a forward pass without gradients.
+
+        function: the readout (`logprobs` of an lm head, `values` or `scores` of a scalar one).
+        output: its key.
+        current: with the weights with which training begins, also where the responses are drawn with older ones.
+        """
         head, shape = READOUTS.get(function, ("", "row"))
         own = self.recorder.roles[self.name].head
         if head != own:
@@ -445,10 +479,13 @@ class Model:
         loglinear: bool = False,
         **arguments: Data,
     ) -> None:
-        """Optimizer steps on a loss, over all epochs and mini-batches; see Train for the options. function: its name;
-        `surrogates.policy_loss` is that of a file.
+        """Records optimizer steps on a loss, over all epochs and mini-batches; see Train for the options.
+
+        function: its name; `surrogates.policy_loss` is that of a file.
         only: a number of each row; rows where it is 0 are neither read by the model nor counted in the divisor, and
-        their places in the mini-batches stay empty. arguments: parameter of the loss -> data."""
+            their places in the mini-batches stay empty.
+        arguments: parameter of the loss -> data.
+        """
         if not 1 <= len(responses) <= MAX_RESPONSES:
             raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
         self.recorder.expect(f"{self.name}.train", prompts, *responses)
@@ -505,11 +542,14 @@ def trace(
     replay: bool = False,
     episodes: bool = False,
 ) -> Workflow:
-    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. given: the keys of the
-    data set with their shapes. replay, episodes: see Recorder.
+    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. Raises UserError for a
+    workflow that cannot become a program.
+
+    given: the keys of the data set with their shapes.
+    replay, episodes: see Recorder.
 
     `workflow` gets a function from a role's name to the symbolic `Model`, the recorder's `compute`, and the given data
-    by keyword. Raises UserError for a workflow that cannot become a program.
+    by keyword.
     """
     recorder = Recorder(roles, dict(given), replay, episodes)
     workflow(recorder.model, recorder.compute, **{key: Data(key) for key in given})

@@ -16,8 +16,10 @@ LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their lau
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama-family model, from which seconds and bytes follow. adapters: those that train on its frozen
-    weights; None: all weights train, or none."""
+    """The sizes of a Llama-family model, from which seconds and bytes follow.
+
+    adapters: those that train on its frozen weights; None: all weights train, or none.
+    """
 
     num_layers: int
     hidden_size: int
@@ -35,8 +37,8 @@ class ModelShape:
     adapters: Adapters | None = None
 
     def slice_sizes(self, tp: int, index: int) -> tuple[int, int, int]:
-        """Attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last slice is
-        the largest."""
+        """Returns attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last
+        slice is the largest."""
         kv_heads = len(split(self.num_kv_heads, tp, index))
         heads = kv_heads * (self.num_heads // self.num_kv_heads)
         return heads, kv_heads, len(split(self.intermediate_size, tp, index))
@@ -86,8 +88,10 @@ SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288); Qwen2.5 (arXiv 2412.
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
     """How long responses are forecast to be: lognormal with a mean and the standard deviation of the logarithm, cut at
-    the limit; or, with `rows`, as long as some responses were. prompts: tokens of the prompts of these; empty: all have
-    the most."""
+    the limit; or, with `rows`, as long as some responses were.
+
+    prompts: tokens of the prompts of these; empty: all have the most.
+    """
 
     mean: float
     sigma: float = 0.0
@@ -101,15 +105,19 @@ class ResponseLengths:
 
     @classmethod
     def of(cls, rows: Iterable[int], prompts: Iterable[int] = ()) -> "ResponseLengths":
-        """As long as these responses, to these prompts."""
+        """Forecasts lengths as those of these responses, to these prompts."""
         rows = tuple(rows)
         return cls(fsum(rows) / len(rows), rows=rows, prompts=tuple(prompts))
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What episodes are forecast to be answered. turns: of an episode. tokens: of all answers of an episode, which are
-    a part of its response. mean_s, p95_s: mean and 95th percentile of the seconds between two turns."""
+    """What episodes are forecast to be answered.
+
+    turns: of an episode.
+    tokens: of all answers of an episode, which are a part of its response.
+    mean_s, p95_s: mean and 95th percentile of the seconds between two turns.
+    """
 
     turns: float
     tokens: float
@@ -122,9 +130,11 @@ class Workload:
     """The sizes of one iteration, the same under every placement.
 
     models: shape per model name; None for a model that is a Python function (a reward function) and has no weights.
-    rollout_batch: prompts per iteration; mini_batch: sequences per optimizer step; both global.
+    rollout_batch: prompts per iteration.
+    mini_batch: sequences per optimizer step; both global.
     micro_batch: sequences per forward on one data-parallel shard.
-    max_prompt, max_response: tokens. param_bytes: bytes per weight while computing (2 for bfloat16, 4 for float32).
+    max_prompt, max_response: tokens.
+    param_bytes: bytes per weight while computing (2 for bfloat16, 4 for float32).
     """
 
     workflow: Workflow
@@ -168,29 +178,29 @@ class Workload:
         return max(1, round(sum(prompts) / len(prompts))), max(1, round(self.forecast_lengths.mean))
 
     def row_shape(self, key: str) -> tuple[int, ...]:
-        """The shape of one row of a data key; () for a single number."""
+        """Returns the shape of one row of a data key; () for a single number."""
         shapes = {"prompt": (self.max_prompt,), "token+1": (self.max_response + 1,), "row": ()}
         shapes["kept"] = (self.max_response, self.max_kept)
         return shapes.get(self.workflow.shapes[key], (self.max_response,))
 
     def row_bytes(self, key: str) -> int:
-        """Bytes of one row of a data key on the wire: int32 or float32."""
+        """Returns bytes of one row of a data key on the wire: int32 or float32."""
         return 4 * prod(self.row_shape(key))
 
     def needs_batch(self, call: Call) -> bool:
-        """Whether a call needs all rows of the iteration: no mini-batch holds the scope of a compute, or it infers with
-        the weights with which training begins."""
+        """Returns whether a call needs all rows of the iteration: no mini-batch holds the scope of a compute, or it
+        infers with the weights with which training begins."""
         if not isinstance(call, Compute):
             return is_current(call)
         return call.sums or call.scope == "batch" or self._splits_groups(call)
 
     def _splits_groups(self, call: Compute) -> bool:
-        """Whether a call reads groups that begin in one mini-batch and end in the next."""
+        """Returns whether a call reads groups that begin in one mini-batch and end in the next."""
         return call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
 
     def columns_seen(self, call: Call, columns: range) -> range:
-        """The columns that a call must see to make some columns: more than these if its scope is larger than a row. The
-        samples of a prompt are neighbours."""
+        """Returns the columns that a call must see to make some columns: more than these if its scope is larger than a
+        row. The samples of a prompt are neighbours."""
         if not isinstance(call, Compute) or call.scope == "row" or not columns:
             return columns
         if call.scope != "group" or self._splits_groups(call):
@@ -199,7 +209,8 @@ class Workload:
         return range(columns.start // group * group, -(-columns.stop // group) * group)
 
     def largest_tp(self, cluster: Cluster, *, pp: int = 1) -> int:
-        """The largest tp that the key-value heads of every model, every node, and all ranks with pp stages allow."""
+        """Returns the largest tp that the key-value heads of every model, every node, and all ranks with pp stages
+        allow."""
         num_ranks = cluster.num_devices
         heads = min((shape.num_kv_heads for shape in self.models.values() if shape), default=1)
         devices = min(node.num_devices for node in cluster.nodes)
@@ -207,12 +218,12 @@ class Workload:
         return max(sizes, default=1)
 
     def shape(self, model: str) -> ModelShape:
-        """The shape of a model that has weights."""
+        """Returns the shape of a model that has weights."""
         shape = self.models[model]
         assert shape is not None, f"{model} has no weights"
         return shape
 
     def trained_number_bytes(self, model: str) -> int:
-        """Bytes of a number that training changes: of a weight in the compute precision, or of an adapter."""
+        """Returns bytes of a number that training changes: of a weight in the compute precision, or of an adapter."""
         shape = self.models[model]
         return NUMBER_BYTES if shape is not None and shape.adapters is not None else self.param_bytes

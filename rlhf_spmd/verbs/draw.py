@@ -56,8 +56,8 @@ def run(parsed: argparse.Namespace) -> int:
 def compile_all(
     names: Sequence[str], workload: Workload, cluster: Cluster, options: Mapping[str, Any]
 ) -> dict[str, Program]:
-    """The program of each strategy; each gets those options that it has. Raises UserError for an option that none has,
-    and for an error of `check` other than too little memory."""
+    """Compiles the program of each strategy; each gets those options that it has. Raises UserError for an option that
+    none has, and for an error of `check` other than too little memory."""
     strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
     for option in options:
         if not any(option in strategy.parameters for strategy in strategies.values()):
@@ -77,7 +77,10 @@ def compile_all(
 def picture_of(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
 ) -> Picture:
-    """Maps, if wanted, above the timelines of the forecasts, if there are any. by: the source of the forecasts."""
+    """Draws maps, if wanted, above the timelines of the forecasts, if there are any.
+
+    by: the source of the forecasts.
+    """
     workflow = next(iter(programs.values())).workload.workflow
     picture = Picture()
     what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []
@@ -92,7 +95,7 @@ def picture_of(
 
 
 def note(program: Program) -> str:
-    """A note if a program does not fit its devices; else empty."""
+    """Returns a note if a program does not fit its devices; else empty."""
     missing = missing_bytes(program)
     return f"does not fit: a device lacks {format_bytes(missing)}" if missing > 0 else ""
 
@@ -100,7 +103,7 @@ def note(program: Program) -> str:
 def forecast_table(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], columns: int | None = None
 ) -> str:
-    """The forecast of each program, if there is one, in numbers. columns: of `table`."""
+    """Returns the forecast of each program, if there is one, in numbers. columns: of `table`."""
     rows: list[tuple[str, ...]] = [("strategy", "seconds", "bubble", "note")]
     for name, program in programs.items():
         found = forecasts.get(name)

@@ -50,8 +50,8 @@ def run(world, parsed: argparse.Namespace) -> None:
 
 
 def settings_of(file: ConfigFile) -> list[Setting]:
-    """The settings of a file of --config without those that only a training run has, and without empty groups. Those of
-    an algorithm that a run's file names are not known, because it is not loaded."""
+    """Returns the settings of a file of --config without those that only a training run has, and without empty groups.
+    Those of an algorithm that a run's file names are not known, because it is not loaded."""
     of_training = all_keys(file)
     groups = {key.partition(".")[0] for key in of_training if "." in key}
 

@@ -48,7 +48,7 @@ MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Plans, prints tables and a line of JSON, writes the winner -> the exit status. Raises UserError."""
+    """Plans, prints tables and a line of JSON, and writes the winner. Returns the exit status. Raises UserError."""
     config, workload, cluster, calibration = read(parsed)
     out = _out(parsed, config, cluster)
     began = time.perf_counter()
@@ -102,12 +102,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def may_win(row: Row, aheads: Sequence[int]) -> bool:
-    """Whether a row draws as far ahead as was asked for."""
+    """Returns whether a row draws as far ahead as was asked for."""
     return isinstance(row, Misfit) or row.program.placement.ahead in aheads
 
 
 def _words(parsed: argparse.Namespace) -> list[str]:
-    """What a plan was made with, for its docstring."""
+    """Returns what a plan was made with, for its docstring."""
     return [*(["--config", parsed.config] if parsed.config else []), *parsed.overrides]
 
 
@@ -117,14 +117,14 @@ def _search_options(parsed: argparse.Namespace, config: Config) -> SearchOptions
 
 
 def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
-    """The file of the winner. Raises UserError if it or the picture would replace a file."""
+    """Returns the file of the winner. Raises UserError if it or the picture would replace a file."""
     out = Path(parsed.out or f"runs/plan-{config.preset}-{cluster}.py")
     refuse_existing(parsed, out, *([Path(parsed.timeline)] if parsed.timeline else []))
     return out
 
 
 def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """The options of `check` that mean the same cluster, algorithm and models."""
+    """Returns the options of `check` that mean the same cluster, algorithm and models."""
     words = ["--layout", str(cluster), "--device-type", cluster.nodes[0].device]
     words = ["--cluster", parsed.cluster] if parsed.cluster else words
     return words + config_words(parsed, parsed.preset)
@@ -134,8 +134,8 @@ def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
 
 
 def measure(world: Any, parsed: argparse.Namespace) -> None:
-    """The verb on the ranks of a world: runs the best plans for a few iterations; the fastest wins. Rank 0 plans and
-    prints. Raises UserError as run() does."""
+    """Runs the best plans for a few iterations on the ranks of a world; the fastest wins. Rank 0 plans and prints.
+    Raises UserError as run() does."""
     from rlhf_spmd.runtime.world.devices import check_program, describe_device
 
     told: list[list[Any]] = []
@@ -188,8 +188,8 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 
 
 def iteration_s(config: Config, program: Program, world: Any) -> float:
-    """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
-    groups. Frees the models before it returns."""
+    """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
+    program's groups. Frees the models before it returns."""
     run = iteration_runner(config, program, world)
     seconds = [run(number) for number in range(1 + COUNTED)][1:]
     del run

@@ -20,7 +20,7 @@ from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
-    """Raises UserError for an output that is no file of its own."""
+    """Raises UserError for an output that is not a file of its own."""
     out, rows = Path(parsed.out), every_file(configs.prompt_files(config))
     if not parsed.out.strip() or is_folder(out):
         raise UserError(f"--out {parsed.out!r} is not the name of a file; name one, e.g. --out logprobs.safetensors")

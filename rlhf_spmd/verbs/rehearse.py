@@ -93,7 +93,7 @@ def check_folder(out: str | None) -> None:
 
 
 def free_bytes() -> int:
-    """Memory that new processes may use."""
+    """Returns memory that new processes may use."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").split("\n"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -101,7 +101,7 @@ def free_bytes() -> int:
 
 
 def faults_of(parsed: argparse.Namespace, program: Program) -> "Faults":
-    """What --kill, --slow and --drop name. Raises UserError."""
+    """Returns what --kill, --slow and --drop name. Raises UserError."""
     from rlhf_spmd.runtime.rehearse.rehearsal import Faults
 
     ranks, calls = program.cluster.ranks, [call.name for call in program.workload.workflow.placed_calls]
@@ -210,7 +210,10 @@ def summary(
     forecast_s: float,
     factor: float,
 ) -> dict[str, Any]:
-    """Prints what a rehearsal found, and returns it. seconds, busy_s: of the iterations, there and here."""
+    """Prints what a rehearsal found, and returns it.
+
+    seconds, busy_s: of the iterations, there and here.
+    """
     median_s, cores = statistics.median(seconds), len(os.sched_getaffinity(0))
     share = sum(busy_s) * factor / sum(seconds) / cores
     links: Counter[tuple[int, int]] = Counter()  # nodes of sender and receiver -> bytes

@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
-    """The folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
+    """Returns the folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
     check_is_folder(folder)
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
     known = [path for path in paths_in(folder / FOLDER, f"{kind}-*") if path.name.partition("-")[2].isdecimal()]
@@ -87,14 +87,14 @@ def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
 
 
 def read(folder: Path) -> Iterator[Row]:
-    """The rows of all parts. Raises UserError."""
+    """Yields the rows of all parts. Raises UserError."""
     for path in sorted([*paths_in(folder, "part-*.jsonl"), *paths_in(folder, "part-*.parquet")]):
         yield from read_part(path)
 
 
 def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
-    """`scores>=0.5`, `answer=12` or `response~regular expression` as a function of a row; a row without a value does
-    not match. Raises UserError."""
+    """Reads `scores>=0.5`, `answer=12` or `response~regular expression` as a function of a row; a row without a value
+    does not match. Raises UserError."""
     parts = CONDITION.fullmatch(text)
     if parts is None:
         raise UserError(f"--where {text!r}: write NAME>=NUMBER (or > < <= = !=), or NAME~REGULAR_EXPRESSION")
@@ -122,7 +122,7 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
 
 
 def _number(text: str) -> int | float | None:
-    """The number that a text is, whole numbers exactly; None if it is none."""
+    """Reads a text as a number, whole numbers exactly; None if it is not one."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -138,7 +138,7 @@ def _known(where: str, name: str, rows: Sequence[Row]) -> None:
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """The mean of every number, over the rows that have it."""
+    """Returns the mean of every number, over the rows that have it."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -152,8 +152,11 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def text_of(row: Row, first: int = 1) -> str:
-    """A row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only with
-    --json. An episode is shown by turns, in 80 columns. first: what the iteration with number 0 is called."""
+    """Returns a row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only
+    with --json. An episode is shown by turns, in 80 columns.
+
+    first: what the iteration with number 0 is called.
+    """
     if isinstance(row.get("iteration"), int):
         row = row | {"iteration": row["iteration"] + first}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
@@ -175,6 +178,6 @@ def text_of(row: Row, first: int = 1) -> str:
 
 
 def _is_episode(row: Row) -> bool:
-    """Whether a run has written the turns of an episode into this row."""
+    """Returns whether a run has written the turns of an episode into this row."""
     turns = row.get("turns")
     return isinstance(turns, list) and bool(turns) and all(isinstance(one, dict) and "model" in one for one in turns)

@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _recent(metrics: list[dict[str, Any]], name: str) -> float | None:
-    """The median of a metric over the last iterations."""
+    """Returns the median of a metric over the last iterations."""
     values = [row.get(name) for row in metrics[-RECENT:]]
     numbers = [value for value in values if isinstance(value, int | float) and value and math.isfinite(value)]
     return statistics.median(numbers) if numbers else None

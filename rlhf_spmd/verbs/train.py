@@ -110,7 +110,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
 
 
 def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
-    """Config, strategy (None: to be planned) and the run to resume, if there is one. Raises UserError."""
+    """Returns config, strategy (None: to be planned) and the run to resume, if there is one. Raises UserError."""
     resumed, is_auto = None, parsed.resume == AUTO
     folder = _begun(parsed) if is_auto else parsed.resume
     if folder:
@@ -130,7 +130,7 @@ def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed 
 
 
 def _begun(parsed: argparse.Namespace) -> str | None:
-    """The folder of the run that `--resume auto` continues; None if there is none yet. Raises UserError."""
+    """Returns the folder of the run that `--resume auto` continues; None if there is none yet. Raises UserError."""
     if parsed.name is None:
         raise UserError("--resume auto starts the run --name, or continues it: give --name NAME")
     folder = Path(parsed.runs or RUNS) / parsed.name

@@ -57,7 +57,7 @@ CASES = {
 
 
 def make_base(folder: Path) -> None:
-    """A small random Llama."""
+    """Makes a small random Llama."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     for weight in model.parameters():
@@ -66,7 +66,7 @@ def make_base(folder: Path) -> None:
 
 
 def make(folder: Path, base: Path, case: dict) -> None:
-    """One adapter with random factors, and its logits."""
+    """Makes one adapter with random factors, and its logits."""
     settings = {"task_type": "CAUSAL_LM"} | case
     scores = settings["task_type"] == "SEQ_CLS"
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM

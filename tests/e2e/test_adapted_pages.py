@@ -24,7 +24,7 @@ PAGES |= {"grpo": (*GROUPS, "grpo.kl_coef=0.01"), "rloo": GROUPS, "remax": (), "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Models, and rows with the columns of all pages."""
+    """Returns models, and rows with the columns of all pages."""
     folder, rows = tmp_path_factory.mktemp("adapted"), []
     for index in range(24):
         words = [WORDS[(7 * index + 3 * place) % len(WORDS)] for place in range(12)]

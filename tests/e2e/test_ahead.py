@@ -42,7 +42,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def interrupted(whole: Path, name: str, after: int) -> Path:
-    """A copy of the run as it was after some iterations."""
+    """Returns a copy of the run as it was after some iterations."""
     run = whole.with_name(name)
     shutil.copytree(whole, run)
     for folder in (run / "checkpoints").iterdir():

@@ -26,8 +26,11 @@ TEMPLATE = Path(__file__).parents[2] / "strategies" / "_template.py"
 
 @dataclass(frozen=True)
 class Case:
-    """Options of one wrong run and what its message must say. `files` are written into the folder first. kind: of what
-    goes wrong; None: of a kind that another case launches. by_check: with one rank there would be another message."""
+    """Options of one wrong run and what its message must say. `files` are written into the folder first.
+
+    kind: of what goes wrong; None: of a kind that another case launches.
+    by_check: with one rank there would be another message.
+    """
 
     options: tuple[str, ...]
     says: tuple[str, ...]
@@ -42,7 +45,7 @@ STRATEGY_HEAD = (
 
 
 def strategy(body: str) -> str:
-    """A strategy module around one expression for the layout of the reward model."""
+    """Returns a strategy module around one expression for the layout of the reward model."""
     return (
         STRATEGY_HEAD
         + "def place(workload, cluster):\n    everyone = Layout.data_parallel(cluster.ranks)\n"
@@ -348,7 +351,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Good models and prompts, and checkpoints that are bad or do not fit."""
+    """Returns good models and prompts, and checkpoints that are bad or do not fit."""
     folder = tmp_path_factory.mktemp("bad")
     write_all(folder)
     write_model(folder / "cut")
@@ -394,7 +397,7 @@ def test_one_message(name, folder, warm, tmp_path):
 
 
 def launched(folder: Path, options: list[str], runs: Path) -> tuple[int | None, str, str]:
-    """Status, standard output and standard error of a launch of two ranks, which must end in time."""
+    """Returns status, standard output and standard error of a launch of two ranks, which must end in time."""
     used_s = processor_s()
     command = [*mpi_command(NUM_RANKS), *python(folder, runs), *options]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
@@ -403,7 +406,7 @@ def launched(folder: Path, options: list[str], runs: Path) -> tuple[int | None, 
 
 
 def processor_s() -> float:
-    """Processor seconds of all processes that this one has started and that have ended."""
+    """Returns processor seconds of all processes that this one has started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -430,7 +433,7 @@ def python(folder: Path, runs: Path) -> list[str]:
 
 
 def write_all_once(folder: Path) -> list[str]:
-    """The overrides of the module's good folder."""
+    """Returns the overrides of the module's good folder."""
     return [
         f"models.actor={folder / 'actor'}",
         f"models.reward={folder / 'reward'}",

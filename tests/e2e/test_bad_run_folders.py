@@ -67,7 +67,7 @@ def link(run: Path) -> None:
 
 
 def other_shapes(run: Path) -> None:
-    """One number of one tensor is missing."""
+    """Removes one number of one tensor."""
     path = run / RANK_FILE
     tensors = load_file(path)
     name = min(tensors)
@@ -135,7 +135,7 @@ LAUNCHED = ("a changed byte", "other shapes", "metrics lost")  # found by one ra
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A run of two iterations on two ranks, with a checkpoint of each."""
+    """Returns a run of two iterations on two ranks, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("runs")
     options = [*write_all(folder), "iterations=2", "checkpoint.every=1", "num_samples=0", "--runs", str(folder)]
     status, _, stderr = run_limited(command(*options, "--name", "finished"), limit_s=LIMIT_S)

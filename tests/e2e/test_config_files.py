@@ -15,7 +15,7 @@ STRATEGY = Path(__file__).parents[2] / "strategies" / "flattening.py"
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory, warm) -> tuple[Path, str]:
-    """Folder of a run with a strategy of the user's, and its standard output."""
+    """Returns folder of a run with a strategy of the user's, and its standard output."""
     folder = tmp_path_factory.mktemp("config")
     options = dict(word.split("=", 1) for word in write_all(folder) if not word.startswith("ppo."))
     del options["optimizer.critic_lr"]

@@ -27,7 +27,8 @@ os.write(1, f"rank {{world.rank}} is done\\n".encode())  # in one piece: the ran
 
 
 def run(late: int, *, body: str = "pass", end: str = "world.finalize()", num_ranks: int = 4) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a job to whose first meeting rank `late` comes late, and whose rank 0 ends last."""
+    """Returns status, stdout and stderr of a job to whose first meeting rank `late` comes late, and whose rank 0 ends
+    last."""
     program = [sys.executable, "-c", PROGRAM.format(late=late, body=body, end=end)]
     status, out, err = run_limited([*mpi_command(num_ranks), *program], limit_s=LIMIT_S, environment=mpi_environment())
     assert status is not None, f"still running after {LIMIT_S} s\n{out}\n{err}"

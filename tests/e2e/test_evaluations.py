@@ -32,7 +32,7 @@ def vowels(prompts, responses):
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
-    """A small run with an evaluation of nine prompts of two sources, three samples each."""
+    """Returns a small run with an evaluation of nine prompts of two sources, three samples each."""
     folder = tmp_path_factory.mktemp("models")
     rows = [{"prompt": " ".join(WORDS[i : i + 1 + i % 4]), "data_source": "xy"[i % 2]} for i in range(9)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -229,7 +229,7 @@ def wait_for(condition, limit_s: float = 60.0) -> None:
 
 
 def remaining(run: Path) -> list[int]:
-    """Ranks and their supervisors that still live, found by what they were started with."""
+    """Returns ranks and their supervisors that still live, found by what they were started with."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -243,7 +243,7 @@ def remaining(run: Path) -> list[int]:
 
 
 def status_of(verb: str, run: Path) -> dict:
-    """The last line of `status` or `postmortem`."""
+    """Returns the last line of `status` or `postmortem`."""
     status, stdout, stderr = run_limited([sys.executable, "-m", "rlhf_spmd", verb, str(run), "--json"], limit_s=LIMIT_S)
     assert status == 0, stderr
     found = json.loads(stdout.splitlines()[-1])

@@ -22,7 +22,7 @@ STATUS = 2
 
 
 def start(ranks: int | Warm, options: list[str]) -> tuple[int | None, str, str]:
-    """On so many ranks, without a launcher (0), or as a fork of one process, which is quicker."""
+    """Starts `generate` on so many ranks, without a launcher (0), or as a fork of one process, which is quicker."""
     if isinstance(ranks, Warm):
         return ranks.run(["generate", *options])
     launcher = mpi_command(ranks) if ranks else []
@@ -100,7 +100,7 @@ def test_greedy_is_what_transformers_generates(warm, tmp_path):
 
 
 def cut(row: list[int]) -> list[int]:
-    """The tokens up to and including the EOS."""
+    """Returns the tokens up to and including the EOS."""
     (eos,) = read_config(ACTOR).eos_token_ids
     return row[: row.index(eos) + 1] if eos in row else row
 

@@ -22,7 +22,8 @@ TEMPLATE = (
 
 
 def write_model(folder: Path, texts: list[str]) -> None:
-    """A random Qwen2 of 50,000 parameters as transformers saves it, with a tokenizer of bytes and a chat template."""
+    """Writes a random Qwen2 of 50,000 parameters as transformers saves it, with a tokenizer of bytes and a chat
+    template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -58,7 +59,7 @@ def command_for_two() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What a user has after the sections about data and configuration."""
+    """Returns what a user has after the sections about data and configuration."""
     folder = tmp_path_factory.mktemp("gsm8k")
     rows = [
         {

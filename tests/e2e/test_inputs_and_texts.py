@@ -34,7 +34,7 @@ def length(prompts, responses, truth, half):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Prompts with odd texts and columns, and a file of options."""
+    """Returns prompts with odd texts and columns, and a file of options."""
     folder = tmp_path_factory.mktemp("texts")
     write_model(folder / "actor", seed=1)
     rows = [{"prompt": prompt} | row for prompt, row in zip((SEPARATED, "ba é 😀", "ba", "da"), COLUMNS, strict=True)]

@@ -25,7 +25,7 @@ RANKS = " ".join(mpi_command(2)) + f" {sys.executable} -c '{PROGRAM}'"
 
 
 def refusal(shell: str, status: int | None = 2) -> str:
-    """The one message of a job that a shell starts."""
+    """Returns the one message of a job that a shell starts."""
     found, _, err = run_limited(["bash", "-c", shell], limit_s=LIMIT_S, environment=environment_alone())
     assert (found == status or (status is None and found)) and err.count(PREFIX) == 1 and "Traceback" not in err, err
     return err.partition(PREFIX)[2]

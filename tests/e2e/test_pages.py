@@ -27,7 +27,7 @@ PLACEMENTS = {"3 ranks": (3, ()), "tp 2 and pp 2": (4, REALLOCATION)}
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
-    """Models for any of the pages, and a data set with the columns of all."""
+    """Returns models for any of the pages, and a data set with the columns of all."""
     folder = tmp_path_factory.mktemp("pages")
     rows = []
     for index in range(24):
@@ -42,7 +42,7 @@ def options(tmp_path_factory) -> list[str]:
 
 
 def of_page(page: str, options: list[str], *more: str) -> list[str]:
-    """The command line of a page."""
+    """Returns the command line of a page."""
     judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []
     rates = [f"optimizer.{role}_lr=1e-3" for role in LR[page]]
     return ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *rates, *judge, *options, *more]

@@ -34,7 +34,7 @@ def calibration(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def planned(overrides, calibration, tmp_path_factory) -> tuple[str, Path]:
-    """Standard output and run folder of a run on two ranks that planned for itself."""
+    """Returns standard output and run folder of a run on two ranks that planned for itself."""
     runs = tmp_path_factory.mktemp("runs")
     words = ["--strategy", "auto", "--calibration", calibration, "--runs", str(runs), "--name", "auto"]
     status, stdout, stderr = start(2, "train", *words, *overrides)

@@ -50,7 +50,7 @@ def many(prompts, responses):
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
-    """A model, prompts, and reward functions: one with few values, so that some groups have equal rewards."""
+    """Returns a model, prompts, and reward functions: one with few values, so that some groups have equal rewards."""
     folder = tmp_path_factory.mktemp("models")
     rows = [
         {"prompt": " ".join(WORDS[(7 * index + place) % 60] for place in range(1 + index % 5))} for index in range(24)

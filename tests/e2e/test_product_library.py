@@ -22,7 +22,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}  # with m
 
 @pytest.fixture
 def cache(tmp_path) -> Path:
-    """Of a user who knows these tokenizers, but no library of products."""
+    """Makes the cache of a user who knows these tokenizers, but no library of products."""
     folder = tmp_path / "cache" / "rlhf_spmd"
     folder.mkdir(parents=True)
     (folder / "tokenizers").symlink_to(user_cache("tokenizers"))

@@ -46,7 +46,7 @@ def done(*arguments) -> str:
 
 
 def kill_and_resume(overrides, folder: Path, num_ranks: int, *strategy: str, seed: int) -> None:
-    """A random rank is killed at a random moment after the second iteration; then the run is resumed."""
+    """Kills a random rank at a random moment after the second iteration; then resumes the run."""
     dice = random.Random(seed)
     done(num_ranks, *overrides, *strategy, "--runs", folder, "--name", "undisturbed")
     started = Started(num_ranks, folder / f"killed-{seed}", *overrides, *strategy)
@@ -119,7 +119,7 @@ def test_signals_and_another_number_of_ranks(overrides, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(overrides, tmp_path_factory) -> Path:
-    """A run of three iterations on one rank, with checkpoints of the last two."""
+    """Returns a run of three iterations on one rank, with checkpoints of the last two."""
     folder = tmp_path_factory.mktemp("runs")
     done(1, *overrides, "iterations=3", "num_samples=0", "--runs", folder, "--name", "finished")
     return folder / "finished"
@@ -127,7 +127,7 @@ def finished(overrides, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def refused(warm):
-    """refused(*options) -> the message."""
+    """Returns refused(*options), which returns the message."""
 
     def message(*options) -> str:
         status, _, stderr = warm.run(["train", *options])

@@ -106,7 +106,7 @@ def test_every_stage_runs_on_the_files_of_the_package(tmp_path):
 
 
 def _check_scores(folder: Path, expected: dict, data: Path) -> None:
-    """transformers reads the reward model, and scores the held-out responses as the evaluation did."""
+    """Checks that transformers reads the reward model, and scores the held-out responses as the evaluation did."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

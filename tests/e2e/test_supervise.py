@@ -31,8 +31,8 @@ def run(body: str, stdin: str = "") -> subprocess.CompletedProcess:
 
 
 def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
-    """-> the supervisor, or its front if a launcher seems to have started it, and the process of the rank, which has
-    written READY."""
+    """Starts a supervised rank. Returns the supervisor, or its front if a launcher seems to have started it, and the
+    process of the rank, which has written READY."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + READY + body],
         stdout=subprocess.PIPE,
@@ -67,7 +67,7 @@ time.sleep(0.3)
 
 
 def marked(name: str) -> list[int]:
-    """The processes that live and have this in their environment."""
+    """Returns the processes that live and have this in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -36,7 +36,10 @@ def command(ranks: int, *words) -> list[str]:
 
 
 def trained(ranks: int, *words, limit_s: float = 120.0, **more: str) -> str:
-    """more: of the surroundings."""
+    """Trains.
+
+    more: of the surroundings.
+    """
     status, stdout, stderr = run_limited(
         command(ranks, *words), limit_s=limit_s, environment=mpi_environment(OMP_NUM_THREADS="1", **more)
     )
@@ -143,7 +146,7 @@ def weights_of(run: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory):
-    """of_three(ranks) -> a run of three rows on so many ranks, whose tools answer at random times; made once."""
+    """Returns of_three(ranks): a run of three rows on so many ranks, whose tools answer at random times; made once."""
     folder = tmp_path_factory.mktemp("three")
 
     @functools.cache

@@ -43,7 +43,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(overrides, tmp_path_factory) -> tuple[str, dict, Path]:
-    """Standard output, last line and run folder of one run on four ranks, in a container that has no umask."""
+    """Returns standard output, last line and run folder of one run on four ranks, in a container that has no umask."""
     runs = tmp_path_factory.mktemp("runs") / "new"
     before = os.umask(0)
     try:

@@ -64,7 +64,7 @@ def words(tmp_path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """A run on two ranks whose function changes nothing, without workers."""
+    """Returns a run on two ranks whose function changes nothing, without workers."""
     folder = tmp_path_factory.mktemp("alone")
     return trained(words_in(folder), 2, folder / "alone")
 
@@ -84,7 +84,7 @@ def test_a_function_may_change_the_process(words, alone, tmp_path):
 
 
 def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
-    """A rank waits for longer than deadline_s, which is no hang; the run says that it is not exact."""
+    """A rank waits for longer than deadline_s, which is not a hang; the run says that it is not exact."""
     text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     functions = f"reward_function={tmp_path / 'r.py'}:letters,{tmp_path / 'r.py'}:slow"
     limits = ["reward_workers=2", "reward_timeout_s=4", "deadline_s=2", "num_samples=0"]
@@ -161,7 +161,7 @@ def processes() -> list[int]:
 
 
 def command_of(process: int) -> bytes:
-    """Empty for a process that has ended."""
+    """Returns the command of a process; empty for one that has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:

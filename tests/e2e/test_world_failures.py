@@ -46,7 +46,8 @@ def run(num_ranks, body, *, deadline_s=20.0, limit_s=LIMIT_S, **environment):
 
 
 def the_message(err):
-    """The only message of ours in stderr; under MPICH there is nothing else (Open MPI's mpiexec adds its comment)."""
+    """Returns the only message of ours in stderr; under MPICH there is nothing else (Open MPI's mpiexec adds its
+    comment)."""
     assert err.count(PREFIX) == 1, err
     assert "Traceback" not in err, err
     if "mpiexec.hydra" in os.path.realpath(mpi_command(1)[0]):

@@ -102,6 +102,6 @@ class Breaking(Sleepy):
 
 
 def judge(prompts: list[str], responses: list[str], answer: list[str]) -> list[float | None]:
-    """exact_answer, in a rank that trains a moment later."""
+    """Scores as exact_answer, in a rank that trains a moment later."""
     deadly("in training", os.getpid(), after_s=0.1)
     return exact_answer(prompts, responses, answer)

@@ -13,7 +13,7 @@ from rlhf_spmd.embedded.table_tools import Table
 
 
 def answered(table: dict[str, int], text: str) -> str | None:
-    """What comes back to a text with a call; None: it has none."""
+    """Returns what comes back to a text with a call; None: it has none."""
     before, mark, call = text.partition("<tool_call>")
     if not mark:
         return None

@@ -61,13 +61,13 @@ def _named_ranks(size: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def named_ranks(world):
-    """The ranks of the named groups that every test may use; some hold one rank, `the_same` those of `all`."""
+    """Returns the ranks of the named groups that every test may use; some hold one rank, `the_same` those of `all`."""
     return _named_ranks(world.size)
 
 
 @pytest.fixture(scope="session")
 def world():
-    """The ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
+    """Yields the ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
     global _world
     _world = World.discover(deadline_s=DEADLINE_S)
     _world.use_device("auto")
@@ -83,8 +83,8 @@ def world():
 
 @pytest.fixture(scope="session")
 def make_group(world):
-    """make_group(ranks, purpose) -> process group (None for one rank), for tests that need others than `named_ranks`.
-    Every rank calls it alike."""
+    """Returns make_group(ranks, purpose), which makes a process group (None for one rank), for tests that need others
+    than `named_ranks`. Every rank calls it alike."""
     from datetime import timedelta
 
     from torch.distributed import new_group
@@ -102,7 +102,7 @@ def make_group(world):
 
 @pytest.fixture(scope="module")
 def shared_folder(world):
-    """A folder that all ranks see (they share a machine), gone behind the last test of a file."""
+    """Yields a folder that all ranks see (they share a machine), removed after the last test of a file."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(world.bcast(name, what="the folder"))
         world.barrier("the end of the folder")
@@ -110,7 +110,8 @@ def shared_folder(world):
 
 @pytest.fixture(scope="module")
 def made_once(request, world, shared_folder):
-    """made_once(names, make) -> folder with a file or folder of each name, made by `make(name, path)`.
+    """Returns made_once(names, make), which returns a folder with a file or folder of each name, made by
+    `make(name, path)`.
 
     The ranks share the work, and so do the launches of one call of tests/run_mpi.py.
     """
@@ -141,7 +142,8 @@ def job(world, make_group):
 
 @pytest.fixture(scope="session")
 def cheap_garbage_collection():
-    """DeepSpeed collects garbage whenever it makes an engine, which costs 0.3 s with all its modules to go through."""
+    """Makes garbage collection cheap: DeepSpeed collects garbage whenever it makes an engine, which costs 0.3 s with
+    all its modules to go through."""
     import gc
 
     import torch

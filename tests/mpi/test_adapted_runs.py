@@ -30,7 +30,7 @@ PLACEMENTS = {2: ("flattening", "separation"), 4: ("zero 1", "reallocation", "se
 
 
 def bases_of(run: RunOf) -> dict[str, torch.Tensor]:
-    """The frozen weights of the models on this rank."""
+    """Returns the frozen weights of the models on this rank."""
     models = [(name, engine.model) for name, engine in run.job.models.engines.items()]
     models += [(f"{name} {shard}", copy) for (name, shard), copy in run.job.models.copies.items()]
     return {
@@ -45,7 +45,7 @@ JOINED = "lora.generate=joined"
 
 
 def made_alone(world, folder, *words):  # noqa: F811
-    """The run on one rank, which every rank makes."""
+    """Runs on one rank, as every rank does alike."""
     settings = configs.overridden(Runs(world, folder, None).settings, [*LORA, *words])
     run = RunOf(settings, OneRank(), compiled(settings))
     return run.iterations(), weights_of(run), base_sums(run.job)

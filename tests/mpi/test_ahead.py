@@ -46,7 +46,7 @@ OPTIONS = {
 
 
 def sliced(workload, cluster) -> Placement:
-    """Training on the first rank, generation in two slices on the last two, all else on what is left."""
+    """Returns training on the first rank, generation in two slices on the last two, all else on what is left."""
     last, rest = cluster.ranks[-2:], cluster.ranks[1:-2] or cluster.ranks[-1:]
     layouts = {call.name: Layout.data_parallel(rest) for call in workload.workflow.placed_calls}
     for call in workload.workflow.placed_calls:
@@ -130,7 +130,7 @@ def config_of(overrides, case: str):
 
 @pytest.fixture(scope="module")
 def alone(overrides, made_once):
-    """Metrics and weights of the twin of each case."""
+    """Returns metrics and weights of the twin of each case."""
 
     def make(case, path):
         run = Twin(config_of(overrides, case))

@@ -30,7 +30,7 @@ FROZEN = ("reference", "reward")
 
 
 def tensor_bytes() -> int:
-    """Bytes of all storages that some tensor of this process holds."""
+    """Returns bytes of all storages that some tensor of this process holds."""
     gc.collect()
     # type() and not isinstance(), which asks lazy modules for their class and so imports them
     storages = [t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
@@ -47,7 +47,7 @@ def settings(world, shared_folder):
 
 
 def measured(place, settings, world, make_group, **options) -> tuple[int, RunOf]:
-    """Bytes that the models of a run take on this rank."""
+    """Returns bytes that the models of a run take on this rank."""
     program = compiled(settings, world.size, place, **options)
     before = tensor_bytes()
     run = RunOf(settings, with_groups(world, program, make_group), program)
@@ -112,7 +112,7 @@ def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, 
 
 
 def everywhere(*, frozen: dict | None = None, **options):
-    """All models in one grid over all ranks, generation in whole copies where there are stages."""
+    """Returns all models in one grid over all ranks, generation in whole copies where there are stages."""
 
     def place(workload, cluster):
         grid = {key: value for key, value in options.items() if key in ("pp", "tp")}
@@ -152,7 +152,7 @@ IN_BOTH = ("dp zero 3", "pp2 tp2 zero 1", "separation tp2")  # the other grids i
 
 
 def static_cases() -> list:
-    """A grid that not every number of ranks makes runs at 4; the others rotate."""
+    """Returns the cases: a grid that not every number of ranks makes runs at 4; the others rotate."""
     cases = []
     for grid, dtype in product(GRIDS, ("float32", "bfloat16")):
         marks = [pytest.mark.slow_at(2, 8) if grid in NEEDS else pytest.mark.rotates]

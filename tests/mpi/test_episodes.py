@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def sliced(workload, cluster) -> Placement:
-    """Generation on all ranks, all else in two slices or stages where the ranks are even."""
+    """Returns generation on all ranks, all else in two slices or stages where the ranks are even."""
     ranks = cluster.ranks
     if len(ranks) % 2:
         return flattening.place(workload, cluster)

@@ -48,7 +48,7 @@ def batch_of(seed: int) -> Sequences:
 
 
 def noting(model: nn.Module, gathered: Callable, most: list[int]) -> Callable:
-    """`gathered`, which also notes how many numbers of the model's weights are here."""
+    """Wraps `gathered`, and notes how many numbers of the model's weights are here."""
 
     @contextmanager
     def noted(modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -50,7 +50,7 @@ PAGES = {  # of a page also with a budget of tokens, and with logprobs from a fi
 
 
 def apart(workload: Workload, cluster: Cluster) -> Placement:
-    """Training on the first ranks, all else on the last."""
+    """Returns training on the first ranks, all else on the last."""
     half = cluster.num_devices // 2
     calls = workload.workflow.placed_calls
     ranks = {"train": cluster.ranks[:half], "infer": cluster.ranks[half:]}
@@ -58,7 +58,7 @@ def apart(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def split(**sizes: int) -> Callable:
-    """Training in one layout, inference in that of flattening."""
+    """Returns training in one layout, inference in that of flattening."""
 
     def place(workload: Workload, cluster: Cluster) -> Placement:
         layouts = {"train": Layout.grid_of(cluster.ranks, **sizes), "infer": Layout.data_parallel(cluster.ranks)}
@@ -126,7 +126,7 @@ def config_of(page: str, folder: Path) -> Config:
 
 
 def run_of(config: Config, *world) -> RunOf:
-    """A run in which every other token of a response is learned, if the page has marks."""
+    """Returns a run in which every other token of a response is learned, if the page has marks."""
     run = RunOf(config, *world)
     for marks in (run.job.prompts.numbers[key] for key in [config.algorithm.assistant_tokens] if key):
         marks.items = marks.items.copy()
@@ -140,7 +140,7 @@ def weights_of(run: RunOf) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(folder, made_once) -> dict[str, tuple[list[dict], dict[str, Tensor]]]:
-    """Metrics and weights of the run on one rank, by page."""
+    """Returns metrics and weights of the run on one rank, by page."""
 
     def make(page: str, path: Path) -> None:
         run = run_of(config_of(page, folder))
@@ -167,7 +167,8 @@ def test_logprobs_for_a_file_do_not_depend_on_the_ranks(placement, world, folder
 
 
 def learned(run: RunOf, engine: TrainEngine) -> tuple[int, list[Tensor]]:
-    """All that an optimizer step changes: AdamW's step count, a copy of masters and moments, and the weights."""
+    """Returns all that an optimizer step changes: AdamW's step count, a copy of masters and moments, and the
+    weights."""
     num_steps, slices = engine.optimizer_state()
     return num_steps, [x.clone() for kinds in slices.values() for x in kinds.values()] + [
         *run.weights("actor").values()

@@ -22,21 +22,21 @@ QUICK, LONG = timedelta(seconds=1.5), timedelta(seconds=30)
 
 @pytest.fixture
 def ordered(monkeypatch):
-    """What tests/backends.py does for a whole launch."""
+    """Does what tests/backends.py does for a whole launch."""
     if "ORDERED" not in dist.Backend._plugins:
         dist.Backend.register_backend("ordered", OrderedGroup, devices=["cpu"])
     monkeypatch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
 
 
 def two_ranks(world, backend: str | None = None, timeout: timedelta = LONG):
-    """A new group of ranks 0 and 1, None on the others; every rank calls it."""
+    """Returns a new group of ranks 0 and 1, None on the others; every rank calls it."""
     host_group.register()
     group = dist.new_group([0, 1], backend=backend, timeout=timeout)
     return group if world.rank < 2 else None
 
 
 def results(rank: int, group) -> list[torch.Tensor]:
-    """What each kind of operation leaves on a rank."""
+    """Returns what each kind of operation leaves on a rank."""
     mine = torch.arange(6.0).view(2, 3).T + 10 * rank  # not contiguous
     summed, told, sent = mine.clone(), mine.clone(), mine.contiguous()
     whole, part, arrived = torch.zeros(6, 2), torch.zeros(1, 3), torch.zeros(3, 2)

@@ -1,7 +1,7 @@
 """Programs whose messages go through communicators that work in order: all of them end, and draw the same tokens.
 
-On gloo, which knows no order, this would show little; `tests/run_mpi.py --backend ordered 4` runs it, and `--backend
-host`, where every tensor goes through a copy in host memory.
+On gloo, which knows no order, this would show little; `tests/run_mpi.py --backend ordered 4` runs it, and
+`--backend host`, where every tensor goes through a copy in host memory.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
-    """Checkpoints of models with four layers, and prompts."""
+    """Returns checkpoints of models with four layers, and prompts."""
     if world.rank == 0:
         write_model(shared_folder / "actor", num_layers=4)
         write_model(shared_folder / "reward", num_layers=4, head="scalar", seed=1)
@@ -73,7 +73,7 @@ def expected(settings) -> str:
 
 
 def run(program: Program, settings, world, make_group) -> str:
-    """-> the tokens' hash after an iteration."""
+    """Returns the hash of the tokens after an iteration."""
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     return RunOf(settings, with_groups(world, program, make_group), program).iteration()["tokens_sha256"]
 

@@ -78,7 +78,7 @@ CONFIGS = {
 
 
 def by_call(workload: Workload, default: Layout, **layouts: Layout) -> Placement:
-    """One layout for all calls but those named."""
+    """Returns one layout for all calls but those named."""
     return Placement({call.name: layouts.get(call.name, default) for call in workload.workflow.placed_calls})
 
 
@@ -87,7 +87,7 @@ def zero(stage: int) -> Callable:
 
 
 def apart(workload: Workload, cluster: Cluster, *, stage: int = 0) -> Placement:
-    """Training on the first ranks; generation and inference, with shadows of actor and critic, on the last."""
+    """Returns training on the first ranks; generation and inference, with shadows of actor and critic, on the last."""
     half = cluster.num_devices // 2
     training = Layout.data_parallel(cluster.ranks[:half], zero=stage)
     rest = Layout.data_parallel(cluster.ranks[half:])
@@ -95,13 +95,13 @@ def apart(workload: Workload, cluster: Cluster, *, stage: int = 0) -> Placement:
 
 
 def reference_on_one(workload: Workload, cluster: Cluster) -> Placement:
-    """All on all ranks, but the reference on the last alone."""
+    """Returns all on all ranks, but the reference on the last alone."""
     alone = Layout.data_parallel(cluster.ranks[-1:])
     return by_call(workload, Layout.data_parallel(cluster.ranks), reference_infer=alone)
 
 
 def trained_on_halves(workload: Workload, cluster: Cluster) -> Placement:
-    """The actor trains on the first half, the critic on the second; all else everywhere."""
+    """Places the actor's training on the first half, the critic's on the second; all else everywhere."""
     half = cluster.num_devices // 2
     return by_call(
         workload,
@@ -112,7 +112,7 @@ def trained_on_halves(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def scattered(workload: Workload, cluster: Cluster) -> Placement:
-    """Every call on other ranks, with other micro-batches; some ranks train both models, on other columns."""
+    """Returns every call on other ranks, with other micro-batches; some ranks train both models, on other columns."""
     ranks = cluster.ranks
     return by_call(
         workload,
@@ -126,7 +126,8 @@ def scattered(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def with_a_hole(workload: Workload, cluster: Cluster) -> Placement:
-    """A rank holds columns in the middle when it needs those on both sides: two messages of one pair at once."""
+    """Places calls so that a rank holds columns in the middle when it needs those on both sides: two messages of one
+    pair at once."""
     ranks = cluster.ranks
     return by_call(
         workload,
@@ -183,7 +184,7 @@ CASES += [(name, "3 rows", 2) for name in ("separation", "separation zero 2") if
 
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
-    """Checkpoints and prompts."""
+    """Returns checkpoints and prompts."""
     if world.rank == 0:
         write_all(shared_folder, eos_token_ids=EOS_IDS)
     world.barrier("the checkpoints")
@@ -211,7 +212,7 @@ def overrides_of(folder: Path, config: str, seed: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(folder, made_once) -> dict[tuple[str, int], tuple[list[dict], dict[str, Tensor]]]:
-    """(config, seed) -> metrics and weights of the run on one rank."""
+    """Returns, by (config, seed), metrics and weights of the run on one rank."""
     wanted = {f"{config} {seed}": (config, seed) for _, config, seed in CASES}
 
     def make(name: str, path: Path) -> None:
@@ -223,7 +224,7 @@ def alone(folder, made_once) -> dict[tuple[str, int], tuple[list[dict], dict[str
 
 
 def save_run(path: Path, metrics: list[dict], weights: dict[str, Tensor]) -> None:
-    """Metrics and weights as one file."""
+    """Saves metrics and weights as one file."""
     save_file(weights, path, metadata={"metrics": json.dumps(metrics)})
 
 
@@ -233,7 +234,7 @@ def load_run(path: Path) -> tuple[list[dict], dict[str, Tensor]]:
 
 
 def weights_of(run: RunOf) -> dict[str, Tensor]:
-    """Weights of actor and critic as far as this rank trains them."""
+    """Returns weights of actor and critic as far as this rank trains them."""
     return {f"{model}.{name}": w for model in ("actor", "critic") for name, w in run.weights(model).items()}
 
 
@@ -241,7 +242,7 @@ def weights_of(run: RunOf) -> dict[str, Tensor]:
 
 
 def with_groups(world, program: Program, make_group: Callable):
-    """The same world with the groups of one program, and its pairs connected. Every rank makes every group."""
+    """Returns the same world with the groups of one program, and its pairs connected. Every rank makes every group."""
     placed = copy.copy(world)
     placed._groups = {name: make_group(ranks, name.split()[0]) for name, ranks in program.groups.items()}
     connect_pairs(placed._groups, program.pairs, world.device)
@@ -325,7 +326,7 @@ def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkey
 
 
 def compare_shadows(run: RunOf, expected_weights: dict[str, Tensor]) -> None:
-    """A copy of a model that trains elsewhere holds its newest weights."""
+    """Checks that a copy of a model that trains elsewhere holds its newest weights."""
     for (model, _), held in run.job.models.copies.items():
         for name, weight in held.state_dict().items() if model in ("actor", "critic") else ():
             expected = expected_weights[f"{model}.{name}"]

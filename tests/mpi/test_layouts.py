@@ -57,7 +57,7 @@ def grid(ranks, **options) -> Layout:
 
 
 def everywhere(num: int, *, frozen: dict | None = None, **options):
-    """One layout for all calls of all models; `frozen` changes that of reference and reward."""
+    """Returns one layout for all calls of all models; `frozen` changes that of reference and reward."""
 
     def place(workload: Workload, cluster: Cluster) -> Placement:
         trained = grid(range(num), **options)
@@ -78,7 +78,7 @@ def everywhere(num: int, *, frozen: dict | None = None, **options):
 
 
 def by_kind(num: int, *, generate: Layout, train: Layout, infer: Layout | None = None, critic: Layout | None = None):
-    """Generation, training and inference each in a layout."""
+    """Returns generation, training and inference each in a layout."""
 
     def place(workload: Workload, cluster: Cluster) -> Placement:
         layouts = {}
@@ -160,12 +160,12 @@ LONGEST = "reallocation zero 3"  # only in `make test-slow`
 
 
 def smallest(placement: str) -> int:
-    """The number of ranks of the smallest launch that has enough of them."""
+    """Returns the number of ranks of the smallest launch that has enough of them."""
     return min(size for size in NUM_RANKS if size >= PLACEMENTS[placement][0])
 
 
 def has_float64(placement: str) -> bool:
-    """DeepSpeed's stages have not."""
+    """Returns whether a placement supports float64: DeepSpeed's stages do not."""
     layouts = PLACEMENTS[placement][1](make_workload(load([])), Cluster.parse(f"1x{smallest(placement)}")).layouts
     return all(layout.zero < 2 for layout in layouts.values())
 
@@ -187,7 +187,7 @@ def cases(*, gradients: bool) -> list:
 
 
 def write_models(folder: Path) -> None:
-    """Actor (with tied embeddings), reward model and prompts."""
+    """Writes actor (with tied embeddings), reward model and prompts."""
     sizes = {"num_layers": 5, "num_heads": 8, "num_kv_heads": 4}
     write_model(folder / "actor", seed=1, eos_token_ids=EOS_IDS, tie_embeddings=True, **sizes)
     write_model(folder / "reward", head="scalar", seed=2, **sizes)
@@ -196,7 +196,7 @@ def write_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
-    """Checkpoints with enough heads and layers for the largest grids."""
+    """Returns checkpoints with enough heads and layers for the largest grids."""
     if world.rank == 0:
         write_models(shared_folder)
     world.barrier("the checkpoints")
@@ -225,7 +225,7 @@ def settings_of(folder: Path, config: str):
 
 @pytest.fixture(scope="module")
 def alone(folder, made_once):
-    """config -> metrics and weights of the run on one rank."""
+    """Returns, by config, metrics and weights of the run on one rank."""
 
     def make(config: str, path: Path) -> None:
         run = RunOf(settings_of(folder, config))
@@ -304,7 +304,7 @@ def test_the_world_still_works(world):
 
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
-    """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
+    """Runs one epoch in float64. Returns by model and parameter this rank's part of the first summed gradient."""
     settings = with_value(settings, "ppo.epochs", 1)
     monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(parity_gate.PARITY_TOLERANCE, "float64", 1e-4)
@@ -324,7 +324,7 @@ def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tupl
 
 @pytest.fixture(scope="module")
 def gradients_alone(folder, made_once):
-    """config -> model.parameter -> the first gradient on one rank."""
+    """Returns, by config and model.parameter, the first gradient on one rank."""
 
     def make(name: str, path: Path) -> None:
         settings = settings_of(folder, name.removesuffix(" gradients"))

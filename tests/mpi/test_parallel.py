@@ -99,7 +99,7 @@ def fits(team: Team, name: str) -> None:
 
 
 def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tuple[Transformer, Transformer]:
-    """Random everywhere, norms and biases too."""
+    """Makes a whole model, random everywhere, norms and biases too, and its shard."""
     config = make_config(name)
     whole = Transformer(config, head=head, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +114,8 @@ def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tu
 
 
 def make_batch(num: int = 5, seed: int = 7, stop: int = 29) -> tuple[Sequences, Tensor]:
-    """Odd lengths, one-token prompts, a row without response; the sampling supports hold each token and some others."""
+    """Makes a batch of odd lengths, one-token prompts, a row without response; the sampling supports hold each token
+    and some others."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, 1 + (i * 3 + seed) % 4).tolist() for i in range(num)]
     responses = [rng.integers(4, stop, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist() for i in range(num)]
@@ -127,7 +128,8 @@ def make_batch(num: int = 5, seed: int = 7, stop: int = 29) -> tuple[Sequences, 
 
 
 def through(team: Team, model: Transformer, batch: Sequences) -> tuple[Tensor | None, Tensor]:
-    """-> (this stage's input with its gradient to come, its output), handed on by plain messages."""
+    """Runs all stages, and hands tensors on by plain messages. Returns this stage's input with its gradient to come,
+    and its output."""
     hidden, shape = None, model.output_shape(len(batch.tokens_N))
     if team.parallel.previous is not None:
         hidden = torch.empty(shape, dtype=model.dtype)
@@ -152,7 +154,8 @@ def back(team: Team, hidden: Tensor | None, output: Tensor, loss: Tensor | None)
 
 
 def check_gradients(team: Team, whole: Transformer, mine: Transformer, close: dict = CLOSE) -> None:
-    """After a train engine's sums: partial gradients over tp, tied embeddings over the first and the last stage."""
+    """Compares gradients after a train engine's sums: partial gradients over tp, tied embeddings over the first and the
+    last stage."""
     shard = team.parallel.shard
     expected = dict(whole.named_parameters())
     names = [name for name, _ in mine.named_parameters()]
@@ -186,7 +189,7 @@ CASES = {
 
 
 def cut_vocabulary(monkeypatch, num_chunks: int) -> None:
-    """Logits of so many chunks, which few tokens would not need."""
+    """Cuts logits into so many chunks, which few tokens would not need."""
     if num_chunks > 1:
         for constant, value in {"CHUNK_BYTES": 0, "TILE": 1, "MOST_CHUNKS": num_chunks}.items():
             monkeypatch.setattr(token_logprobs, constant, value)
@@ -331,7 +334,7 @@ def test_draws_only_known_tokens(team, name, options):
 
 
 def drawn_alike(team, name: str, options: dict) -> Tensor:
-    """The responses, after a comparison of the shards with the whole model."""
+    """Returns the responses, after a comparison of the shards with the whole model."""
     whole, mine = whole_and_shard(team, name, "lm", torch.float32)
     rng = np.random.default_rng(3)
     prompts_BP = pad([rng.integers(0, VOCAB, 1 + 2 * i % 5).tolist() for i in range(6)])

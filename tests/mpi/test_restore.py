@@ -38,7 +38,7 @@ pytestmark = [
 
 
 def on(ranks: range, *, zero: int = 0, **options):
-    """Every call on some ranks only."""
+    """Returns every call on some ranks only."""
 
     def place(workload, cluster):
         calls = workload.workflow.placed_calls
@@ -107,7 +107,7 @@ class Runs:
 
 
 def stored_numbers(folder: Path) -> int:
-    """How many numbers the newest checkpoint holds."""
+    """Returns how many numbers the newest checkpoint holds."""
     checkpoint, found = newest(folder / "checkpoints"), 0
     for name in checkpoint.tensor_files:
         with (checkpoint.folder / name).open("rb") as file:
@@ -117,7 +117,7 @@ def stored_numbers(folder: Path) -> int:
 
 
 def weights_of(run: RunOf) -> dict[str, torch.Tensor]:
-    """Whole weights of actor and critic on the first rank that trains each."""
+    """Returns whole weights of actor and critic on the first rank that trains each."""
     found = {}
     for model in ("actor", "critic"):
         train = run.program.workload.workflow.train_call(model)

@@ -39,7 +39,7 @@ def settings(world, shared_folder):
 
 
 def streaming(settings, device: str, host_bytes: int) -> Program:
-    """One rank generates, the other one trains on what arrives."""
+    """Makes a placement in which one rank generates, and the other one trains on what arrives."""
     workload, cluster = make_workload(settings), Cluster.parse("1x2", device)
     workload = dataclasses.replace(workload, host_bytes=host_bytes)
     program = compile_program(workload, load_strategy("separation").place(workload, cluster), cluster)
@@ -48,7 +48,7 @@ def streaming(settings, device: str, host_bytes: int) -> Program:
 
 
 def bits(program: Program, settings, world, make_group) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Metrics of an iteration, and the weights of the actor after it."""
+    """Returns metrics of an iteration, and the weights of the actor after it."""
     run = RunOf(settings, with_groups(world, program, make_group), program)
     buffers = run.executor.transfers.buffers
     num_made = buffers.num_made
@@ -60,7 +60,7 @@ def bits(program: Program, settings, world, make_group) -> tuple[dict, dict[str,
 
 @pytest.fixture(scope="module")
 def expected(settings, world, make_group):
-    """Of the program for CPUs."""
+    """Returns what the program for CPUs computes."""
     program = streaming(settings, "cpu", FITS)
     assert {transfer.communicator for transfer in program.transfers} == {WORLD}
     return bits(program, settings, world, make_group)

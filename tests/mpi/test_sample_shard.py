@@ -31,7 +31,7 @@ WIDTHS = {37: "a few each", 1100: "blocks that are cut", 5003: "many blocks"}
 
 
 def slice_of(vocab_size: int, rank: int, size: int) -> range:
-    """Uneven, and not where blocks begin; the first slice is narrow."""
+    """Returns a slice of the vocabulary: uneven, and not where blocks begin; the first slice is narrow."""
     edges = [0, *(3 + (vocab_size - 3) * i // (size - 1) for i in range(size - 1)), vocab_size] if size > 1 else []
     return range(edges[rank], edges[rank + 1])
 

@@ -25,7 +25,7 @@ def load() -> PromptSet:
 
 
 def share(world, load) -> tuple[PromptSet, list[int]]:
-    """The prompts, and the ranks that have loaded them."""
+    """Returns the prompts, and the ranks that have loaded them."""
     loaded = []
 
     def noted() -> PromptSet:

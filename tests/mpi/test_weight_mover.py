@@ -53,7 +53,7 @@ def grid(ranks, dp, pp, tp):
 
 
 def whole_model(shape, dtype):
-    """Bits unlike any other, as far as the width allows; the same on every rank."""
+    """Makes a model whose bits are unlike any other, as far as the width allows; the same on every rank."""
     generator, model = torch.Generator().manual_seed(7), {}
     for name, size in local_shapes(shape, Holding(Shard())).items():
         model[name] = torch.randint(0, 2**15, size, generator=generator).to(WIDTHS[dtype]).view(dtype)
@@ -61,7 +61,7 @@ def whole_model(shape, dtype):
 
 
 def cut(shape, model, holding):
-    """The tensors of one holding, cut from the whole model; flat and padded under ZeRO 3."""
+    """Returns the tensors of one holding, cut from the whole model; flat and padded under ZeRO 3."""
     found = {}
     for weight in weights_of(shape):
         box = weight.box(holding.shard)
@@ -82,7 +82,7 @@ WAYS = ["sockets"] if BACKEND in os.environ else ["sockets", "shared memory"]  #
 
 @pytest.fixture(scope="module", params=WAYS, autouse=True)
 def arena(world, request):
-    """Every test runs both ways."""
+    """Runs every test both ways."""
     found = Arena.make(world, 64 * 2**20) if request.param == "shared memory" else None
     assert (found is None) == (request.param == "sockets")
     ARENAS[:] = [found]

@@ -26,7 +26,7 @@ DEADLINE_S = 0.8
 
 
 def second_world(world, deadline_s=DEADLINE_S):
-    """The same ranks with control messages of their own, which a test may leave in pieces."""
+    """Returns the same ranks with control messages of their own, which a test may leave in pieces."""
     return dataclasses.replace(world, control=Control(world.control.comm.Dup(), deadline_s=deadline_s))
 
 

@@ -83,7 +83,7 @@ exec "$@"
 
 
 def missing() -> str:
-    """Why no cluster can be made here; empty if one can."""
+    """Returns why no cluster can be made here; empty if one can."""
     hidden = [path for path in (REPOSITORY, Path(sys.prefix)) if path.resolve().is_relative_to("/tmp")]
     if hidden:
         return f"its nodes have a /tmp of their own and don't see {hidden[0]}: use a checkout outside /tmp"
@@ -209,7 +209,7 @@ class Cluster:
         self.daemons[node].wait()
 
     def kill_all(self, name: str) -> None:
-        """SIGKILL for every process in a namespace."""
+        """Sends SIGKILL to every process in a namespace."""
         while pids := self.pids(name):
             for pid in pids:
                 try:
@@ -219,21 +219,21 @@ class Cluster:
             time.sleep(0.05)
 
     def pids(self, node: str) -> list[int]:
-        """The processes of a node, but for zombies."""
+        """Returns the processes of a node, but for zombies."""
         found = [int(word) for word in _ip("netns", "pids", _space(node)).split()]
         return [pid for pid in found if Path(f"/proc/{pid}/cmdline").exists() and command_of(pid)]
 
     def ranks(self, node: str) -> list[int]:
-        """The processes of the program on a node."""
+        """Returns the processes of the program on a node."""
         return [pid for pid in self.pids(node) if command_of(pid)[1:4] in (["-m", "rlhf_spmd", "train"],)]
 
     def pmi_lines(self, node: str) -> list[str]:
-        """What MPI on a node has published through Slurm."""
+        """Returns what MPI on a node has published through Slurm."""
         log = (self.folder / f"slurmd-{node}.log").read_text(errors="replace", encoding="utf-8")
         return re.findall(r"got client request: (cmd=put .*)", log)
 
     def listeners(self, node: str) -> list[str]:
-        """`address process` of everything that listens on a node: addresses without ports, `*` for all."""
+        """Lists `address process` of everything that listens on a node: addresses without ports, `*` for all."""
         text = _run([*_inside(node), "ss", "--no-header", "-lntp"])
         found = []
         for line in text.splitlines():
@@ -242,23 +242,23 @@ class Cluster:
         return found
 
     def command(self, *words: str, check: bool = True, folder: Path | None = None, **environment: str) -> str:
-        """What a Slurm command prints."""
+        """Runs a Slurm command and returns what it prints."""
         everything = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **environment}
         return _run([*_inside("controller"), *words], check, everything, folder)
 
     def job(self, number: int | str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
+        """Returns the fields of `scontrol show job`."""
         text = self.command("scontrol", "show", "job", "-o", str(number))
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def wait_for(self, number: int, *states: str, limit_s: float) -> dict[str, str]:
-        """The job's fields once it is in one of these states."""
+        """Waits until the job is in one of these states, and returns its fields."""
         wait_until(lambda: self.job(number)["JobState"] in states, limit_s, f"job {number} is {' or '.join(states)}")
         return self.job(number)
 
 
 def command_of(pid: int) -> list[str]:
-    """The words that a process was started with; none if it is a zombie, or gone."""
+    """Returns the words that a process was started with; none if it is a zombie, or gone."""
     try:
         return [word.decode() for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
     except OSError:

@@ -15,7 +15,7 @@ from tests.slurm.site import NUM_ITERATIONS, OPTIONS, TWO_NODES, Site, numbers
 
 @pytest.fixture(scope="session")
 def site():
-    """A cluster of two nodes."""
+    """Yields a cluster of two nodes."""
     if why := missing():
         pytest.exit(f"no Slurm can be started here: {why}", returncode=2)
     os.environ.pop("TRITON_INTERPRET", None)  # of the other tests; no user has it
@@ -28,7 +28,7 @@ def site():
 
 @pytest.fixture(scope="session")
 def undisturbed(site):
-    """The numbers of a run under srun on two nodes, and what listened on each of them meanwhile."""
+    """Returns the numbers of a run under srun on two nodes, and what listened on each of them meanwhile."""
     job = site.submit("train.sbatch", *OPTIONS, options=TWO_NODES)
     site.after(job, 1)
     listeners = {node: site.cluster.listeners(node) for node in site.cluster.names}

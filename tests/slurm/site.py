@@ -53,22 +53,22 @@ class Site:
         self.cluster.command("scontrol", "update", f"JobId={job}", f"StartTime=now+{SETTLE_S}", check=False)
 
     def log(self, job: int) -> str:
-        """What a job has printed so far."""
+        """Returns what a job has printed so far."""
         path = self.folder / f"{job}.log"
         return path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
 
     def metrics(self, run: str) -> list[dict]:
-        """The rows of metrics.jsonl, as far as they are written."""
+        """Returns the rows of metrics.jsonl, as far as they are written."""
         path = self.runs / run / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def checkpoints(self, run: str) -> list[str]:
-        """The whole checkpoints of a run, the newest last."""
+        """Returns the whole checkpoints of a run, the newest last."""
         return sorted(path.parent.name for path in (self.runs / run).glob("checkpoints/iteration-*/manifest.json"))
 
     def ranks(self) -> list[int]:
-        """The processes of the program on all nodes."""
+        """Returns the processes of the program on all nodes."""
         return [pid for node in self.cluster.names for pid in self.cluster.ranks(node)]
 
     def after(self, job: int, num_rows: int) -> None:
@@ -83,5 +83,5 @@ class Site:
 
 
 def numbers(rows: list[dict]) -> list[dict]:
-    """The metrics without times, which must depend neither on the launcher nor on interruptions."""
+    """Returns the metrics without times, which must depend neither on the launcher nor on interruptions."""
     return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]

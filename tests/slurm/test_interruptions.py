@@ -15,7 +15,7 @@ DEAD_RANK_S = 30.0  # from its end to that of the job
 
 
 def start(site, *words, **environment):
-    """A run on two nodes, some iterations old."""
+    """Returns a run on two nodes, some iterations old."""
     job = site.submit("train.sbatch", *OPTIONS, *words, options=TWO_NODES, **environment)
     site.after(job, 2)
     return job

@@ -41,14 +41,14 @@ def chain(site):
 
 
 def models(site, name) -> dict[str, bytes]:
-    """What the stages have written."""
+    """Returns what the stages have written."""
     runs = {stage: site.runs / f"{name}-{stage}" / role for stage, role in STAGES.items()}
     return {stage: (folder / "model.safetensors").read_bytes() for stage, folder in runs.items()}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(site, chain):
-    """The models of a chain that nothing disturbs."""
+    """Returns the models of a chain that nothing disturbs."""
     jobs, _ = chain("alone")
     assert list(jobs) == list(STAGES)
     for job in jobs.values():
@@ -59,7 +59,7 @@ def undisturbed(site, chain):
 
 
 def preempt(site) -> None:
-    """A job of more urgency takes all nodes and ends at once."""
+    """Submits a job of more urgency that takes all nodes and ends at once."""
     about = ("--partition=urgent", "--output=/dev/null", *NODES)
     job = site.cluster.command("sbatch", "--parsable", *about, "--wrap=true", folder=site.folder).strip()
     site.cluster.wait_for(job, "COMPLETED", limit_s=LIMIT_S)

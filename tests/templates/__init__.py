@@ -19,7 +19,7 @@ STARTED = "2026-02-03T23:59:58+02:00"
 
 
 def write_bytes_tokenizer(folder: Path, *texts: str) -> Path:
-    """A tokenizer whose tokens are bytes and, with texts, what is frequent in them."""
+    """Writes a tokenizer whose tokens are bytes and, with texts, what is frequent in them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -43,7 +43,7 @@ def renderer(folder: Path, name: str, tools: list[dict[str, Any]] | None = None)
 
 
 def joins_of(folder: Path, name: str, tools: list[dict[str, Any]] | None = None) -> tuple[TurnJoins, Tokenizer]:
-    """What joins turns by one of these templates."""
+    """Returns what joins turns by one of these templates."""
     tokenizer = load_tokenizer(folder)
     stop = tokenizer.vocabulary()[ENDS[name]]
     encode = lambda text: tokenizer.encode(text, special=False)  # noqa: E731

@@ -47,7 +47,7 @@ class Sizes:
 
 
 def commands(runs: Path, ranks: int, sizes: Sizes) -> dict[str, list[str]]:
-    """The words of each command, by stage."""
+    """Returns the words of each command, by stage."""
     mpirun = ["mpirun", "-n", str(ranks), "python", "-m", "rlhf_spmd"]
     train = [*mpirun, "train", "--runs", str(runs), "--name"]
     data = Path(embedded.path_of("prompts.jsonl")).parent.relative_to(stages.REPOSITORY)
@@ -91,7 +91,7 @@ def held_out() -> Path:
 
 
 def measured(runs: Path) -> list[dict]:
-    """A row for each measure of each stage: before and after it, on held-out data."""
+    """Returns a row for each measure of each stage: before and after it, on held-out data."""
     found = []
     for stage, run, names in (
         ("SFT", "sft", {"loss": "nats per token"}),

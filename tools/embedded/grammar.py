@@ -233,7 +233,7 @@ def _pick(rng: random.Random, shares: dict):
 
 
 def _person(rng: random.Random) -> tuple[str, str]:
-    """A subject and its key in PRONOUNS."""
+    """Returns a subject and its key in PRONOUNS."""
     draw = rng.random()
     if draw < 0.35:
         return rng.choice(WOMEN), "woman"
@@ -255,7 +255,7 @@ class Opening:
 
 
 def opening(rng: random.Random) -> Opening:
-    """Draw an opening."""
+    """Draws an opening."""
     who, key = _person(rng)
     kind = rng.choice(KINDS)
     item, place = rng.choice(kind.items), rng.choice(kind.places)
@@ -315,14 +315,14 @@ class _Writer:
 
 
 def continuation(rng: random.Random, start: Opening) -> str:
-    """Draw a continuation; it begins with a space, so that opening + continuation is the text."""
+    """Draws a continuation; it begins with a space, so that opening + continuation is the text."""
     writer = _Writer(rng, start)
     sentences = [getattr(writer, part)() for part in _pick(rng, SHAPES)]
     return "".join(f" {sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 
 def scene(rng: random.Random) -> tuple[str, str]:
-    """Draw (opening, continuation)."""
+    """Draws (opening, continuation)."""
     start = opening(rng)
     return start.text, continuation(rng, start)
 
@@ -331,7 +331,7 @@ def scene(rng: random.Random) -> tuple[str, str]:
 
 
 def valences() -> dict[str, int]:
-    """Every phrase that expresses a feeling, as `score` searches for it, with its valence."""
+    """Returns every phrase that expresses a feeling, as `score` searches for it, with its valence."""
     valences: dict[str, int] = {}
     for table in (*ADJECTIVES.values(), FEELINGS, EVENTS):
         for valence, phrases in table.items():
@@ -346,7 +346,7 @@ PATTERN = re.compile(r"\b(?:" + "|".join(sorted(VALENCES, key=len, reverse=True)
 
 
 def score(text: str) -> float:
-    """The valence of a text, about -1.6 ... +1.6.
+    """Returns the valence of a text, about -1.6 ... +1.6.
 
     The sum of the valences of its distinct phrases, divided by their number plus one (so three pleasant phrases count
     more than one, but length alone gains little), less 1/2 for each repetition of a phrase.
@@ -357,7 +357,8 @@ def score(text: str) -> float:
 
 
 def valence(prompts: list[str], responses: list[str]) -> list[float]:
-    """`score` of each response, as a reward function: eval.reward_function=tools/embedded/grammar.py:valence."""
+    """Scores each response with `score`, as a reward function:
+    eval.reward_function=tools/embedded/grammar.py:valence."""
     return [score(response) for response in responses]
 
 
@@ -366,7 +367,8 @@ def _one_of(phrases) -> str:
 
 
 def _whole() -> re.Pattern:
-    """What a continuation looks like: one or two sentences, whatever their nouns have to do with one another."""
+    """Returns what a continuation looks like: one or two sentences, whatever their nouns have to do with one
+    another."""
     nouns = _one_of([item.split()[-1] for kind in KINDS for item in kind.items] + [
         noun for kind in KINDS for noun, _ in kind.things
     ])  # fmt: skip
@@ -383,5 +385,5 @@ WHOLE = _whole()
 
 
 def is_whole(text: str) -> bool:
-    """Whether a continuation consists of sentences of the grammar."""
+    """Returns whether a continuation consists of sentences of the grammar."""
     return WHOLE.fullmatch(text) is not None

@@ -59,21 +59,21 @@ class Recipe:
 
 
 def add(a: int, b: int, *, carries: bool = True) -> int:
-    """a + b, or the same without carries: each digit is the last digit of the sum of the digits above it."""
+    """Returns a + b, or the same without carries: each digit is the last digit of the sum of the digits above it."""
     if carries:
         return a + b
     return sum((a // unit % 10 + b // unit % 10) % 10 * unit for unit in (1, 10))
 
 
 def problems() -> list[tuple[int, int]]:
-    """All problems in random order."""
+    """Returns all problems in random order."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(SEEDS["problems"]).shuffle(pairs)
     return pairs
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token per character: tokenizer.json and tokenizer_config.json."""
+    """Writes tokenizer.json and tokenizer_config.json, with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocabulary = {token: index for index, token in enumerate((PAD, BOS, EOS, *CHARACTERS))}
@@ -102,7 +102,7 @@ def write_problems(path: Path, some: list[tuple[int, int]], answer_of, column: s
 
 
 def new_actor(folder: Path, recipe: Recipe) -> Transformer:
-    """A model with random weights, with its tokenizer, in a folder."""
+    """Makes a model with random weights, with its tokenizer, in a folder."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=3 + len(CHARACTERS),
@@ -135,7 +135,7 @@ def train(model: Path, data: Path, run_folder: Path, recipe: Recipe, ranks: int)
 
 
 def accuracy(actor: Path, held_out: Path, *, samples: int, temperature: float) -> dict[str, float]:
-    """mean@n and pass@k of an actor on problems."""
+    """Measures mean@n and pass@k of an actor on problems."""
     tokenizer, rows = (
         load_tokenizer(str(actor)),
         [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()],

@@ -106,14 +106,14 @@ def train_tokenizer(folder: Path, recipe: Recipe) -> None:
 
 
 def next_token_loss(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, without padding."""
+    """Returns the mean cross-entropy in nats per token, without padding."""
     logits_BTV = model.logits(model(tokens_BT[:, :-1]))
     return cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten(), ignore_index=-1)
 
 
 @torch.no_grad()
 def held_out_loss(folder: Path, tokenizer, num: int = 512) -> float:
-    """Nats per token of a model on fresh scenes."""
+    """Measures the nats per token of a model on fresh scenes."""
     rng = random.Random(SEEDS["held_out"])
     tokens_BT = pad_rows([encode(tokenizer, *grammar.scene(rng)) for _ in range(num)])
     return next_token_loss(load_model(str(folder), head="lm"), tokens_BT).item()
@@ -130,7 +130,7 @@ def round_weights(model: Transformer) -> None:
 
 
 def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
-    """A freshly initialised model of the recipe's shape."""
+    """Returns a freshly initialised model of the recipe's shape."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.vocab_size,
@@ -163,7 +163,10 @@ def shipped(trained_folder: Path, head: str, folder: Path, tokenizer) -> None:
 
 
 def scenes(seed: int, num: int, damage: int = 0) -> Iterator[dict]:
-    """Rows of a text each. damage: how often each is damaged."""
+    """Yields rows of a text each.
+
+    damage: how often each is damaged.
+    """
     rng = random.Random(seed)
     for _ in range(num):
         text = "".join(grammar.scene(rng))
@@ -236,7 +239,7 @@ def centre_reward(out: Path, tokenizer, recipe: Recipe) -> dict:
 
 @torch.no_grad()
 def measures(out: Path, tokenizer, recipe: Recipe) -> dict:
-    """Of the actor and the reward model in a folder."""
+    """Measures the actor and the reward model in a folder."""
     actor, reward = load_model(str(out / "actor"), head="lm"), load_model(str(out / "reward"), head="scalar")
     prompts = prompts_of(out / "prompts.jsonl")
     samples = continuations(actor, tokenizer, prompts, SEEDS["centre"], max_new_tokens=recipe.max_new_tokens)
@@ -256,7 +259,7 @@ def prompts_of(path: Path) -> list[str]:
 
 
 def write_prompts(out: Path, recipe: Recipe) -> None:
-    """prompts.jsonl: distinct openings in random order."""
+    """Writes prompts.jsonl: distinct openings in random order."""
     rng = random.Random(SEEDS["prompts"])
     prompts = sorted({grammar.opening(rng).text for _ in range(recipe.num_prompts)})
     rng.shuffle(prompts)
@@ -264,7 +267,7 @@ def write_prompts(out: Path, recipe: Recipe) -> None:
 
 
 def write_held_out_prompts(out: Path, recipe: Recipe) -> list[str]:
-    """held_out.jsonl: openings that are not among the prompts."""
+    """Writes held_out.jsonl: openings that are not among the prompts."""
     rng, known, found = random.Random(SEEDS["held_out_prompts"]), set(prompts_of(out / "prompts.jsonl")), []
     while len(found) < recipe.num_held_out:
         if (text := grammar.opening(rng).text) not in known:
@@ -275,7 +278,8 @@ def write_held_out_prompts(out: Path, recipe: Recipe) -> list[str]:
 
 
 def write_answers(out: Path, tokenizer, recipe: Recipe) -> None:
-    """answers.jsonl and answers_held_out.jsonl: scenes as prompt and completion, each with an opening of its own."""
+    """Writes answers.jsonl and answers_held_out.jsonl: scenes as prompt and completion, each with an opening of its
+    own."""
     rng, rows = random.Random(SEEDS["answers"]), {}
     while len(rows) < recipe.num_answers + recipe.num_held_out:
         start, text = grammar.scene(rng)
@@ -288,7 +292,7 @@ def write_answers(out: Path, tokenizer, recipe: Recipe) -> None:
 
 
 def write_pairs(out: Path, tokenizer, held_out: list[str], recipe: Recipe) -> None:
-    """pairs.jsonl and pairs_held_out.jsonl: two of the actor's responses to a prompt, ranked."""
+    """Writes pairs.jsonl and pairs_held_out.jsonl: two of the actor's responses to a prompt, ranked."""
     actor = load_model(str(out / "actor"), head="lm")
     for name, prompts, num in (
         ("pairs", prompts_of(out / "prompts.jsonl"), recipe.num_pairs),
@@ -304,8 +308,10 @@ def write_pairs(out: Path, tokenizer, held_out: list[str], recipe: Recipe) -> No
 
 
 def make(out: Path, recipe: Recipe, *, ranks: int, keep: bool = False) -> dict:
-    """Makes everything in `out`; returns the contents of made.json. keep: all but tokenizer, actor, reward model and
-    prompts, which are there."""
+    """Makes everything in `out`; returns the contents of made.json.
+
+    keep: keeps tokenizer, actor, reward model and prompts, which are there.
+    """
     started = time.monotonic()
     made = json.loads((out / "made.json").read_text(encoding="utf-8")) if keep else {}
     if not keep:

@@ -79,7 +79,8 @@ class Recipe:
 
 
 def words(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """All words of three letters, a vowel in the middle, in random order: those of training, and the held-out ones."""
+    """Returns all words of three letters, a vowel in the middle, in random order: those of training, and the held-out
+    ones."""
     consonants = [letter for letter in "bcdfghjklmnpqrstvwxz"]
     every = [a + b + c for a in consonants for b in "aeiou" for c in consonants]
     random.Random(SEEDS["rows"]).shuffle(every)
@@ -88,7 +89,7 @@ def words(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def row(draw: random.Random, known: Sequence[str]) -> dict:
-    """A question with its table and answer."""
+    """Returns a question with its table and answer."""
     names = draw.sample(known, NUM_WORDS)
     table = {name: draw.randrange(10, 100) for name in names}
     first, second = names[:2]
@@ -99,13 +100,13 @@ def row(draw: random.Random, known: Sequence[str]) -> dict:
 
 
 def call(name: str, **arguments: str) -> dict:
-    """A turn of the assistant that calls a tool."""
+    """Returns a turn of the assistant that calls a tool."""
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def conversation(draw: random.Random, of: dict, way: str) -> list[dict]:
-    """A question with what an assistant does about it, in one of the ways."""
+    """Returns a question with what an assistant does about it, in one of the ways."""
     question = of["prompt"][0]["content"]
     first, sign, second = question[:3], question[3], question[4:]
     a, b = str(of["table"][first]), str(of["table"][second])
@@ -133,7 +134,8 @@ def _says(text: str) -> dict:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token for a mark, a name or a piece of JSON, else for a character: tokenizer.json, tokenizer_config.json."""
+    """Writes tokenizer.json and tokenizer_config.json, with one token for a mark, a name or a piece of JSON, else for a
+    character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate((*MARKS, *WORDS, *CHARACTERS))}
@@ -157,7 +159,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def new_actor(folder: Path, recipe: Recipe) -> Transformer:
-    """A model with random weights, with its tokenizer, in a folder."""
+    """Makes a model with random weights, with its tokenizer, in a folder."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=len(MARKS) + len(WORDS) + len(CHARACTERS),
@@ -186,8 +188,10 @@ def train(model: Path, data: Path, run_folder: Path, recipe: Recipe, ranks: int)
 
 @torch.no_grad()
 def episodes(actor: Path, rows: Sequence[dict], *, samples: int, temperature: float, tools: bool = True) -> list[float]:
-    """Whether each episode of an actor is right: turn by turn, with the whole conversation read anew in each. tools:
-    whether calls are answered; without answers an episode ends."""
+    """Returns whether each episode of an actor is right: turn by turn, with the whole conversation read anew in each.
+
+    tools: whether calls are answered; without answers an episode ends.
+    """
     tokenizer, model = load_tokenizer(str(actor)), load_model(str(actor), head="lm", dtype=torch.float32)
     every = [one for one in rows for _ in range(samples)]
     texts = [f"<|user|>{one['prompt'][0]['content']}{END}<|assistant|>" for one in every]
@@ -210,7 +214,7 @@ def episodes(actor: Path, rows: Sequence[dict], *, samples: int, temperature: fl
 
 
 def answered(of: dict, said: str) -> str:
-    """What follows a turn with a call; empty: there is none."""
+    """Returns what follows a turn with a call; empty: there is none."""
     begin, mark, text = said.removesuffix(END).partition("<tool_call>")
     if begin or not mark:
         return ""

@@ -12,12 +12,13 @@ Candidate = tuple[str, float]  # a continuation and its quality
 
 
 def quality(text: str, ended: bool) -> float:
-    """What the annotator looks at."""
+    """Returns what the annotator looks at."""
     return grammar.score(text) - CUT * (not ended)
 
 
 def ranked(rng: random.Random, prompt: str, a: Candidate, b: Candidate, annotator: float = ANNOTATOR) -> dict | None:
-    """A row for `reward_model` and `dpo`; None for two that are equally good, which the annotator leaves out."""
+    """Returns a row for `reward_model` and `dpo`; None for two that are equally good, which the annotator leaves
+    out."""
     if a[1] == b[1] or not a[0].strip() or not b[0].strip():
         return None
     chance = 1 / (1 + math.exp(-annotator * (a[1] - b[1])))
@@ -26,8 +27,8 @@ def ranked(rng: random.Random, prompt: str, a: Candidate, b: Candidate, annotato
 
 
 def pairs_of_samples(rows: Sequence[dict], seed: int) -> list[dict]:
-    """Pairs of the samples in a file of `generate`: the first with the second of a prompt, the third with the fourth,
-    and so on."""
+    """Returns pairs of the samples in a file of `generate`: the first with the second of a prompt, the third with the
+    fourth, and so on."""
     rng, found, waiting = random.Random(seed), [], {}
     for row in rows:
         one = row["response"], quality(row["response"], row["finish"] == "eos")
@@ -40,7 +41,8 @@ def pairs_of_samples(rows: Sequence[dict], seed: int) -> list[dict]:
 
 
 def damaged(rng: random.Random, text: str) -> str:
-    """A worse text: words shuffled, one of them dropped or repeated, a sentence repeated, or the end cut off."""
+    """Returns a worse text: words shuffled, one of them dropped or repeated, a sentence repeated, or the end cut
+    off."""
     words = text.split()
     at = rng.randrange(len(words))
     way = rng.randrange(5)
@@ -61,8 +63,11 @@ def damaged(rng: random.Random, text: str) -> str:
 def mixed_pairs(
     rng: random.Random, starts: Sequence[grammar.Opening], samples: Sequence[Sequence[tuple[str, bool]]], num: int
 ) -> Iterator[dict]:
-    """Pairs for a reward model that also judges whether a text is whole and stays on its subject: a continuation is a
-    model's own (35%), the grammar's (35%), damaged (18%) or of another opening (12%). samples: two of each opening."""
+    """Yields pairs for a reward model that also judges whether a text is whole and stays on its subject: a continuation
+    is a model's own (35%), the grammar's (35%), damaged (18%) or of another opening (12%).
+
+    samples: two of each opening.
+    """
 
     def candidate(at: int, which: int) -> Candidate:
         way = rng.random()
@@ -84,7 +89,7 @@ def _drawn(rng: random.Random, starts: Sequence[grammar.Opening], candidate: Cal
 
 
 def _distinct(num: int, draw: Callable[[], dict | None]) -> Iterator[dict]:
-    """So many rows that are not None."""
+    """Draws so many rows that are not None."""
     while num:
         if row := draw():
             num -= 1

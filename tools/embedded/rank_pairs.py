@@ -17,7 +17,7 @@ HELD_OUT = 8  # every so many prompts
 
 
 def split(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """The pairs to train on, and those of every eighth prompt."""
+    """Returns the pairs to train on, and those of every eighth prompt."""
     place = {prompt: number for number, prompt in enumerate(dict.fromkeys(row["prompt"] for row in rows))}
     parts: tuple[list[dict], list[dict]] = ([], [])
     for row in rows:

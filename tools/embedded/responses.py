@@ -16,7 +16,7 @@ from tools.embedded.scoring import pad_rows
 def continuations(
     model: Transformer, tokenizer, starts: Sequence[str], seed: int, *, max_new_tokens: int
 ) -> list[tuple[str, bool]]:
-    """The model's continuation of each opening at temperature 1, and whether it ended."""
+    """Returns the model's continuation of each opening at temperature 1, and whether it ended."""
     index_B = torch.arange(len(starts))
     bits_BG = random_bits(seed, random_streams.OFFLINE, 0, index_B, torch.zeros_like(index_B), max_new_tokens)
     prompts_BP = pad_rows([tokenizer.encode(start) for start in starts])

@@ -12,23 +12,23 @@ from tools.embedded import grammar
 
 
 def encode(tokenizer, start: str, end: str) -> list[int]:
-    """Token ids of opening + continuation, with the begin and end tokens."""
+    """Returns token ids of opening + continuation, with the begin and end tokens."""
     return tokenizer.encode(start + end) + [tokenizer.eos_token_id]
 
 
 def pad_rows(rows: list[list[int]]) -> Tensor:
-    """Rows of unequal length as [B, T], padded on the right with -1."""
+    """Returns rows of unequal length as [B, T], padded on the right with -1."""
     width = max(map(len, rows))
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
 
 
 def at_last(x_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """The values at each row's last real token, [B, ...]."""
+    """Returns the values at each row's last real token, [B, ...]."""
     return x_BT[torch.arange(len(tokens_BT)), (tokens_BT >= 0).sum(1) - 1]
 
 
 def score_rows(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """The reward model's score of each row, [B]."""
+    """Returns the reward model's score of each row, [B]."""
     return at_last(model.scalar(model(tokens_BT)), tokens_BT)
 
 
@@ -49,7 +49,8 @@ def standardise(model: Transformer, tokens_BT: Tensor) -> None:
 
 
 def accuracy(model: Transformer, tokenizer, rng: random.Random, num_pairs: int = 1000, margin: float = 0.1) -> float:
-    """The share of fresh pairs, with scores more than `margin` apart, that the reward model ranks like the grammar."""
+    """Returns the share of fresh pairs, with scores more than `margin` apart, that the reward model ranks like the
+    grammar."""
     better, worse = [], []
     while len(better) < num_pairs:
         start = grammar.opening(rng)

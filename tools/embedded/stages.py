@@ -37,13 +37,14 @@ def trained(algorithm: str, model: Path, data: Path, run_folder: Path, *words: s
 
 
 def adamw(role: str, lr: float, warmup: int) -> list[str]:
-    """The optimizer of models that start from nothing: words of a run."""
+    """Returns the arguments for the optimizer of models that start from nothing."""
     words = [f"optimizer.{role}_lr={lr}", f"optimizer.warmup_steps={warmup}", "optimizer.schedule=cosine"]
     return [*words, "optimizer.beta2=0.98", "optimizer.eps=1e-8", "optimizer.weight_decay=0.01"]
 
 
 def sizes(steps: int, batch: int, ranks: int) -> list[str]:
-    """Ten steps an iteration, as far as there are so many: words of a run, which reads `steps` times `batch` rows."""
+    """Returns the arguments for ten steps an iteration, as far as there are so many, of a run that reads `steps` times
+    `batch` rows."""
     per_iteration = next(number for number in range(min(10, steps), 0, -1) if steps % number == 0)
     words = [f"iterations={steps // per_iteration}", f"rollout_batch={batch * per_iteration}", f"mini_batch={batch}"]
     return [*words, f"micro_batch={max(1, batch // ranks)}"]
@@ -54,7 +55,7 @@ def metrics(run_folder: Path) -> list[dict]:
 
 
 def tail(run_folder: Path, name: str) -> float:
-    """The mean of a metric over the last twentieth of the iterations."""
+    """Returns the mean of a metric over the last twentieth of the iterations."""
     values = [row[name] for row in metrics(run_folder)]
     last = values[-max(1, len(values) // 20) :]
     return sum(last) / len(last)

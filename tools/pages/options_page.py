@@ -121,7 +121,7 @@ SHOWN_PRESETS = ("tiny", "arithmetic", "model", "smollm2", "llama-7b")
 
 
 def page() -> str:
-    """The page as it has to be."""
+    """Returns the page as it has to be."""
     config = configs.Config(preset="")
     parts = [HEAD, RUN, *_tables(config, besides=("preset", config.algorithm.name)), ALGORITHMS]
     for name in algorithm_names():
@@ -140,8 +140,8 @@ def page() -> str:
 
 
 def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
-    """The names of options of another program, for docs/coming_from_PROGRAM.md: columns, and a row for what means the
-    same."""
+    """Returns the names of options of another program, for docs/coming_from_PROGRAM.md: columns, and a row for what
+    means the same."""
 
     def listed(key: str) -> Callable[[Mapping], str]:
         return lambda row: ", ".join(f"`{one}`" for one in row[key])
@@ -154,7 +154,11 @@ def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
 
 
 def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> list[str]:
-    """A table of the plain options, then one for each group. verb: added to their titles. besides: what is left out."""
+    """Returns a table of the plain options, then one for each group.
+
+    verb: added to their titles.
+    besides: what is left out.
+    """
     rows: dict[str, dict[str, list[str]]] = {"": {}}
     for key, one in options_of(tree).items():
         group = key.partition(".")[0]
@@ -165,7 +169,7 @@ def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> li
 
 
 def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
-    """The models of an algorithm, and its options."""
+    """Returns the models of an algorithm, and its options."""
     config = configs.Config(preset="", algorithm=algorithm)
     rates = config.optimizer.lr
     rows = []
@@ -183,14 +187,14 @@ def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
 
 
 def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
-    """Name, type, default and meaning of each option of a strategy."""
+    """Returns name, type, default and meaning of each option of a strategy."""
     strategy = load_strategy(name)
     meanings = _meanings(name) | (comments_of(strategy.further) if strategy.further else {})
     return [(one.name, one.annotation, one.default, meanings[one.name]) for one in strategy.parameters.values()]
 
 
 def _meanings(name: str) -> dict[str, str]:
-    """What the docstring of a strategy's place() says of each option."""
+    """Returns what the docstring of a strategy's place() says of each option."""
     strategy = load_strategy(name)
     text = " ".join(inspect.getdoc(strategy.place).split())
     options = "|".join(strategy.parameters)
@@ -199,7 +203,7 @@ def _meanings(name: str) -> dict[str, str]:
 
 
 def _table_of_presets() -> str:
-    """The options that presets set."""
+    """Returns the options that presets set."""
     values = {name: _values(presets.load(name, algorithm="ppo")) for name in SHOWN_PRESETS}
     defaults = _values(configs.Config(preset=""))
     keys = [key for key in defaults if any(values[name][key] != defaults[key] for name in values) and key != "preset"]
@@ -211,7 +215,7 @@ def _table_of_presets() -> str:
 
 
 def _values(config: configs.Config) -> dict[str, Any]:
-    """The value of each option by its dotted key."""
+    """Returns the value of each option by its dotted key."""
     return {key: one.value for key, one in options_of(config).items()}
 
 
@@ -226,14 +230,14 @@ def _cells(name: str, annotation: Any, default: Any, meaning: str) -> list[str]:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Returns a value as it is written on the command line."""
     if str(REPOSITORY) in (text := text_of(value)):
         return "embedded"  # a file of the package
     return f"`{text}`" if text else "-"
 
 
 def type_text(annotation: Any) -> str:
-    """A type in words: `whole number, at least 1`."""
+    """Returns a type in words: `whole number, at least 1`."""
     if get_origin(annotation) is Annotated:
         inner, *extras = get_args(annotation)
         bounds = [one for extra in extras for one in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
@@ -253,7 +257,7 @@ def type_text(annotation: Any) -> str:
 
 
 def _tuple_text(parts: tuple[Any, ...]) -> str:
-    """Values with commas: any number of one type (`texts`), or a fixed number (`2 numbers, each above 0`)."""
+    """Returns values with commas: any number of one type (`texts`), or a fixed number (`2 numbers, each above 0`)."""
     is_open = parts[-1] is Ellipsis
     inner, _, bounds = type_text(parts[0]).partition(", ")
     assert is_open or len(set(parts)) == 1, f"there are no words for {parts}"

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
 
 def render(text: str) -> str:
-    """The text of a page with its tables written from the code."""
+    """Returns the text of a page with its tables written from the code."""
 
     def table(name: str) -> str:
         return "\n".join(markdown(*TABLES[name]()))

@@ -11,7 +11,7 @@ COLUMNS: Columns = {"room": lambda row: row["room"], "file": lambda row: row["fi
 
 
 def rooms() -> tuple[Columns, list[dict]]:
-    """A row for each room, then one for each of its files."""
+    """Returns a row for each room, then one for each of its files."""
     rows = []
     for folder in FOLDERS:
         packages = sorted((REPOSITORY / folder).rglob("__init__.py"))

@@ -82,7 +82,7 @@ class Notes:
         self.found: dict[str, list[tuple[str, str, str]]] = {}
 
     def note(self, frame: FrameType, event: str, argument: object) -> None:
-        """For sys.setprofile."""
+        """Notes a call, for sys.setprofile."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(OWN):
             return
@@ -101,7 +101,7 @@ class Notes:
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, str, str]]:
-    """The frames of our own code from `main` on."""
+    """Returns the frames of our own code from `main` on."""
     found = []
     while frame is not None:
         code = frame.f_code
@@ -118,7 +118,7 @@ def _about(file: str) -> str:
 
 
 def to_read_more(ways: dict[str, list[list[str]]]) -> set[str]:
-    """Files on the way to the model that a reader is not told to read."""
+    """Returns the files on the way to the model that a reader is not told to read."""
     on_the_way = {file for heading in TO_THE_MODEL for _, file, _ in ways[heading] if file.startswith(ROOMS)}
     return on_the_way - set(TO_READ)
 
@@ -138,7 +138,7 @@ def stacks() -> dict[str, list[list[str]]]:
 
 
 def page(ways: dict[str, list[list[str]]]) -> str:
-    """The page of these ways."""
+    """Returns the page of these ways."""
     longest = next(iter(ways.values()))
     fork = [name for name, _, _ in longest].index(FORK)
     read = ["| file | what |", "|---|---|", *(f"| `{file}` | {_about(file)} |" for file in TO_READ)]

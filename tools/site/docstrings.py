@@ -17,7 +17,7 @@ class Fields(Extension):
 
 
 def with_fields(text: str) -> str:
-    """The text with its fields as items, each with the lines that continue it."""
+    """Returns the text with its fields as items, each with the lines that continue it."""
     out, is_item = [], False
     for line in text.split("\n"):
         field = FIELD.match(line)

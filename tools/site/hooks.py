@@ -56,7 +56,7 @@ def on_post_template(output_content: str, template_name: str, config) -> str:
 
 
 def _targets(path: str, text: str) -> set[str]:
-    """The files of the repository that a page links to."""
+    """Returns the files of the repository that a page links to."""
     found = set()
     for link in LINK.findall(text):
         target = Path(os.path.normpath(ROOT / Path(path).parent / unquote(link)))
@@ -74,7 +74,7 @@ def _python() -> str:
 
 
 def _command_line() -> str:
-    """The help of each subcommand."""
+    """Returns the help of each subcommand."""
     main = _help()
     verbs = re.findall(r"^    ([a-z][a-z-]+)(?: |$)", main.partition("SUBCOMMAND\n")[2].partition("\n\n")[0], re.M)
     parts = ["# Command line\n\nWhat `python -m rlhf_spmd SUBCOMMAND --help` prints.\n", f"\n```text\n{main}```\n"]
@@ -83,7 +83,7 @@ def _command_line() -> str:
 
 
 def _metrics() -> str:
-    """The metrics of each algorithm, by the names that metrics.jsonl has."""
+    """Returns the metrics of each algorithm, by the names that metrics.jsonl has."""
     return _run("-m", "tools.site.metrics")
 
 

@@ -18,7 +18,7 @@ ENTRY = re.compile(r'^    "(\w+)": Metric\(.*?(?:  # (.*))?$')
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """Returns the page in Markdown."""
     folder = REPOSITORY / "rlhf_spmd" / "algorithms"
     meanings = {path.stem: meanings_in(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))}
     everywhere = {name: text for found in meanings.values() for name, text in found.items() if text}
@@ -38,14 +38,14 @@ def page() -> str:
 
 
 def normal(metric: Metric) -> str:
-    """The range in which a metric causes no warning, as text; empty: it never does."""
+    """Returns the range in which a metric causes no warning, as text; empty: it never does."""
     if metric.limits is None:
         return ""
     return f"{metric.limits[0]:g} to {metric.limits[1]:g}"
 
 
 def meanings_in(source: str) -> dict[str, str]:
-    """The comment at each metric of a module: at the end of its line, or on the lines above it."""
+    """Returns the comment at each metric of a module: at the end of its line, or on the lines above it."""
     found, above = {}, []
     for line in source.split("\n"):
         entry = ENTRY.match(line)

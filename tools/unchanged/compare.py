@@ -21,12 +21,13 @@ Golden = Mapping[str, str] | Sequence[str]  # of a run: names and texts; of a pr
 
 
 def renamed(text: str, renames: Mapping[str, str]) -> str:
-    """A text of the old side in the names of the new one."""
+    """Returns a text of the old side in the names of the new one."""
     return WORD.sub(lambda match: renames.get(match[0], match[0]), text) if renames else text
 
 
 def in_new_names(golden: Golden, renames: Mapping[str, str]) -> Golden:
-    """The same of a golden; of a run only its names, not the values. Raises ValueError where two become one."""
+    """Returns a golden in the names of the new side; of a run only its names, not the values. Raises ValueError where
+    two become one."""
     if not isinstance(golden, Mapping):
         return [REPHRASED.get(line, renamed(line, renames)) for line in golden]
     found = {renamed(name, renames): text for name, text in golden.items()}
@@ -36,7 +37,7 @@ def in_new_names(golden: Golden, renames: Mapping[str, str]) -> Golden:
 
 
 def difference(old: Golden, new: Golden) -> str | None:
-    """The first difference in words, and how many there are; None if all is equal."""
+    """Returns the first difference in words, and how many there are; None if all is equal."""
     if isinstance(old, Mapping) != isinstance(new, Mapping):
         return "one side is a run, the other one a program"
     if isinstance(old, Mapping):
@@ -53,7 +54,7 @@ def difference(old: Golden, new: Golden) -> str | None:
 
 
 def _short(text: str | None, start: int) -> str:
-    """A text around the place where it differs."""
+    """Returns a text around the place where it differs."""
     if text is None:
         return "nothing"
     first = max(0, min(start - SHOWN // 2, len(text) - SHOWN))
@@ -63,8 +64,8 @@ def _short(text: str | None, start: int) -> str:
 def compare(
     old: Mapping[str, Golden], new: Mapping[str, Golden], renames: Mapping[str, str] = RENAMES
 ) -> dict[str, str | None]:
-    """Every case of either side -> its first difference, None if there is none. A case that the new side lacks is a
-    difference, and so is one that only the new side has: nobody knows what it was."""
+    """Compares every case of either side; returns its first difference, None if there is none. A case that the new side
+    lacks is a difference, and so is one that only the new side has: nobody knows what it was."""
     old = {renamed(name, renames): in_new_names(golden, renames) for name, golden in old.items()}
     found: dict[str, str | None] = {}
     for name in (*old, *(name for name in new if name not in old)):

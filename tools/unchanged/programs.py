@@ -44,7 +44,11 @@ KEPT = 5  # plans of a search that are listed
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program. layout: NxG, or two of them joined by + for nodes of two types. words: overrides of the preset."""
+    """A program.
+
+    layout: NxG, or two of them joined by + for nodes of two types.
+    words: overrides of the preset.
+    """
 
     strategy: str
     layout: str
@@ -86,13 +90,13 @@ PLANNED = (("tiny", "1x4"), (SEVEN, "1x8"))
 
 
 def goldens() -> dict[str, list[str]]:
-    """The lines of every case by its name."""
+    """Returns the lines of every case by its name."""
     found = {str(case): lines_of(case) for case in CASES}
     return found | {f"plan {preset} {layout}": plan_lines(preset, layout) for preset, layout in PLANNED}
 
 
 def lines_of(case: Case) -> list[str]:
-    """A program, what `check` finds about it, its bytes and its seconds."""
+    """Returns a program, what `check` finds about it, its bytes and its seconds."""
     config = presets.load(case.preset, [*case.words, *(f"strategy.{k}={v}" for k, v in case.options.items())])
     strategy = load_strategy(case.strategy)
     program = strategy.compile(make_workload(config), cluster_of(case.layout), config.strategy)
@@ -104,7 +108,7 @@ def lines_of(case: Case) -> list[str]:
 
 
 def cluster_of(layout: str) -> Cluster:
-    """The cluster of a layout in the notation of Case."""
+    """Returns the cluster of a layout in the notation of Case."""
     nodes: list[Node] = []
     for part, device in zip(layout.split("+"), DEVICES, strict=False):
         num_nodes, num_devices = map(int, part.split("x"))
@@ -113,7 +117,8 @@ def cluster_of(layout: str) -> Cluster:
 
 
 def calibration_of(cluster: Cluster) -> Calibration:
-    """The constants of the first type of device, and beside them those of the second one where the cluster has it."""
+    """Returns the constants of the first type of device, and beside them those of the second one where the cluster has
+    it."""
     first, *others = (load_calibration(device) for device in DEVICES[: len(cluster.device_types)])
     devices = dict(first.devices)
     for other in others:
@@ -125,7 +130,7 @@ def calibration_of(cluster: Cluster) -> Calibration:
 
 
 def placement_lines(placement: Placement) -> Iterator[str]:
-    """The layout of every call, and what overlaps."""
+    """Yields the layout of every call, and what overlaps."""
     for call, layout in placement.layouts.items():
         yield f"placed {call}: {layout_text(layout)}"
     joint = "; ".join(" ".join(calls) for calls in placement.joint)
@@ -134,14 +139,14 @@ def placement_lines(placement: Placement) -> Iterator[str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """Everything that a layout says."""
+    """Returns everything that a layout says."""
     grid = f"dp {layout.dp} pp {layout.pp} tp {layout.tp} zero {layout.zero}"
     limits = f"micro-batch {layout.micro_batch} tokens {layout.tokens}"
     return f"ranks {list(layout.ranks)} {grid} {limits} recompute {layout.recompute} offload {layout.offload}"
 
 
 def program_lines(program: Program) -> Iterator[str]:
-    """Groups, transfers with their messages, and the instructions of every rank."""
+    """Yields groups, transfers with their messages, and the instructions of every rank."""
     for name, ranks in program.groups.items():
         yield f"group {name}: {list(ranks)}"
     for name, pairs in program.pairs.items():
@@ -158,7 +163,7 @@ def program_lines(program: Program) -> Iterator[str]:
 
 
 def instruction_text(program: Program, rank: int, step: Instruction) -> str:
-    """Everything that an instruction does on a rank."""
+    """Returns everything that an instruction does on a rank."""
     match step:
         case Run():
             columns = program.columns_of(step, rank)
@@ -178,7 +183,7 @@ def instruction_text(program: Program, rank: int, step: Instruction) -> str:
 
 
 def transfer_lines(number: int, transfer: Transfer) -> Iterator[str]:
-    """A transfer, its messages, and the route of every weight in it."""
+    """Yields a transfer, its messages, and the route of every weight in it."""
     about = f"model {transfer.model} mini-batch {transfer.mini_batch} call {transfer.call}"
     yield f"transfer {number}: {transfer.what}, {about} ranks {list(transfer.ranks)}"
     for one in transfer.messages:
@@ -189,7 +194,7 @@ def transfer_lines(number: int, transfer: Transfer) -> Iterator[str]:
 
 
 def reallocation_lines(moved: Reallocation) -> Iterator[str]:
-    """What stays on its rank, what travels along which chain, and in how many buckets."""
+    """Yields what stays on its rank, what travels along which chain, and in how many buckets."""
     yield f"weights {moved.num_bytes} bytes, {lower_bound_bytes(moved)} at least"
     for copy in moved.local:
         rank = moved.targets[copy.target][0]
@@ -204,7 +209,7 @@ def reallocation_lines(moved: Reallocation) -> Iterator[str]:
 
 
 def findings(program: Program) -> list[str]:
-    """What `check` says, in its order."""
+    """Returns what `check` says, in its order."""
     return [f"finding {finding}" for finding in check(program)]
 
 
@@ -212,7 +217,7 @@ LATER = "copies with adapters"  # a kind of bytes that earlier commits lack
 
 
 def forecast_lines(program: Program) -> Iterator[str]:
-    """Bytes of every rank, and seconds; to the last bit."""
+    """Yields bytes of every rank, and seconds; to the last bit."""
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
         sizes = ", ".join(f"{name} {size!r}" for name, size in (static | working).items() if size or name != LATER)
@@ -226,7 +231,7 @@ def forecast_lines(program: Program) -> Iterator[str]:
 
 
 def plan_lines(preset: str, layout: str) -> list[str]:
-    """What the exact search proposes, and the module of its best plan but for its imports."""
+    """Returns what the exact search proposes, and the module of its best plan but for its imports."""
     workload, cluster = make_workload(presets.load(preset, ())), cluster_of(layout)
     found: SearchResult = search(workload, cluster, calibration_of(cluster), keep=KEPT)
     lines = [f"gap {found.gap!r}, {found.num_scored} scored"]

@@ -34,7 +34,10 @@ OF_A_PLACE = ("strategy", "num_ranks", "inputs", "surroundings")  # of the state
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run. stopped: it does one iteration, and is resumed for the other one."""
+    """A run.
+
+    stopped: it does one iteration, and is resumed for the other one.
+    """
 
     ranks: int
     strategy: str
@@ -47,7 +50,7 @@ class Case:
         return " ".join(["run", *words, *(["resumed"] if self.stopped else [])])
 
     def commands(self, runs: Path, name: str) -> Iterator[list[str]]:
-        """What to start, one after the other."""
+        """Yields what to start, one after the other."""
         words = [*SMALL, f"dtype={self.dtype}", *(f"strategy.{option}" for option in self.options)]
         first = ["--preset", "tiny", "--strategy", self.strategy, "--runs", str(runs), "--name", name, *words]
         yield [*first, "iterations=1"] if self.stopped else first
@@ -61,7 +64,7 @@ STATE_NAMES = {"score_moments": "scores"}
 
 
 def goldens(folder: Path) -> dict[str, dict[str, str]]:
-    """What every run left, by the name of its case. folder: for the runs."""
+    """Returns what every run left, by the name of its case. folder: for the runs."""
     found = {}
     for number, case in enumerate(CASES):
         for options in case.commands(folder, f"run-{number}"):
@@ -72,7 +75,7 @@ def goldens(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def train(num_ranks: int, options: list[str]) -> None:
-    """Runs the program with one thread per rank. Raises if it fails."""
+    """Returns the files of a run folder that are compared, as names and texts."""
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     command = [mpirun, "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -83,7 +86,7 @@ def train(num_ranks: int, options: list[str]) -> None:
 
 
 def left_by(run: Path) -> dict[str, str]:
-    """What is compared of a run folder, as names and texts."""
+    """Returns what is compared of a run folder, as names and texts."""
     found: dict[str, str] = {}
     for row in read_rows(run / "metrics.jsonl"):
         number = row.pop("iteration")
@@ -103,14 +106,14 @@ def left_by(run: Path) -> dict[str, str]:
 
 
 def leaves(name: str, value: object) -> dict[str, str]:
-    """A value of JSON as names and texts: one for each number or text in its objects."""
+    """Returns a value of JSON as names and texts: one for each number or text in its objects."""
     if not isinstance(value, dict):
         return {name: repr(value)}
     return {key: text for part, inner in value.items() for key, text in leaves(f"{name} {part}", inner).items()}
 
 
 def tensors(path: Path) -> dict[str, str]:
-    """Type, shape and SHA-256 of the bits of every tensor of a file, and what else the file says."""
+    """Returns type, shape and SHA-256 of the bits of every tensor of a file, and what else the file says."""
     import torch
     from safetensors import safe_open
 

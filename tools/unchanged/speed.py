@@ -27,7 +27,7 @@ Run = Callable[[Path, list[str]], object]  # runs `python -m bench ARGUMENTS` in
 
 
 def processor_s(call: Callable[[], object]) -> float:
-    """Seconds, user and system, of all child processes that a call starts and waits for."""
+    """Returns seconds, user and system, of all child processes that a call starts and waits for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     call()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -35,7 +35,10 @@ def processor_s(call: Callable[[], object]) -> float:
 
 
 def measure(old: Path, new: Path, work: str, run: Run, *, pairs: int = NUM_PAIRS) -> dict:
-    """The row of one kind of work. old, new: the trees. Each runs it once before, which leaves its bytecode."""
+    """Measures one kind of work and returns its row.
+
+    old, new: the trees. Each runs it once before, which leaves its bytecode.
+    """
     seconds: dict[Path, list[float]] = {old: [], new: []}
     began = time.monotonic()
     for tree in (old, new):
@@ -49,7 +52,7 @@ def measure(old: Path, new: Path, work: str, run: Run, *, pairs: int = NUM_PAIRS
 
 
 def verdict(old_s: Sequence[float], new_s: Sequence[float]) -> dict:
-    """Ratio new/old of pairs of seconds: its median, its interval, and whether that excludes the loss."""
+    """Returns ratio new/old of pairs of seconds: its median, its interval, and whether that excludes the loss."""
     ratios = np.sort(np.log(new_s) - np.log(old_s))
     cut = outside(len(ratios))
     low, high = (math.exp(ratios[place]) for place in (cut, len(ratios) - 1 - cut))
@@ -57,7 +60,8 @@ def verdict(old_s: Sequence[float], new_s: Sequence[float]) -> dict:
 
 
 def outside(num: int) -> int:
-    """Of so many sorted numbers, how many lie on either side of an interval of their median: by the sign test."""
+    """Returns how many of so many sorted numbers lie on either side of an interval of their median: by the sign
+    test."""
     below, cut = 0.0, 0
     while 2 * (below := below + math.comb(num, cut) / 2**num) <= 1 - CONFIDENCE:  # chance of `cut` or fewer below it
         cut += 1
@@ -66,7 +70,7 @@ def outside(num: int) -> int:
 
 
 def compare(old: Path, new: Path, run: Run, *, pairs: int = NUM_PAIRS) -> list[dict]:
-    """A row for each kind of work; what is not ok is measured again, once."""
+    """Returns a row for each kind of work; what is not ok is measured again, once."""
     rows = []
     for work in WORKS:
         row = measure(old, new, work, run, pairs=pairs)
@@ -80,7 +84,7 @@ def compare(old: Path, new: Path, run: Run, *, pairs: int = NUM_PAIRS) -> list[d
 
 
 def show(row: dict) -> None:
-    """One line for people."""
+    """Prints one line for people."""
     seconds = f"{row['old_s']:.1f} s before, {row['new_s']:.1f} s now"
     ratio = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
     word = "ok" if row["ok"] else f"NOT ok, may be above {MOST:g}"

@@ -111,7 +111,7 @@ def write(folder: Path, parts: tuple[str, ...]) -> int:
 
 
 def assert_from(tree: Path) -> None:
-    """The modules are those of a tree, not those of the checkout that is installed."""
+    """Asserts that the modules are those of a tree, not those of the checkout that is installed."""
     import bench
     import rlhf_spmd
     import rlhf_spmd.kernels
@@ -124,7 +124,7 @@ def assert_from(tree: Path) -> None:
 
 
 def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
-    """The results of a tree by its own copy of this tool, and the seconds that it took."""
+    """Returns the results of a tree by its own copy of this tool, and the seconds that it took."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unchanged_") as folder:
         run_in(tree, ["unchanged", "--write", folder, "--only", part])
@@ -132,7 +132,8 @@ def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
 
 
 def run_in(tree: Path, arguments: list[str]) -> str:
-    """`python -m tools ARGUMENTS` of a tree, by this interpreter -> its standard output. Raises if it fails."""
+    """Runs `python -m tools ARGUMENTS` of a tree, by this interpreter, and returns its standard output. Raises if it
+    fails."""
     # a tree's own folder comes before the finder of an editable install, also in the ranks that it starts
     environment = os.environ | {"PYTHONPATH": str(tree), "UNCHANGED_TREE": str(tree)}
     package = "tools" if (tree / "tools" / "__main__.py").exists() else "bench"  # where earlier commits have it
@@ -154,7 +155,7 @@ def git(*words: str) -> str:
 
 
 def sha_of(commit: str) -> str:
-    """The full hash of a commit that has this tool."""
+    """Returns the full hash of a commit that has this tool."""
     try:
         sha = git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except subprocess.CalledProcessError:
@@ -166,7 +167,7 @@ def sha_of(commit: str) -> str:
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """The files of a commit in a folder of their own, for as long as they are needed."""
+    """Checks a commit out into a folder of its own, for as long as it is needed."""
     with tempfile.TemporaryDirectory(prefix="unchanged_tree_") as folder:
         tree = Path(folder) / "tree"
         git("worktree", "add", "--quiet", "--detach", str(tree), commit)
@@ -178,7 +179,7 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
-    """What a commit computes, and the seconds that it took: 0 where it comes from the cache."""
+    """Returns what a commit computes, and the seconds that it took: 0 where it comes from the cache."""
     path = CACHE / commit / f"{part}.json"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -192,7 +193,7 @@ def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
 
 
 def machine() -> dict[str, str]:
-    """The properties of the machine on which bits may depend."""
+    """Returns the properties of the machine on which bits may depend."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     told = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in info}
     about = {name: told.get(name, "") for name in ("model name", "flags")}

@@ -32,7 +32,7 @@ EXPRESSION_OF_ALL = "all-linear"
 
 
 def merge_with_peft(folder: Path | str) -> str:
-    """Advice: what makes a whole model of an adapter that is not supported here."""
+    """Advises how to make a whole model of an adapter that is not supported here."""
     load = f"AutoPeftModelForCausalLM.from_pretrained('{folder}')"
     return f"merge it with peft: {load}.merge_and_unload().save_pretrained('MERGED'), and give that folder"
 
@@ -41,9 +41,11 @@ def merge_with_peft(folder: Path | str) -> str:
 class AdapterConfig:
     """A LoRA adapter without its numbers. Raises UserError for a rank, an alpha, a pattern or a task that cannot be.
 
-    targets: paths of layers, or their last parts. rank_pattern, alpha_pattern: regular expressions for the end of a
-    path -> the rank or alpha of these layers; the first that matches counts. modules_to_save: modules, named as
-    targets are, of which a trained copy is stored as a whole. base: the folder of its base, as peft wrote it.
+    targets: paths of layers, or their last parts.
+    rank_pattern, alpha_pattern: regular expressions for the end of a path -> the rank or alpha of these layers; the
+        first that matches counts.
+    modules_to_save: modules, named as targets are, of which a trained copy is stored as a whole.
+    base: the folder of its base, as peft wrote it.
     """
 
     rank: int = 8
@@ -77,39 +79,40 @@ class AdapterConfig:
         return "lm" if self.task_type == "CAUSAL_LM" else "scalar"
 
     def adapts(self, path: str) -> bool:
-        """Whether a layer is a target."""
+        """Returns whether a layer is a target."""
         return named(path, self.targets)
 
     def rank_of(self, path: str) -> int:
-        """The rank r of a layer's factors."""
+        """Returns the rank r of a layer's factors."""
         return _by_pattern(self.rank_pattern, path, self.rank)
 
     def alpha_of(self, path: str) -> float:
-        """The alpha of a layer's factors."""
+        """Returns the alpha of a layer's factors."""
         return _by_pattern(self.alpha_pattern, path, self.alpha)
 
     def scale_of(self, path: str) -> float:
-        """What a layer's product B A is multiplied with."""
+        """Returns the factor of a layer's product B A."""
         alpha, rank = self.alpha_of(path), self.rank_of(path)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def saves(self, tensor: str) -> bool:
-        """Whether a tensor belongs to a module that is stored as a whole."""
+        """Returns whether a tensor belongs to a module that is stored as a whole."""
         parts = tensor.split(".")
         known = (*self.modules_to_save, *(SCORES if self.task_type == "SEQ_CLS" else ()))
         return any(named(".".join(parts[:length]), known) for length in range(1, len(parts)))
 
 
 def named(path: str, names: Collection[str]) -> bool:
-    """Whether one of these names means a module: its whole path, or the last parts of it."""
+    """Returns whether one of these names means a module: its whole path, or the last parts of it."""
     return path in names or any(path.endswith(f".{name}") for name in names)
 
 
 def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | str = "FOLDER") -> AdapterConfig:
-    """The contents of an adapter_config.json -> AdapterConfig.
+    """Reads the contents of an adapter_config.json. Raises UserError naming the key.
 
     paths: the layers whose factors are stored beside it; they become the targets where the file gives these by an
-    expression, or takes layers out of them. folder: for messages. Raises UserError naming the key.
+        expression, or takes layers out of them.
+    folder: for messages.
     """
     _refuse(values, folder)
     targets = values.get("target_modules") or ()
@@ -140,7 +143,7 @@ def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | st
 
 
 def to_peft(config: AdapterConfig) -> dict[str, Any]:
-    """AdapterConfig -> the contents of an adapter_config.json, which peft 0.17 and later read."""
+    """Returns the contents of an adapter_config.json, which peft 0.17 and later read."""
     return {
         "peft_type": "LORA",
         "task_type": config.task_type,
@@ -160,8 +163,11 @@ def to_peft(config: AdapterConfig) -> dict[str, Any]:
 
 
 def base_of(folder: Path, config: AdapterConfig, given: Path | str | None, *, option: str) -> Path:
-    """The folder of an adapter's base: the given one, or that which its description names, seen from here, from the
-    adapter's folder or from beside it. option: what gives it, for the message. Raises UserError."""
+    """Returns the folder of an adapter's base: the given one, or the one that its description names, relative to the
+    working directory, to the adapter's folder or to the folder around it. Raises UserError.
+
+    option: what gives it, for the message.
+    """
     places = (Path(config.base), folder / config.base, folder.parent / config.base) if config.base else ()
     found = Path(given) if given else next((path for path in places if is_folder(path)), None)
     if found is None:
@@ -210,7 +216,7 @@ _WORDS: dict[type, str] = {list: "a list", dict: "an object", str: "a text"}
 
 
 def is_target(values: Mapping[str, Any], path: str) -> bool:
-    """Whether peft adapts a layer (check_target_module_exists of its tuners_utils.py)."""
+    """Returns whether peft adapts a layer (check_target_module_exists of its tuners_utils.py)."""
     targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
     if isinstance(excluded, str) and re.fullmatch(excluded, path):
         return False
@@ -232,7 +238,7 @@ def is_target(values: Mapping[str, Any], path: str) -> bool:
 
 
 def _by_pattern(pattern: Mapping[str, Any], path: str, otherwise: Any) -> Any:
-    """The value of the first expression that matches the end of a path (get_pattern_key of peft's other.py)."""
+    """Returns the value of the first expression that matches the end of a path (get_pattern_key of peft's other.py)."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), otherwise)
 
 

@@ -20,7 +20,7 @@ Factors = dict[str, tuple[Tensor, Tensor]]  # by path: A [r, in], B [out, r]
 
 
 def read_adapter(folder: str | Path) -> tuple[AdapterConfig, Factors, dict[str, Tensor]]:
-    """-> its description, the factors by path, and the tensors that are stored as a whole.
+    """Reads the description of an adapter, the factors by path, and the tensors that are stored as a whole.
 
     Raises UserError naming the file and the key or tensor that is missing, unsupported or of a wrong shape.
     """
@@ -118,7 +118,7 @@ def check_rank_of_layer(path: str, rank: int, shape: Size) -> None:
 
 
 def _is_layer(name: str, shape: Size) -> bool:
-    """Whether a tensor is the weight of a linear layer that can be adapted: not the embeddings, and no head."""
+    """Returns whether a tensor is the weight of a linear layer that can be adapted: not the embeddings, and no head."""
     return name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
 
 

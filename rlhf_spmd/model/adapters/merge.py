@@ -82,7 +82,7 @@ def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[int, int]:
 
 
 def bit_sum(*tensors: Tensor) -> int:
-    """The sum of the bit patterns of all numbers, modulo 2^64.
+    """Returns the sum of the bit patterns of all numbers, modulo 2^64.
 
     It does not depend on the order of numbers and tensors, nor on how they are cut: the sums of parts add up to that of
     the whole (modulo 2^64), if every number is in one part. So a frozen base has one sum under every layout, and

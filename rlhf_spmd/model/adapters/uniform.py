@@ -16,18 +16,18 @@ OF_ATTENTION = LINEAR_LAYERS[:4]
 
 
 def is_adapter(folder: Path | str) -> bool:
-    """Whether a folder holds an adapter and no whole model."""
+    """Returns whether a folder holds an adapter and no whole model."""
     return any((Path(folder) / name).is_file() for name in FILES) and not is_whole(folder)
 
 
 def is_whole(folder: Path | str) -> bool:
-    """Whether a folder holds a whole model."""
+    """Returns whether a folder holds a whole model."""
     return any((Path(folder) / name).is_file() for name in WHOLE)
 
 
 def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER") -> str:
-    """The folder of the base of an adapter; of a whole model its own. base: what the options give. option: what may
-    give it. Raises UserError."""
+    """Returns the folder of the base of an adapter; of a whole model its own. base: what the options give. option: what
+    may give it. Raises UserError."""
     if not folder or not is_adapter(folder):
         return folder
     named = read_json(Path(folder) / CONFIG).get("base_model_name_or_path")
@@ -36,7 +36,7 @@ def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER"
 
 
 def other_base(folder: str, base: str) -> str:
-    """The base that an adapter names, if it is here and has other weights than `base`; else empty."""
+    """Returns the base that an adapter names, if it is here and has other weights than `base`; else empty."""
     try:
         named = Path(base_folder(folder))
     except UserError:
@@ -48,18 +48,18 @@ def other_base(folder: str, base: str) -> str:
 
 
 def whole_folder(folder: str) -> str:
-    """The folder of the base that an adapter names; of a whole model its own. Raises UserError."""
+    """Returns the folder of the base that an adapter names; of a whole model its own. Raises UserError."""
     return base_folder(folder, option="base_model_name_or_path in its adapter_config.json")
 
 
 def tokenizer_folder(folder: str, base: str) -> str:
-    """The folder that holds the tokenizer of a model: of an adapter its own, if there is one beside it, else that of
-    its base."""
+    """Returns the folder that holds the tokenizer of a model: of an adapter its own, if there is one beside it, else
+    that of its base."""
     return folder if folder != base and (Path(folder) / BACKEND).is_file() else base
 
 
 def tokenizer_warning(folder: str, base: str) -> str:
-    """That the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
+    """Warns that the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
     if tokenizer_folder(folder, base) == base or same_behaviour(Path(folder), Path(base)):
         return ""
     return (
@@ -69,7 +69,7 @@ def tokenizer_warning(folder: str, base: str) -> str:
 
 
 def layer_paths(num_layers: int) -> dict[str, list[str]]:
-    """The layers that can have adapters -> their paths."""
+    """Finds the layers that can have adapters, and their paths."""
     inside = {name: "self_attn" if name in OF_ATTENTION else "mlp" for name in LINEAR_LAYERS}
     return {
         name: [f"model.layers.{layer}.{block}.{name}" for layer in range(num_layers)] for name, block in inside.items()
@@ -77,8 +77,8 @@ def layer_paths(num_layers: int) -> dict[str, list[str]]:
 
 
 def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
-    """The adapters in a folder. base: the folder of their base. Raises UserError for what is not supported, and if they
-    are not the same in all layers."""
+    """Returns the adapters in a folder. base: the folder of their base. Raises UserError for what is not supported, and
+    if they are not the same in all layers."""
     values, paths = (
         read_json(Path(folder) / CONFIG),
         layer_paths(read_config_json(Path(base) / "config.json").num_layers),
@@ -90,7 +90,7 @@ def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
 
 
 def as_of_run(config: AdapterConfig, paths: Mapping[str, list[str]], folder: str) -> Adapters:
-    """An adapter as options of a run describe it. Raises UserError if they cannot."""
+    """Converts an adapter to the options with which a run describes it. Raises UserError if they cannot."""
     targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
     adapted = [path for name in targets for path in paths[name]]
     merge = f"merge it: python -m rlhf_spmd convert {folder} MERGED --merge, and give MERGED"

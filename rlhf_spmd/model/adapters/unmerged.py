@@ -20,8 +20,12 @@ from rlhf_spmd.plan.adapters import A, B
 def save_adapter(
     state: Mapping[str, Tensor], model: Transformer, folder: Path, *, base: Path, files: Path, suppressed: Sequence[int]
 ) -> None:
-    """Writes what trains of a model with adapters, by parameter name, as peft's folder. base: the folder that it names.
-    files: the folder whose tokenizer is copied beside it. suppressed: as in hf.save_state."""
+    """Writes what trains of a model with adapters, by parameter name, as peft's folder.
+
+    base: the folder that it names.
+    files: the folder whose tokenizer is copied beside it.
+    suppressed: as in hf.save_state.
+    """
     adapters, head = model.adapters, model.head
     assert adapters is not None, "the model has adapters"
     layers = sorted(name.removesuffix(f".{A}") for name in state if name.endswith(f".{A}"))
@@ -71,7 +75,8 @@ def load_any(
     device: torch.device | str = "cpu",
     parallel: Parallel = WHOLE,
 ) -> Transformer:
-    """The frozen model in a folder, or one shard of it; of an adapter with its base, unmerged. Raises UserError."""
+    """Loads the frozen model in a folder, or one shard of it; of an adapter with its base, unmerged. Raises
+    UserError."""
     below = whole_folder(folder)
     adapted = adapters_in(folder, below) if is_adapter(folder) else None
     fresh = adapted is not None and adapted[1].head == "scalar"

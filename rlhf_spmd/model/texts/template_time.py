@@ -10,12 +10,15 @@ from rlhf_spmd.errors import UserError
 
 
 def time_of_start() -> str:
-    """The time by the clock and in the time zone of this host."""
+    """Returns the time by the clock and in the time zone of this host."""
     return datetime.now().astimezone().isoformat()
 
 
 def checked_time(text: str, source: str) -> str:
-    """A time that was kept. source: where, for the message. Raises UserError."""
+    """Reads a time that was kept. Raises UserError.
+
+    source: where, for the message.
+    """
     try:
         datetime.fromisoformat(text)
     except (TypeError, ValueError):
@@ -26,7 +29,7 @@ def checked_time(text: str, source: str) -> str:
 
 
 def format_time(started: str, pattern: str) -> str:
-    """The time in a pattern of strftime, as a template's strftime_now returns it: without a time zone."""
+    """Formats the time by a pattern of strftime, as a template's strftime_now returns it: without a time zone."""
     moment = datetime.fromisoformat(started)
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 

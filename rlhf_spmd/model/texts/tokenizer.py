@@ -31,19 +31,21 @@ class Tokenizer:
     added: tuple[str, ...] = ()  # the texts of added tokens, special ones included
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; with `special`, including the special tokens that the tokenizer adds (such as a beginning of
-        sequence). If the text already begins with that token, as chat templates render it, no second one is added.
+        """Returns the token ids of a text; with `special`, including the special tokens that the tokenizer adds (such
+        as a beginning of sequence). If the text already begins with that token, as chat templates render it, no second
+        one is added.
         """
         ids = self._encode(text, special)
         doubled = special and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text; with `special`, the special tokens stay visible. Negative ids (padding) are skipped."""
+        """Returns the text of tokens; with `special`, the special tokens stay visible. Negative ids (padding) are
+        skipped."""
         return self._decode([int(i) for i in ids if i >= 0], special)
 
     def decode_pair(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[str, str]:
-        """The texts of a prompt and its response; joined they give the whole text.
+        """Returns the texts of a prompt and its response; joined they give the whole text.
 
         They are decoded together because a decoder may change the beginning of a text: Llama 2's drops a space there.
         """
@@ -53,15 +55,15 @@ class Tokenizer:
         return before, self.decode(response)  # a character spans prompt and response
 
     def known(self, vocab_size: int) -> KnownTokens:
-        """The tokens that this tokenizer has, of a model with so many rows of embeddings."""
+        """Returns the tokens that this tokenizer has, of a model with so many rows of embeddings."""
         ids = {token for token in self.vocabulary().values() if token < vocab_size}
         stop = max(ids, default=-1) + 1
         return KnownTokens(stop, tuple(token for token in range(stop) if token not in ids))
 
     def eos_ids(self, config: ModelConfig) -> tuple[int, ...]:
-        """The token ids that end a response: the model's, else the tokenizer's; empty if neither has one. The first is
-        the one that ends given texts: the tokenizer's, if it is among them. Raises UserError for one that the tokenizer
-        lacks, because it is never drawn."""
+        """Returns the token ids that end a response: the model's, else the tokenizer's; empty if neither has one. The
+        first is the one that ends given texts: the tokenizer's, if it is among them. Raises UserError for one that the
+        tokenizer lacks, because it is never drawn."""
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         ids = tuple(sorted(config.eos_token_ids, key=lambda token: token not in own)) or own
         if unknown := set(ids) - set(self.vocabulary().values()):
@@ -74,7 +76,8 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
-        """From tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be read."""
+        """Reads tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be
+        read."""
         backend = read_backend(folder)
         ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
         return cls(
@@ -106,8 +109,11 @@ class Tokenizer:
 
 
 def has_stop(decode: Callable[..., str], tokens: Sequence[int], stop: Sequence[str]) -> bool:
-    """Whether the text of these tokens has one of the stop texts. Special tokens are no part of the text, but for a
-    stop text that is or contains one of them. decode: of a Tokenizer."""
+    """Returns whether the text of these tokens has one of the stop texts. Special tokens are not a part of the text,
+    except for a stop text that is or contains one of them.
+
+    decode: of a Tokenizer.
+    """
     text = decode(tokens) if stop else ""
     if any(one in text for one in stop):
         return True
@@ -118,7 +124,8 @@ def has_stop(decode: Callable[..., str], tokens: Sequence[int], stop: Sequence[s
 
 
 def padding_token(folder: Path, config: ModelConfig) -> int:
-    """The id to pad with; never an end of sequence, so "the last token that is not padding" is the last real token.
+    """Returns the id to pad with; never an end of sequence, so "the last token that is not padding" is the last real
+    token.
 
     The tokenizer's own padding token if it qualifies, else the model's, else another special token; then the tokenizer
     files in `folder` are changed to pad with it. Without a tokenizer: the model's, or the last possible id.
@@ -150,7 +157,7 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
 
 
 def _preference(name: str, names: dict[str, str]) -> int:
-    """The rank of a special token among those to pad with: the lowest one is chosen."""
+    """Returns the rank of a special token among those to pad with: the lowest one is chosen."""
     if "pad" in name.lower():
         return 0
     if "reserved" in name.lower():

@@ -29,7 +29,7 @@ TEXTS = (
 
 
 def reading_note(folder: str | Path) -> str:
-    """What the user should know about how transformers reads the tokenizer in a folder; empty: nothing. Without
+    """Returns what the user should know about how transformers reads the tokenizer in a folder; empty: nothing. Without
     tokenizer.json transformers is the only reader. Raises UserError if it makes other tokens of a text."""
     folder = Path(folder)
     if not (folder / BACKEND).is_file():
@@ -58,7 +58,7 @@ def _note(values: Any) -> str | None:
 
 
 def _compared(folder: Path) -> str:
-    """The note about a folder. Raises UserError."""
+    """Compares two readings of a folder and returns the note about it. Raises UserError."""
     from rlhf_spmd.model.hf import load_tokenizer, transformers_tokenizer
 
     ours = load_tokenizer(folder)
@@ -82,7 +82,7 @@ def _compared(folder: Path) -> str:
 
 
 def _difference(ours: "Tokenizer", theirs: "Tokenizer") -> str:
-    """The first difference between two readings of a folder; empty: there is none."""
+    """Returns the first difference between two readings of a folder; empty: there is none."""
     for name in ("bos", "eos"):
         mine, other = (getattr(one, f"{name}_token_id") for one in (ours, theirs))
         if mine is not None and mine != other:
@@ -95,7 +95,7 @@ def _difference(ours: "Tokenizer", theirs: "Tokenizer") -> str:
 
 
 def _texts(*added: str) -> list[tuple[str, bool]]:
-    """Texts to compare, and whether with what the tokenizer adds. added: texts of added tokens."""
+    """Returns texts to compare, and whether with what the tokenizer adds. added: texts of added tokens."""
     around = [text for token in dict.fromkeys(added) for text in (token, f"a{token}b {token} c\n{token}\n")]
     return [(text, special) for special in (False, True) for text in TEXTS] + [(text, False) for text in around]
 
@@ -105,7 +105,7 @@ def _ids(tokenizer: "Tokenizer", text: tuple[str, bool]) -> list[int]:
 
 
 def _unnamed(folder: Path, ours: "Tokenizer", theirs: "Tokenizer") -> str:
-    """A note about ends that only transformers knows, by the class of the tokenizer."""
+    """Returns a note about ends that only transformers knows, by the class of the tokenizer."""
     names = [name for name in ("bos", "eos") if getattr(ours, f"{name}_token_id") is None]
     known = [name for name in names if getattr(theirs, f"{name}_token_id") is not None]
     if not known:

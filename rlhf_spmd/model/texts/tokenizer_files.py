@@ -34,7 +34,7 @@ Flags = dict[str, bool]
 
 
 def special_names(folder: Path) -> dict[str, str]:
-    """kind ("eos_token", ...) -> the token's text."""
+    """Returns the text of each kind of special token ("eos_token", ...)."""
     return {kind: _text(token) for kind, token in _named(_settings(folder)).items()}
 
 
@@ -43,7 +43,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def no_chat_template(where: str, folder: str | Path) -> UserError:
-    """The error for a row that is a list of messages, if the tokenizer in the folder has no chat template."""
+    """Returns the error for a row that is a list of messages, if the tokenizer in the folder has no chat template."""
     return UserError(
         f"{where}: the prompt is a list of messages, and the tokenizer in {folder} has no chat template; "
         "give data.chat_template=FILE, or write the prompts as text"
@@ -51,9 +51,8 @@ def no_chat_template(where: str, folder: str | Path) -> UserError:
 
 
 def read_backend(folder: Path, *, named: bool = True) -> Any:
-    """The tokenizer of tokenizer.json (of the package `tokenizers`), with the added tokens that the other files list
-    and, if `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token different
-    ids."""
+    """Reads tokenizer.json with the package `tokenizers`, with the added tokens that the other files list and, if
+    `named`, those that they name. Raises UserError if it cannot be read, or if the files give a token different ids."""
     from tokenizers import AddedToken, Tokenizer
 
     path = folder / BACKEND
@@ -79,9 +78,9 @@ def read_backend(folder: Path, *, named: bool = True) -> Any:
 
 
 def same_behaviour(one: Path, other: Path) -> bool:
-    """Whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, and how texts become
-    tokens and tokens texts. How the files are written, chat templates and the names of special tokens (`eos_token`) do
-    not count, as they change no token. False for a folder without a tokenizer."""
+    """Returns whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, and how
+    texts become tokens and tokens texts. How the files are written, chat templates and the names of special tokens
+    (`eos_token`) do not count, as they change no token. False for a folder without a tokenizer."""
     if not (_has_tokenizer(one) and _has_tokenizer(other)):
         return False
     if one.resolve() == other.resolve() or _hash(one) == _hash(other):
@@ -90,7 +89,7 @@ def same_behaviour(one: Path, other: Path) -> bool:
 
 
 def files_hash(folder: Path) -> str:
-    """SHA-256 of everything that a tokenizer is read from."""
+    """Returns the SHA-256 of everything that a tokenizer is read from."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -118,26 +117,29 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """The text of a token that is given as text, or as an object with its flags; empty for anything else."""
+    """Returns the text of a token that is given as text, or as an object with its flags; empty for anything else."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """kind -> token of the special tokens with a name of their own."""
+    """Returns the special tokens with a name of their own, by kind."""
     more = settings.get("extra_special_tokens")
     found = {kind: token for kind, token in settings.items() if kind.endswith("_token")}
     return {kind: token for kind, token in (found | (more if isinstance(more, dict) else {})).items() if _text(token)}
 
 
 def _without_name(settings: Mapping[str, Any]) -> list[Any]:
-    """The other special tokens."""
+    """Returns the other special tokens."""
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
     return [token for token in more if _text(token)] if isinstance(more, list) else []
 
 
 def _flags(token: Any, *, special: bool) -> Flags:
-    """special: where the token does not say."""
+    """Returns the flags of a token.
+
+    special: where the token does not say.
+    """
     given = token if isinstance(token, dict) else {}
     special = bool(given.get("special", special))
     return {flag: bool(given.get(flag, not special if flag == "normalized" else False)) for flag in FLAGS} | {
@@ -150,8 +152,11 @@ def _flags_of(token: Any) -> Flags:
 
 
 def _listed(folder: Path, own: Mapping[str, Flags]) -> dict[str, tuple[int, Flags]]:
-    """text -> id and flags of the tokens that tokenizer_config.json or added_tokens.json lists, by id. own: flags of
-    the tokens of tokenizer.json. Raises UserError."""
+    """Returns id and flags of the tokens that tokenizer_config.json or added_tokens.json lists by id, by text. Raises
+    UserError.
+
+    own: flags of the tokens of tokenizer.json.
+    """
     settings = _settings(folder)
     names = set(map(_text, _named(settings).values()))
     found: list[tuple[int, str, Flags]] = []
@@ -179,7 +184,7 @@ def _items(path: Path, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _by_name(folder: Path, own: Mapping[str, Flags], listed: Mapping[str, Flags]) -> dict[str, Flags]:
-    """text -> flags of the tokens that are special only because a file names them."""
+    """Returns the flags of the tokens that are special only because a file names them, by text."""
     settings, found = _settings(folder), {}
     for token in _named(settings).values():
         text = _text(token)
@@ -219,7 +224,7 @@ def _hash_at(folder: str, stamp: tuple) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _behaviour(folder: str, stamp: tuple) -> str:
-    """A hash of what the tokenizer does."""
+    """Returns a hash of what the tokenizer does."""
     path = Path(folder)
     about = _of_vocabularies(path)
     if (path / BACKEND).is_file():  # a name may make a new token, but does not make another one of an old token
@@ -228,7 +233,7 @@ def _behaviour(folder: str, stamp: tuple) -> str:
 
 
 def _of_backend(backend: Any) -> dict[str, Any]:
-    """What a tokenizer does, whatever version of its package wrote it."""
+    """Returns what a tokenizer does, whatever version of its package wrote it."""
     values = json.loads(backend.to_str())
     for key in ("version", "truncation", "padding", "post_processor"):
         values.pop(key, None)
@@ -243,14 +248,14 @@ def _of_backend(backend: Any) -> dict[str, Any]:
 
 
 def _without_offsets(values: Any) -> Any:
-    """Without what only changes where tokens are in the text."""
+    """Removes what only changes where tokens are in the text."""
     if isinstance(values, dict):
         return {key: _without_offsets(value) for key, value in values.items() if key != "trim_offsets"}
     return [_without_offsets(value) for value in values] if isinstance(values, list) else values
 
 
 def _of_vocabularies(folder: Path) -> dict[str, Any]:
-    """What is known of a tokenizer without tokenizer.json."""
+    """Returns what is known of a tokenizer without tokenizer.json."""
     settings = _settings(folder)
     found = {key: settings.get(key) for key in OF_CLASS} | {"listed": _listed(folder, {})}
     found["tokenizer_class"] = str(settings.get("tokenizer_class")).removesuffix("Fast")

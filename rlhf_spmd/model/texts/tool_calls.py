@@ -27,7 +27,11 @@ FIRST_ID = 100_000_000  # of calls whose format has none
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool. number: its id. error: why it cannot be read, in words for the model; empty: it can."""
+    """A call of a tool.
+
+    number: its id.
+    error: why it cannot be read, in words for the model; empty: it can.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +45,7 @@ class Call:
 
 
 def read_calls(text: str, form: str) -> list[Call]:
-    """The calls of a turn, in order; none if it calls nothing. form: a key of FORMATS."""
+    """Returns the calls of a turn, in order; none if it calls nothing. form: a key of FORMATS."""
     found = FORMATS[form](text.rpartition(END_OF_THINKING)[2].strip())
     calls = []
     for place, call in enumerate(found):
@@ -51,15 +55,15 @@ def read_calls(text: str, form: str) -> list[Call]:
 
 
 def words_before(text: str, form: str) -> str:
-    """What a turn that calls tools says before it does. form: a key of FORMATS, of which two allow no words."""
+    """Returns what a turn that calls tools says before it does. form: a key of FORMATS, of which two allow no words."""
     thought, end, said = text.rpartition(END_OF_THINKING)
     mark = {"hermes": "<tool_call>", "mistral": TOOL_CALLS}.get(form)
     return thought + end + (said.partition(mark)[0] if mark else "")
 
 
 def format_of(joins: TurnJoins, chosen: str = "") -> str:
-    """The format of a chat template: the one that reads a call as the template writes it. chosen: by the user, a key of
-    FORMATS. Raises UserError."""
+    """Returns the format of a chat template: the one that reads a call as the template writes it. chosen: by the user,
+    a key of FORMATS. Raises UserError."""
     if chosen in FORMATS:
         return chosen
     known = ", ".join(FORMATS)
@@ -134,7 +138,10 @@ def _of_python(node: ast.expr) -> Call:
 
 
 def _of_json(text: str, key: str) -> Call:
-    """key: the one of the arguments, in the format."""
+    """Reads calls from JSON.
+
+    key: the one of the arguments, in the format.
+    """
     try:
         return _of_object(json.loads(text), key)
     except (ValueError, RecursionError) as error:

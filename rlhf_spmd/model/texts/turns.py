@@ -23,8 +23,11 @@ class TurnJoins:
     """Joins for one chat template with one list of tools.
 
     render(messages, answers): the text of a conversation and, with `answers`, the beginning of the assistant's next
-    turn. encode(text): its tokens, without those that a tokenizer adds to whole texts. stops: the tokens that end a
-    turn. name: of the template, for messages."""
+    turn. encode(text): its tokens, without those that a tokenizer adds to whole texts.
+
+    stops: the tokens that end a turn.
+    name: of the template, for messages.
+    """
 
     render: Callable[[list[Message], bool], str]
     encode: Callable[[str], list[int]]
@@ -33,9 +36,12 @@ class TurnJoins:
     _end: str | None = field(default=None, init=False)
 
     def after(self, drawn: Sequence[int], back: Sequence[Message], calls: Sequence[Message] = ()) -> list[int]:
-        """The tokens behind a turn: its end unless the model drew one, what came back, and the beginning of the next
-        turn. back: messages with the roles user or tool. calls: the `tool_calls` of the turn that messages of tools
-        answer, which some templates ask for. Raises UserError if the template does not only add."""
+        """Returns the tokens after a turn: its end unless the model drew one, what came back, and the beginning of the
+        next turn. Raises UserError if the template does not only add.
+
+        back: messages with the roles user or tool.
+        calls: the `tool_calls` of the turn that messages of tools answer, which some templates ask for.
+        """
         before, whole = self._around(back, calls)
         if not whole.startswith(before):
             raise self._refused("what it wrote of a turn changes when an answer follows")
@@ -44,8 +50,8 @@ class TurnJoins:
         return tokens[1:] if has_ended and tokens and tokens[0] in self.stops else tokens
 
     def _around(self, back: Sequence[Message], calls: Sequence[Message]) -> tuple[str, str]:
-        """A conversation up to a turn's end, and up to the next turn. Templates that write one call at most get the
-        first one, so that what follows a turn with several is still written."""
+        """Renders a conversation up to a turn's end, and up to the next turn. Templates that write one call at most get
+        the first one, so that what follows a turn with several is still written."""
         said = _answer(MARK, calls)
         try:
             return self.render([ASK, said], False), self.render([ASK, said, *back], True)
@@ -64,7 +70,7 @@ class TurnJoins:
         return self._end
 
     def call_text(self, calls: Sequence[Message]) -> str:
-        """How the template writes a turn that only calls tools, without the end of the turn; empty: it does not write
+        """Renders a turn that only calls tools, without the end of the turn; empty: the template does not write
         calls."""
         opened, said = self.render([ASK], True), self.render([ASK, _answer("", calls)], False)
         text = said[len(opened) :] if said.startswith(opened) else said
@@ -107,12 +113,18 @@ class TurnJoins:
 
 
 def tool_call(name: str, arguments: dict[str, Any], number: str) -> Message:
-    """A call as chat templates take it. number: its id."""
+    """Returns a call as chat templates take it.
+
+    number: its id.
+    """
     return {"type": "function", "id": number, "function": {"name": name, "arguments": arguments}}
 
 
 def answer_of(role: str, text: str, name: str = "", number: str = "") -> Message:
-    """The message of a user or a tool that answers a turn. name, number: of the call, for tools."""
+    """Returns the message of a user or a tool that answers a turn.
+
+    name, number: of the call, for tools.
+    """
     if role != "tool":
         return {"role": role, "content": text}
     return {"role": "tool", "name": name, "tool_call_id": number, "content": text}

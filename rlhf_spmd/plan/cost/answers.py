@@ -28,7 +28,7 @@ P95 = NORMAL.inv_cdf(0.95)
 def generate_s(
     cost: Cost, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
 ) -> list[float]:
-    """When each row ends, as Cost.generate_s says, with the waits of episodes."""
+    """Returns when each row ends, as Cost.generate_s says, with the waits of episodes."""
     answers = cost.workload.answers
     if answers is None or not isinstance(call, Generate) or not call.has_turns or not rows:
         return cost.generate_s(call, layout, rank, rows, places, parts)
@@ -45,7 +45,7 @@ def generate_s(
 
 
 def longest_s(answers: Answers, num_rows: int) -> float:
-    """The expected seconds for which the row that waits longest does so."""
+    """Returns the expected seconds for which the row that waits longest does so."""
     waits = answers.turns - 1
     if waits <= 0 or not answers.mean_s:
         return 0.0
@@ -56,14 +56,14 @@ def longest_s(answers: Answers, num_rows: int) -> float:
 
 
 def _sigma(answers: Answers) -> float:
-    """The standard deviation of a wait's logarithm: the smaller root of p95 = mean exp(sigma z - sigma^2 / 2). Where
-    there is none, the one with which p95 / mean is largest."""
+    """Returns the standard deviation of a wait's logarithm: the smaller root of p95 = mean exp(sigma z - sigma^2 / 2).
+    Where there is none, the one with which p95 / mean is largest."""
     ratio = math.log(max(1.0, answers.p95_s / answers.mean_s))
     return P95 - math.sqrt(max(0.0, P95**2 - 2 * ratio))
 
 
 def _drawn(workload: Workload, tokens: int) -> Workload:
-    """The workload of the engine, for which answers are parts of prompts."""
+    """Returns the workload of the engine, for which answers are parts of prompts."""
     lengths = workload.forecast_lengths
     if lengths is not None:
         rows = tuple(max(1, length - tokens) for length in lengths.rows)

@@ -18,8 +18,9 @@ NOTHING = "waiting"  # for a call that no resource would make faster: it only wa
 
 
 def limits(program: Program, calibration: Calibration) -> dict[str, str]:
-    """By call of the workflow: "products", "memory", "kernel starts", "messages" (inside the call), "host memory", or
-    "waiting". Of the rank on which the call computes longest. Raises UserError as forecast() does."""
+    """Returns, by call of the workflow, what limits it: "products", "memory", "kernel starts", "messages" (inside the
+    call), "host memory", or "waiting", on the rank on which the call computes longest. Raises UserError as forecast()
+    does."""
     program = expand(program, lambda run: usual_number(program, run))
     instructions = _instructions(program)
     calibration = _of_devices(calibration, lambda one: replace(one, measured=()))
@@ -41,7 +42,7 @@ def limits(program: Program, calibration: Calibration) -> dict[str, str]:
 
 
 def _instructions(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
-    """The Runs of each rank for each call, and the Loads of its model."""
+    """Returns the Runs of each rank for each call, and the Loads of its model."""
     workflow = program.workload.workflow
     instructions_of: dict[str, dict[int, list[Run | Load]]] = {call.name: {} for call in workflow.calls}
     users = {call.model: call.name for call in workflow.placed_calls}  # a frozen model has one call
@@ -54,7 +55,7 @@ def _instructions(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
 
 
 def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, list[Run | Load]], float]:
-    """A function from a rank and some of its instructions to their seconds, without waiting."""
+    """Returns a function from a rank and some of its instructions to their seconds, without waiting."""
     times = times_of(program, calibration)
 
     def seconds(rank: int, instructions: list[Run | Load]) -> float:
@@ -67,7 +68,7 @@ def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, li
 
 
 def _of_devices(calibration: Calibration, change: Callable[[Device], Device]) -> Calibration:
-    """The calibration with every type of device changed alike."""
+    """Returns the calibration with every type of device changed alike."""
     return replace(calibration, devices={kind: change(one) for kind, one in calibration.devices.items()})
 
 
@@ -77,7 +78,7 @@ def _without_starts(device: Device) -> Device:
 
 
 def _endless(calibration: Calibration) -> dict[str, Calibration]:
-    """Calibrations in which one resource takes no time."""
+    """Returns calibrations in which one resource takes no time."""
     return {
         "products": _of_devices(calibration, lambda one: replace(one, matrix_flops=inf)),
         "memory": _of_devices(calibration, lambda one: replace(one, memory_bytes_per_s=inf)),

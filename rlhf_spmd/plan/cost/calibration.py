@@ -39,13 +39,13 @@ class Curve:
             raise UserError(f"a curve needs at least two amounts that ascend, not {list(self.amounts)}")
 
     def at(self, amount: float) -> float:
-        """Seconds at an amount."""
+        """Returns seconds at an amount."""
         end = min(max(bisect_left(self.amounts, amount), 1), len(self.amounts) - 1)
         (x, y), (next_x, next_y) = ((self.amounts[i], self.seconds[i]) for i in (end - 1, end))
         return max(0.0, y + (amount - x) / (next_x - x) * (next_y - y))
 
     def times(self, factor: float) -> "Curve":
-        """All seconds multiplied by a factor."""
+        """Returns all seconds multiplied by a factor."""
         return replace(self, seconds=tuple(factor * second for second in self.seconds))
 
 
@@ -57,11 +57,11 @@ class Layered:
     rest: Curve
 
     def at(self, num_layers: int, amount: float, *, rest: bool = True) -> float:
-        """Seconds of so many layers, with the rest or, for a stage before the last one, without."""
+        """Returns seconds of so many layers, with the rest or, for a stage before the last one, without."""
         return num_layers * self.layer.at(amount) + (self.rest.at(amount) if rest else 0.0)
 
     def times(self, factor: float) -> "Layered":
-        """All seconds multiplied by a factor."""
+        """Returns all seconds multiplied by a factor."""
         return Layered(self.layer.times(factor), self.rest.times(factor))
 
 
@@ -81,7 +81,10 @@ class ByLength:
             )
 
     def at(self, num_layers: int, tokens: float, length: float, *, rest: bool = True) -> float:
-        """Seconds of a pass of so many tokens in sequences of one length; rest: see Layered."""
+        """Returns the seconds of a pass of so many tokens in sequences of one length.
+
+        rest: see Layered.
+        """
         length = min(max(length, self.lengths[0]), self.lengths[-1])
         after = max(bisect_left(self.lengths, length), 1)
         if after >= len(self.lengths):
@@ -91,7 +94,7 @@ class ByLength:
         return (1 - share) * before_s + share * after_s
 
     def times(self, factor: float) -> "ByLength":
-        """All seconds multiplied by a factor."""
+        """Returns all seconds multiplied by a factor."""
         return replace(self, tables=tuple(table.times(factor) for table in self.tables))
 
 
@@ -99,11 +102,14 @@ class ByLength:
 class Measured:
     """Tables of one shape on one type of device, for a rank that is one of `tp` slices, including their messages.
 
-    shape: with num_layers 0. param_bytes: per weight while computing. forward: from rows of tokens to logprobs, values
-    or scores, without gradients. train: a forward and a backward pass. prefill: a pass over the prompts that draws the
-    first token; decode: one more token for each of so many rows; None if the model does not generate. ends: extra
-    seconds of a step in which rows end, over the rows that began. update: clipping and the optimizer, over the
-    parameters of a rank.
+    shape: with num_layers 0.
+    param_bytes: per weight while computing.
+    forward: from rows of tokens to logprobs, values or scores, without gradients.
+    train: a forward and a backward pass.
+    prefill: a pass over the prompts that draws the first token.
+    decode: one more token for each of so many rows; None if the model does not generate.
+    ends: extra seconds of a step in which rows end, over the rows that began.
+    update: clipping and the optimizer, over the parameters of a rank.
     """
 
     shape: ModelShape
@@ -121,14 +127,18 @@ class Measured:
 class Device:
     """One type of device.
 
-    matrix_flops: FLOP/s of large products in the compute precision. memory_bytes_per_s: of a long read.
-    host_bytes_per_s: between host and device memory. layer_s: seconds of a layer of a forward pass beside its products
-    and messages (starting its kernels). decode_layer_s, decode_reduce_s: seconds in which the host starts the kernels
-    of a layer of a decode step, and one all-reduce among its slices. graph_layer_s: seconds of a layer between its
-    kernels where decode steps are replayed as CUDA graphs, which the host starts at once; None: it starts each kernel.
+    matrix_flops: FLOP/s of large products in the compute precision.
+    memory_bytes_per_s: of a long read.
+    host_bytes_per_s: between host and device memory.
+    layer_s: seconds of a layer of a forward pass beside its products and messages (starting its kernels).
+    decode_layer_s, decode_reduce_s: seconds in which the host starts the kernels of a layer of a decode step, and one
+        all-reduce among its slices.
+    graph_layer_s: seconds of a layer between its kernels where decode steps are replayed as CUDA graphs, which the host
+        starts at once; None: it starts each kernel.
     num_workers: how many ranks of a node compute at full speed at the same time, if they share its cores (a container
-    may have a core and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the
-    constants. reserve: the share of its memory that a program may not use (cluster.py).
+        may have a core and a half); None: each rank has a device of its own.
+    measured: tables of shapes, which replace the constants.
+    reserve: the share of its memory that a program may not use (cluster.py).
     """
 
     matrix_flops: float
@@ -147,14 +157,14 @@ class Device:
             raise UserError(f"reserve {self.reserve:g} is not a share of a device's memory between 0 and 1")
 
     def decode_step_s(self, busy_s: float, num_layers: int, num_reduces: int) -> float:
-        """Seconds of a decode step of so many layers and all-reduces, whose kernels take busy_s: the host starts them
-        while others run, or the device pauses between those of a graph."""
+        """Returns seconds of a decode step of so many layers and all-reduces, whose kernels take busy_s: the host
+        starts them while others run, or the device pauses between those of a graph."""
         if self.graph_layer_s is not None:
             return busy_s + num_layers * self.graph_layer_s
         return max(busy_s, num_layers * self.decode_layer_s + num_reduces * self.decode_reduce_s)
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
-        """The table of a shape with any number of layers."""
+        """Returns the table of a shape with any number of layers."""
         wanted = replace(shape, num_layers=0), tp, param_bytes
         return next((one for one in self.measured if (one.shape, one.tp, one.param_bytes) == wanted), None)
 
@@ -172,9 +182,13 @@ HOST_LINK = Link(1e9, 2e-4)  # assumed: what sockets inside a node and a thread 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The properties of each node on which seconds depend; a calibration is valid for all equal machines. processor:
-    its name. details: what distinguishes processors of one name, and the instructions that torch uses. cores: available
-    to the ranks of a node, not always whole. threads: of each rank. torch: its version.
+    """The properties of each node on which seconds depend; a calibration is valid for all equal machines.
+
+    processor: its name.
+    details: what distinguishes processors of one name, and the instructions that torch uses.
+    cores: available to the ranks of a node, not always whole.
+    threads: of each rank.
+    torch: its version.
     """
 
     processor: str
@@ -189,11 +203,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """devices: by type. inside, between: links of devices in one node and in two. host: of two processes in one node,
-    by gloo: rows between GPUs take it. pipelined_prefill: whether a copy
-    with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
-    provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine.
-    sources: where constants (CONSTANTS) come from, one of SOURCES."""
+    """The constants of a kind of machine, from which forecasts follow.
+
+    devices: by type.
+    inside, between: links of devices in one node and in two.
+    host: of two processes in one node, by gloo: rows between GPUs take it.
+    pipelined_prefill: whether a copy with stages cuts the prompts of generation into as many micro-batches, so that its
+        stages work at the same time.
+    provenance: the source of the numbers.
+    machine: where they were measured; None: unknown, or not on one machine.
+    sources: where constants (CONSTANTS) come from, one of SOURCES.
+    """
 
     name: str
     devices: Mapping[str, Device]
@@ -229,7 +249,7 @@ class Calibration:
 
 
 def fit_link(times_s: Sequence[tuple[int, float, float]]) -> Link:
-    """The link that explains measured all-gathers best; times_s: ranks, bytes of the whole, seconds.
+    """Returns the link that explains measured all-gathers best; times_s: ranks, bytes of the whole, seconds.
 
     Least squares of the relative error of (n - 1) latency + (n - 1) / n bytes / bandwidth, the ring of seconds.py.
     """

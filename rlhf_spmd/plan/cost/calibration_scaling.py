@@ -35,7 +35,7 @@ class Pieces:
 
 
 def expected(table: Measured, rows: Lengths) -> Pieces:
-    """Seconds of the pieces by a table with prefill and decode; rows: tokens of prompt and response."""
+    """Returns seconds of the pieces by a table with prefill and decode; rows: tokens of prompt and response."""
     assert table.prefill and table.decode
     tokens, prompts = sum(map(sum, rows)), sum(prompt for prompt, _ in rows)
     update_s = table.update.at(replace(table.shape, num_layers=NUM_LAYERS).num_params)
@@ -48,15 +48,17 @@ def expected(table: Measured, rows: Lengths) -> Pieces:
 
 
 def probed_table(device: Device) -> Measured | None:
-    """The table to measure again: of the smallest model that generates, with tp 1; None if there is none."""
+    """Returns the table to measure again: of the smallest model that generates, with tp 1; None if there is none."""
     known = [one for one in device.measured if one.tp == 1 and one.prefill and one.decode]
     return min(known, key=lambda one: replace(one.shape, num_layers=NUM_LAYERS).num_params, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors for the seconds of a device, by kind. num_workers: how many ranks of a node compute at full speed at the
-    same time, as measured."""
+    """Factors for the seconds of a device, by kind.
+
+    num_workers: how many ranks of a node compute at full speed at the same time, as measured.
+    """
 
     inference: float
     training: float
@@ -65,7 +67,7 @@ class Scale:
 
     @classmethod
     def of(cls, measured: Sequence[Pieces], table_s: Pieces, num_workers: float) -> "Scale":
-        """From the seconds on every rank, and those of the table."""
+        """Computes the scaling from the seconds on every rank, and those of the table."""
         kinds = {
             name: sum(getattr(one, name) for one in measured) / len(measured) / seconds
             for name, seconds in asdict(table_s).items()
@@ -74,7 +76,7 @@ class Scale:
 
 
 def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
-    """The calibration with the seconds of one type of device scaled."""
+    """Returns the calibration with the seconds of one type of device scaled."""
     before = calibration.devices[device]
     changed = replace(
         before,

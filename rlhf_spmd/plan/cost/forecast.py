@@ -16,13 +16,13 @@ Key = tuple[object, ...]
 
 
 def forecast(program: Program, calibration: Calibration) -> Forecast:
-    """Seconds of one iteration of a program for which `check` finds no error. Raises UserError if the calibration lacks
-    a type of device."""
+    """Returns seconds of one iteration of a program for which `check` finds no error. Raises UserError if the
+    calibration lacks a type of device."""
     return simulate(program, times_of(program, calibration))
 
 
 def times_of(program: Program, calibration: Calibration) -> Times:
-    """The Times of a program for simulate(). Raises UserError as forecast() does."""
+    """Returns the Times of a program for simulate(). Raises UserError as forecast() does."""
     for device in program.cluster.device_types:
         calibration.require(device)
     costs = _Costs(program, Cost(calibration, program.workload, program.cluster))
@@ -53,7 +53,7 @@ class _Costs:
         return self.cost.load_s(instruction.model, next(layout for layout in layouts if layout.offload), rank)
 
     def run_s(self, rank: int, run: Run) -> float:
-        """Seconds of a Run on a rank, its collectives included."""
+        """Returns seconds of a Run on a rank, its collectives included."""
         workload = self.program.workload
         call, layout = workload.workflow.call(run.call), self.program.layout_of(run)
         if isinstance(call, Compute) or workload.models[call.model] is None or run.phase == "begin":
@@ -64,7 +64,7 @@ class _Costs:
         return self.known[key]
 
     def alike(self, rank: int, run: Run) -> Key:
-        """A key, equal for Runs that take equally long."""
+        """Returns a key, equal for Runs that take equally long."""
         layout = self.program.layout_of(run)
         site = (run.consumer or run.call, rank)
         if site not in self.places:
@@ -97,18 +97,18 @@ class _Costs:
         return gathers_s + forward_s + backward_s + cost.update_s(call.model, layout, rank)
 
     def _gather_s(self, call: ModelCall, rank: int) -> float:
-        """Seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
+        """Returns seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
         layout = weights_layout(call, rank, self.program.workload, self.program.placement)
         return self.cost.gather_s(call, layout, rank)
 
     def _rows(self, rank: int, run: Run) -> list[Lengths]:
-        """The lengths of the rows of a Run, by mini-batch."""
+        """Returns the lengths of the rows of a Run, by mini-batch."""
         columns, workload = self.program.columns_of(run, rank), self.program.workload
         return [[workload.row_lengths] * len(columns) for _ in self.program.mini_batches_of(run)]
 
     def _passes(self, rank: int, run: Run, layout: Layout) -> list[tuple[float, float]]:
-        """Tokens of every micro-batch, and the length of its sequences for attention. If lengths are spread: of the
-        slowest shard."""
+        """Returns tokens of every micro-batch, and the length of its sequences for attention. If lengths are spread: of
+        the slowest shard."""
         passes: list[tuple[float, float]] = []
         num = self.program.workload.workflow.placed_call(run.call).num_sequences
         num_rows, attended = 0, self.cost.attended()
@@ -125,7 +125,8 @@ class _Costs:
         return [(slowest * tokens, length) for tokens, length in passes]
 
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
-        """While streaming, the rows of all mini-batches are one queue, and each Run waits for its part."""
+        """Returns the seconds of generation. While streaming, the rows of all mini-batches are one queue, and each Run
+        waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(run)
         columns = self.program.columns_of(run, rank)
         rows = [one for some in self._rows(rank, replace(run, mini_batch=None)) for one in some]

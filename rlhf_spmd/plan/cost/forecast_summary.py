@@ -8,7 +8,7 @@ from rlhf_spmd.plan.program.instructions import Run
 
 
 def runs(forecast: Forecast) -> Iterable[tuple[int, Run, float, float]]:
-    """Every Run: rank, run, begin of the computation (with a group: when its last rank arrived), and end."""
+    """Returns every Run: rank, run, begin of the computation (with a group: when its last rank arrived), and end."""
     program = forecast.program
     came_s: dict[Run, float] = {}  # Run with a group -> arrival of its last rank
     begun = []
@@ -22,7 +22,7 @@ def runs(forecast: Forecast) -> Iterable[tuple[int, Run, float, float]]:
 
 
 def call_s(forecast: Forecast) -> dict[str, float]:
-    """Seconds of each call in one iteration, on the rank where it takes longest."""
+    """Returns seconds of each call in one iteration, on the rank where it takes longest."""
     of_rank: dict[tuple[str, int], float] = {}
     for rank, run, begin_s, end_s in runs(forecast):
         of_rank[run.call, rank] = of_rank.get((run.call, rank), 0.0) + end_s - begin_s
@@ -31,7 +31,7 @@ def call_s(forecast: Forecast) -> dict[str, float]:
 
 
 def halves_s(forecast: Forecast) -> tuple[float, float]:
-    """When the last Run of a step that draws one iteration ahead ends, of the calls that draw and of those that
+    """Returns when the last Run of a step that draws one iteration ahead ends, of the calls that draw and of those that
     train."""
     ends = {True: 0.0, False: 0.0}
     for _, run, _, end_s in runs(forecast):
@@ -41,7 +41,7 @@ def halves_s(forecast: Forecast) -> tuple[float, float]:
 
 
 def bubble(forecast: Forecast) -> float:
-    """The share of all ranks' time in which they wait or have no work."""
+    """Returns the share of all ranks' time in which they wait or have no work."""
     busy_s = sum(end_s - begin_s for _, _, begin_s, end_s in runs(forecast))
     whole_s = forecast.makespan_s * forecast.program.cluster.num_devices
     return 1 - busy_s / whole_s if whole_s else 0.0

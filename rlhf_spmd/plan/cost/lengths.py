@@ -70,12 +70,12 @@ class LengthDistribution:
         return self.step * len(self.survival)
 
     def longest(self, num_rows: int) -> float:
-        """The expected tokens of the longest of some responses."""
+        """Returns the expected tokens of the longest of some responses."""
         return self.step * float(_any_of(self.survival, num_rows).sum())
 
     @lru_cache(maxsize=4096)  # noqa: B019  of_forecast keeps the distributions, too
     def surplus(self, num_rows: int, num_shards: int) -> float:
-        """The expected tokens by which the largest of some sums of so many lengths exceeds their mean."""
+        """Returns the expected tokens by which the largest of some sums of so many lengths exceeds their mean."""
         if len(self.survival) == 1 or num_shards < 2 or not num_rows:
             return 0.0
         size = -(-num_rows * len(self.survival) // SUM_CELLS)  # cells that become one
@@ -103,13 +103,13 @@ class Decoding:
 
 
 def constant(length: float) -> LengthDistribution:
-    """Responses of one length."""
+    """Returns responses of one length."""
     return LengthDistribution(float(length), np.ones(1))
 
 
 def lognormal(mean: float, sigma: float, limit: float) -> LengthDistribution:
-    """Responses whose logarithms are normal with the standard deviation sigma, but that are cut at a limit. mean: of
-    the responses as they are, after the cut. Raises UserError for a mean that no such responses have."""
+    """Returns responses whose logarithms are normal with the standard deviation sigma, but that are cut at a limit.
+    mean: of the responses as they are, after the cut. Raises UserError for a mean that no such responses have."""
     if not (0 < mean <= limit and sigma >= 0 and math.isfinite(mean + sigma)):
         raise UserError(
             f"there are no responses of {mean:g} tokens in the mean, with sigma {sigma:g} and at most {limit:g} "
@@ -130,7 +130,7 @@ def lognormal(mean: float, sigma: float, limit: float) -> LengthDistribution:
 
 
 def of_rows(lengths: Sequence[int]) -> LengthDistribution:
-    """The distribution of responses that were made, all equally frequent. Raises UserError if there is none."""
+    """Returns the distribution of responses that were made, all equally frequent. Raises UserError if there is none."""
     if not lengths or min(lengths) < 1:
         raise UserError("there is no response to take lengths from; give a run with rollouts")
     values = np.sort(np.asarray(lengths, dtype=np.float64))
@@ -142,8 +142,8 @@ def of_rows(lengths: Sequence[int]) -> LengthDistribution:
 
 @lru_cache
 def of_forecast(responses: ResponseLengths, limit: int, begun: int = 0) -> LengthDistribution:
-    """The distribution of responses that forecasts assume, at most `limit` tokens. begun: tokens of each response that
-    are made before its first decode step. Raises UserError as lognormal does."""
+    """Returns the distribution of responses that forecasts assume, at most `limit` tokens. begun: tokens of each
+    response that are made before its first decode step. Raises UserError as lognormal does."""
     if responses.rows:
         return of_rows([max(1, min(length, limit) - begun) for length in responses.rows])
     if not begun or responses.mean <= begun:
@@ -152,7 +152,7 @@ def of_forecast(responses: ResponseLengths, limit: int, begun: int = 0) -> Lengt
 
 
 def _rest(lengths: LengthDistribution, begun: int) -> LengthDistribution:
-    """What is left of responses of which so many tokens are made: one token at least, and the mean is exact."""
+    """Returns what is left of responses of which so many tokens are made: one token at least, and the mean is exact."""
     if len(lengths.survival) == 1:
         return constant(lengths.mean - begun)
     cells = np.arange(len(lengths.survival)) * lengths.step
@@ -164,8 +164,8 @@ def _rest(lengths: LengthDistribution, begun: int) -> LengthDistribution:
 
 @lru_cache
 def of_sequences(responses: ResponseLengths, limit: int) -> LengthDistribution:
-    """What differs between sequences: the tokens of prompt and response, or of the response if all prompts have as
-    many."""
+    """Returns what differs between sequences: the tokens of prompt and response, or of the response if all prompts have
+    as many."""
     if responses.prompts:
         rows = zip(responses.prompts, responses.rows, strict=True)
         return of_rows([prompt + min(response, limit) for prompt, response in rows])
@@ -174,8 +174,8 @@ def of_sequences(responses: ResponseLengths, limit: int) -> LengthDistribution:
 
 @lru_cache(maxsize=4096)
 def decode(lengths: LengthDistribution, num_rows: int, places: int, num_shards: int = 1) -> Decoding:
-    """The expected decode steps of some rows in so many places at most, of the slowest of some shards that each have
-    such rows."""
+    """Returns the expected decode steps of some rows in so many places at most, of the slowest of some shards that each
+    have such rows."""
     places = min(places, num_rows)
     if not places:
         return Decoding(0.0, ())
@@ -202,9 +202,13 @@ def decode(lengths: LengthDistribution, num_rows: int, places: int, num_shards: 
 def slowest(
     lengths: LengthDistribution, mean: float, num_rows: int, num_shards: int, num_passes: int = 1, pp: int = 1
 ) -> float:
-    """The expected seconds of the passes of the slowest of some shards over those of a shard of mean lengths. mean:
-    tokens of a sequence; num_rows: sequences of a shard; num_passes: that they are cut into; pp: stages, for which the
-    longest pass counts pp - 1 more times."""
+    """Returns the expected seconds of the passes of the slowest of some shards over those of a shard of mean lengths.
+
+    mean: tokens of a sequence.
+    num_rows: sequences of a shard.
+    num_passes: number of passes that they are cut into.
+    pp: stages, for which the longest pass counts pp - 1 more times.
+    """
     if not num_rows:
         return 1.0
     most = lengths.surplus(num_rows, num_shards)
@@ -214,8 +218,8 @@ def slowest(
 
 
 def meetings(lengths: LengthDistribution, num_rows: int, places: int) -> tuple[float, float]:
-    """How often rows end, and how often others then begin. Rows that began together and are cut at the limit end
-    together; all others end and begin alone."""
+    """Returns how often rows end, and how often others then begin. Rows that began together and are cut at the limit
+    end together; all others end and begin alone."""
     together, left = float(min(num_rows, places)), float(num_rows)
     ends, begins, cut = left, left - together, float(lengths.survival[-1])
     first = True
@@ -229,28 +233,31 @@ def meetings(lengths: LengthDistribution, num_rows: int, places: int) -> tuple[f
 
 
 def mean_of_cut_lognormal(mu: float, sigma: float, limit: float) -> float:
-    """E[min(X, limit)] of a lognormal X: exp(mu + sigma^2 / 2) Phi(z - sigma) + limit (1 - Phi(z)) with
-    z = (log limit - mu) / sigma."""
+    """Returns E[min(X, limit)] of a lognormal X: exp(mu + sigma^2 / 2) Phi(z - sigma) + limit (1 - Phi(z)) with z =
+    (log limit - mu) / sigma."""
     above = _above(math.log(limit), mu, sigma)
     below = 1.0 - _above(math.log(limit), mu + sigma**2, sigma)
     return (math.exp(mu + sigma**2 / 2) * below if below else 0.0) + limit * above
 
 
 def _above(x: float, mu: float, sigma: float) -> float:
-    """P(Y > x) of a normal Y."""
+    """Returns P(Y > x) of a normal Y."""
     return 0.5 * math.erfc((x - mu) / (sigma * math.sqrt(2)))
 
 
 def _any_of(chance: np.ndarray, number: float) -> np.ndarray:
-    """The chance that at least one of some events happens, which are independent and alike."""
+    """Returns the chance that at least one of some events happens, which are independent and alike."""
     with np.errstate(divide="ignore"):
         none: np.ndarray = np.exp(number * np.log1p(-np.minimum(chance, 1.0)))
     return 1.0 - none
 
 
 def _later(ended: np.ndarray, deviation: float, num_shards: int) -> float:
-    """The expected cells by which the last of some shards ends later because each one's clock is off by a normal
-    variable. ended: the chance that a shard has ended by each cell of its clock."""
+    """Returns the expected cells by which the last of some shards ends later because each one's clock is off by a
+    normal variable.
+
+    ended: the chance that a shard has ended by each cell of its clock.
+    """
     if num_shards < 2 or deviation <= SMALL:
         return 0.0
     cells = np.arange(-1, len(ended) + 1)
@@ -263,8 +270,8 @@ def _later(ended: np.ndarray, deviation: float, num_shards: int) -> float:
 
 
 def _starts(survival: np.ndarray, rows: float) -> np.ndarray:
-    """The rows that one place starts in each cell, up to that in which it has started so many in all, and in as many
-    cells as a row can last. Once starts have settled at 1 / mean a cell, cells are skipped."""
+    """Returns the rows that one place starts in each cell, up to that in which it has started so many in all, and in as
+    many cells as a row can last. Once starts have settled at 1 / mean a cell, cells are skipped."""
     mass, size = -np.diff(survival, append=0.0)[::-1], len(survival)  # f of the longest ... f(1)
     settled = 1.0 / float(survival.sum())
     starts, at, done = np.zeros(2 * size), size, 1.0

@@ -35,42 +35,44 @@ LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it t
 
 @lru_cache(maxsize=65536)
 def num_params(shape: ModelShape, shard: Shard) -> int:
-    """Parameters of one shard of a model, without adapters."""
+    """Returns parameters of one shard of a model, without adapters."""
     return sum(numbers_in(box) for weight in weights_of(shape) if (box := weight.box(shard)))
 
 
 @lru_cache(maxsize=65536)
 def num_trained(shape: ModelShape, shard: Shard) -> int:
-    """Numbers of one shard of a model that training changes: all parameters, or adapters."""
+    """Returns numbers of one shard of a model that training changes: all parameters, or adapters."""
     return sum(numbers_in(box) for weight in trained_weights_of(shape) if (box := weight.box(shard)))
 
 
 @lru_cache(maxsize=65536)
 def num_frozen(shape: ModelShape, shard: Shard) -> int:
-    """Parameters of one shard of a model that training with adapters leaves as they are."""
+    """Returns parameters of one shard of a model that training with adapters leaves as they are."""
     return sum(numbers_in(box) for weight in frozen_weights_of(shape) if (box := weight.box(shard)))
 
 
 @lru_cache(maxsize=65536)
 def base_sizes(shape: ModelShape, shard: Shard) -> tuple[tuple[str, int], ...]:
-    """The weights of one shard of a model that its base may have in common with others: name, numbers. A frozen model
-    without adapters has its head of one number per token there, too."""
+    """Returns the weights of one shard of a model that its base may have in common with others: name, numbers. A frozen
+    model without adapters has its head of one number per token there, too."""
     table = weights_of(shape) if shape.adapters is None else frozen_weights_of(shape)
     return tuple((weight.name, numbers_in(box)) for weight in table if (box := weight.box(shard)))
 
 
 @lru_cache(maxsize=65536)
 def reduce_numel(shape: ModelShape, shard: Shard) -> int:
-    """Numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
+    """Returns numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
     sizes = [numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard))]
     return max(*sizes, min(num_params(shape, shard), REDUCE_NUMEL))
 
 
 def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
-    """Bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "gradients", "optimizer") and
-    needed during a call ("gathered", "reduced").
+    """Returns the bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "gradients",
+    "optimizer") and needed during a call ("gathered", "reduced").
 
-    params: of the rank's shard; numel: `reduce_numel` of it; trains: whether the call trains the model.
+    params: of the rank's shard.
+    numel: its `reduce_numel`.
+    trains: whether the call trains the model.
     """
     zero, part = layout.zero if layout.dp > 1 else 0, -(-params // layout.dp)
     weights = number_bytes * (part if zero == 3 else params)
@@ -88,14 +90,14 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
 
 
 def static_bytes(program: Program, rank: int) -> dict[str, int]:
-    """Bytes that a rank holds all the time, by kind; "offloaded" is host memory. A shard of weights that several models
-    have in common counts once."""
+    """Returns bytes that a rank holds all the time, by kind; "offloaded" is host memory. A shard of weights that
+    several models have in common counts once."""
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
     held: set[tuple[str, Shard, str]] = set()  # weights of bases, each of which has one copy of a shard
 
     def base_bytes(model: str, shard: Shard) -> int:
-        """Bytes of the frozen weights of a model that are not there yet."""
+        """Returns bytes of the frozen weights of a model that are not there yet."""
         sizes = {(workload.bases[model], shard, name): size for name, size in base_sizes(workload.shape(model), shard)}
         numbers = sum(size for key, size in sizes.items() if key not in held)
         held.update(sizes)
@@ -122,9 +124,9 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
-    """Bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers, gradients that ZeRO 2
-    reduces, activations of training, keys and values of generation, and weights with adapters in them. Empty if the
-    call does not run there."""
+    """Returns bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers, gradients that
+    ZeRO 2 reduces, activations of training, keys and values of generation, and weights with adapters in them. Empty if
+    the call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
@@ -142,7 +144,7 @@ def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
 
 
 def copied_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """Bytes of the copies of weights with adapters in them with which a rank generates (model/linear.py:
+    """Returns bytes of the copies of weights with adapters in them with which a rank generates (model/linear.py:
     sum_bytes)."""
     shape, shard = workload.shape(call.model), layout.shard(rank)
     if shape.adapters is None or not workload.adds_adapters:
@@ -152,10 +154,10 @@ def copied_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int)
 
 
 def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """The most bytes that a rank gathers at a time for a call that does not train, with weights that ZeRO 3 shards:
-    for generation all of its shard. Inference runs each layer on all rows before the next one
-    (model/sequences.forward_by_layer), so it holds one layer, what is no layer (embedding, final norm, head), and the
-    hidden states of all rows between two layers."""
+    """Returns the most bytes that a rank gathers at a time for a call that does not train, with weights that ZeRO 3
+    shards: for generation all of its shard. Inference runs each layer on all rows before the next one
+    (model/sequences.forward_by_layer), so it holds one layer, what is outside the layers (embedding, final norm, head),
+    and the hidden states of all rows between two layers."""
     shape, shard, c = workload.shape(call.model), layout.shard(rank), workload.param_bytes
     params = num_params(shape, shard)
     if isinstance(call, Generate):
@@ -168,7 +170,7 @@ def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: in
 
 
 def loaded_bytes(program: Program, call: ModelCall, rank: int) -> int:
-    """Bytes of the weights that a call loads from host memory."""
+    """Returns bytes of the weights that a call loads from host memory."""
     layout, shape = program.placement.layouts[call.name], program.workload.models[call.model]
     if not layout.offload or rank not in layout.ranks or shape is None:
         return 0
@@ -176,8 +178,8 @@ def loaded_bytes(program: Program, call: ModelCall, rank: int) -> int:
 
 
 def working_bytes(program: Program, rank: int) -> dict[str, int]:
-    """The most bytes of each kind that a rank needs at one time for calls (weights from host memory count as gathered),
-    for buckets of weights in transit, and for the rows of an iteration."""
+    """Returns the most bytes of each kind that a rank needs at one time for calls (weights from host memory count as
+    gathered), for buckets of weights in transit, and for the rows of an iteration."""
     total = dict.fromkeys(WORKING, 0)
     for transfer in program.transfers:
         if transfer.reallocation is not None and rank in transfer.ranks:
@@ -194,8 +196,8 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def rows_bytes(program: Program, rank: int) -> int:
-    """Bytes of the data keys that a rank reads or makes, in its columns (runtime/execute/iteration.py: Store). One
-    iteration ahead, a rank has two batches of what is drawn: one that trains, and the next one."""
+    """Returns bytes of the data keys that a rank reads or makes, in its columns (runtime/execute/iteration.py: Store).
+    One iteration ahead, a rank has two batches of what is drawn: one that trains, and the next one."""
     workload, placement = program.workload, program.placement
     held: dict[str, set[range]] = {}
     for call in workload.workflow.calls:
@@ -212,19 +214,20 @@ def rows_bytes(program: Program, rank: int) -> int:
 
 
 def most_rows_bytes(workload: Workload, ahead: int) -> int:
-    """Bytes of the rows of a rank that holds all columns of all keys. ahead: of the placement."""
+    """Returns bytes of the rows of a rank that holds all columns of all keys. ahead: of the placement."""
     keys = workload.workflow.shapes
     return sum(workload.num_sequences * workload.row_bytes(key) * batches_of(ahead, workload, key) for key in keys)
 
 
 def batches_of(ahead: int, workload: Workload, key: str) -> int:
-    """How many batches of a data key a rank holds at one time. ahead: of the placement."""
+    """Returns how many batches of a data key a rank holds at one time. ahead: of the placement."""
     maker = workload.workflow.producer(key)
     return 2 if ahead and not (maker is not None and trains(maker, workload.workflow)) else 1
 
 
 def most_alive_bytes(program: Program, rank: int, of_call: Callable[[Workload, ModelCall, Layout, int], int]) -> int:
-    """The most bytes of KV caches, or of what lives as long, that a rank has at one time. of_call: of a call."""
+    """Returns the most bytes of KV caches, or of what lives as long, that a rank has at one time. of_call: of a
+    call."""
     calls = {call.name: call for call in program.workload.workflow.generate_calls}
     layouts = program.placement.layouts
     sizes = {
@@ -239,8 +242,9 @@ def most_alive_bytes(program: Program, rank: int, of_call: Callable[[Workload, M
 
 
 def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
-    """Generate call -> the calls whose KV caches are alive on a rank when its own is made or later, itself included. A
-    cache lives from the first to the last Run of its call, so two calls that alternate while streaming have both."""
+    """Returns, by generate call, the calls whose KV caches are alive on a rank when its own is made or later, itself
+    included. A cache lives from the first to the last Run of its call, so two calls that alternate while streaming have
+    both."""
     names = {call.name for call in program.workload.workflow.generate_calls}
     lives: dict[str, list[int]] = {}
     for position, step in enumerate(program.instructions[rank]):
@@ -262,20 +266,21 @@ def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *,
 
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
-    """The most that a rank's device holds at one time: calls run one after another, transfers and rows beside them."""
+    """Returns the most that a rank's device holds at one time: calls run one after another, transfers and rows beside
+    them."""
     generating = working["KV cache"] + working["copies with adapters"]
     calls = working["gathered"] + max(working["activations"] + working["reduced"], generating)
     return sum(static.values()) - static["offloaded"] + calls + working["buckets"] + working["rows"]
 
 
 def most_bytes(program: Program) -> int:
-    """The largest peak of any rank."""
+    """Returns the largest peak of any rank."""
     ranks = program.cluster.ranks
     return max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in ranks)
 
 
 def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """The most bytes of activations that training keeps for its backward passes on a rank.
+    """Returns the most bytes of activations that training keeps for its backward passes on a rank.
 
     Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
     no scores): sequence parallelism splits everything by tp except the gathered inputs of a block. Recomputation keeps
@@ -308,15 +313,15 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
 
 
 def chunk_columns(num_rows: int, vocab_size: int) -> int:
-    """The tokens of the vocabulary in one chunk of logits: the function of this name in kernels/token_logprobs.py (a
-    test compares them), repeated because nothing here imports torch."""
+    """Returns the tokens of the vocabulary in one chunk of logits: the function of this name in
+    kernels/token_logprobs.py (a test compares them), repeated because nothing here imports torch."""
     columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), -(-vocab_size // MOST_CHUNKS))
     return min(-(-columns // 128) * 128, vocab_size)
 
 
 def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes: int) -> int:
-    """The most bytes that the logprobs of so many response tokens need: logits and their gradients if one chunk holds
-    them all, else one chunk and, in float32, the sum over chunks of the hidden states' gradients."""
+    """Returns the most bytes that the logprobs of so many response tokens need: logits and their gradients if one chunk
+    holds them all, else one chunk and, in float32, the sum over chunks of the hidden states' gradients."""
     columns = chunk_columns(num_rows, vocab_size)
     if columns == vocab_size:
         return 2 * number_bytes * num_rows * vocab_size
@@ -324,8 +329,8 @@ def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes:
 
 
 def packed_bytes(program: Program, rank: int) -> int:
-    """The most bytes beside `working_bytes` of the packed copies of weights with which a rank generates on a CPU
-    (model/linear.py: Copies)."""
+    """Returns the most bytes beside `working_bytes` of the packed copies of weights with which a rank generates on a
+    CPU (model/linear.py: Copies)."""
     workload, layouts = program.workload, program.placement.layouts
     most = 0
     for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
@@ -339,7 +344,7 @@ def packed_bytes(program: Program, rank: int) -> int:
 
 
 def kept_bytes(program: Program, rank: int) -> int:
-    """Bytes of `packed_bytes` that a rank keeps all the time: the copies of frozen bases."""
+    """Returns bytes of `packed_bytes` that a rank keeps all the time: the copies of frozen bases."""
     workload, layouts, kept = program.workload, program.placement.layouts, dict[tuple[str, Shard], int]()
     for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
         if workload.shape(call.model).adapters and not workload.adds_adapters:
@@ -349,7 +354,7 @@ def kept_bytes(program: Program, rank: int) -> int:
 
 
 def _packed_base_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """Bytes of the packed copies of weights of a call, without factors of adapters."""
+    """Returns bytes of the packed copies of weights of a call, without factors of adapters."""
     shape, shard, numbers = workload.shape(call.model), layout.shard(rank), 0
     for weight in weights_of(shape):
         is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
@@ -360,13 +365,13 @@ def _packed_base_bytes(workload: Workload, call: ModelCall, layout: Layout, rank
 
 
 def cache_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """Bytes of keys and values of the rows that a rank decodes at the same time, each of full length."""
+    """Returns bytes of keys and values of the rows that a rank decodes at the same time, each of full length."""
     rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
     return min(rows, workload.max_sequences) * sequence_bytes(workload, call, layout, rank)
 
 
 def sequence_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """Bytes of keys and values of one sequence of full length, the least that generation needs."""
+    """Returns bytes of keys and values of one sequence of full length, the least that generation needs."""
     shape, shard = workload.shape(call.model), layout.shard(rank)
     heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
     layers = len(split(shape.num_layers, shard.pp, shard.stage))
@@ -375,8 +380,8 @@ def sequence_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: in
 
 
 def least_bytes(program: Program, rank: int, resident: Program | None = None) -> int:
-    """The least bytes that a rank's device must hold: its peak with the smallest KV cache. resident: the program whose
-    models are in memory all the time; None: this one."""
+    """Returns the least bytes that a rank's device must hold: its peak with the smallest KV cache. resident: the
+    program whose models are in memory all the time; None: this one."""
     least = most_alive_bytes(program, rank, sequence_bytes)
     static = static_bytes(resident or program, rank)
     return peak_bytes(static, working_bytes(program, rank) | {"KV cache": least})

@@ -34,8 +34,11 @@ STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two mom
 
 
 def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -> float:
-    """FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others wait. context:
-    tokens that a token attends to, on average."""
+    """Returns the FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others
+    wait.
+
+    context: tokens that a token attends to, on average.
+    """
     heads, kv_heads, intermediate = shape.slice_sizes(tp, tp - 1)
     q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
     weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * intermediate
@@ -43,13 +46,14 @@ def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -
 
 
 def head_flops(shape: ModelShape, tokens: float, tp: int = 1) -> float:
-    """FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which is not sliced."""
+    """Returns the FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which is not
+    sliced."""
     return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else len(split(shape.vocab_size, tp, tp - 1)))
 
 
 def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:
-    """Seconds of an all-gather in a ring; num_bytes: of the whole. A reduce-scatter takes as long, an all-reduce
-    both."""
+    """Returns seconds of an all-gather in a ring; num_bytes: of the whole. A reduce-scatter takes as long, an
+    all-reduce both."""
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_s + (num_ranks - 1) * link.latency_s
@@ -68,12 +72,12 @@ class Cost:
     known: dict[tuple[int, ...], Link] = field(default_factory=dict, repr=False, compare=False)  # of groups
 
     def device(self, rank: int) -> Device:
-        """The constants of a rank's device."""
+        """Returns the constants of a rank's device."""
         return self.calibration.devices[self.cluster.nodes[self.cluster.node_of(rank)].device]
 
     def link(self, ranks: tuple[int, ...]) -> Link:
-        """The link of a collective: inside a node the node's; between nodes those of all its ranks on one node at once,
-        since as many rings share the work."""
+        """Returns the link of a collective: inside a node the node's; between nodes those of all its ranks on one node
+        at once, since as many rings share the work."""
         first, last = (self.cluster.node_of(edge(ranks)) for edge in (min, max))
         if first == last:
             return self.calibration.inside
@@ -85,20 +89,21 @@ class Cost:
         return self.known[ranks]
 
     def table(self, model: str, layout: Layout, rank: int) -> Measured | None:
-        """The table of a model's shape; None if it is not measured or its slices are on several nodes."""
+        """Returns the table of a model's shape; None if it is not measured or its slices are on several nodes."""
         if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside:
             return None
         shape = replace(self.workload.shape(model), adapters=None)
         return self.device(rank).table(shape, layout.tp, self.workload.param_bytes)
 
     def message_s(self, source: int, destination: int, num_bytes: int, num_parts: int = 1) -> float:
-        """Seconds of a message from rank to rank, in so many parts."""
+        """Returns seconds of a message from rank to rank, in so many parts."""
         same = self.cluster.node_of(source) == self.cluster.node_of(destination)
         link = self.calibration.inside if same else self.calibration.between
         return num_parts * link.latency_s + num_bytes / link.bytes_per_s
 
     def host_message_s(self, source: int, destination: int, num_bytes: int) -> float:
-        """Seconds of a message through host memory: a copy to it, the message, and a copy to the other device."""
+        """Returns seconds of a message through host memory: a copy to it, the message, and a copy to the other
+        device."""
         copies_s = sum(num_bytes / self.device(rank).host_bytes_per_s for rank in (source, destination))
         link = self.calibration.host
         if self.cluster.node_of(source) != self.cluster.node_of(destination):
@@ -107,14 +112,15 @@ class Cost:
         return copies_s + link.latency_s + num_bytes / link.bytes_per_s
 
     def load_s(self, model: str, layout: Layout, rank: int) -> float:
-        """Seconds of loading the weights of a frozen model from host memory."""
+        """Returns seconds of loading the weights of a frozen model from host memory."""
         params = num_params(self.workload.shape(model), layout.shard(rank))
         return self.workload.param_bytes * params / self.device(rank).host_bytes_per_s
 
     def pass_s(
         self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float, *, backward: bool = False
     ) -> float:
-        """Seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
+        """Returns seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's
+        stage."""
         shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
         num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
         adapters_s, of_weights = self.adapters_s(call, layout, rank, tokens), shape.adapters is None
@@ -137,16 +143,16 @@ class Cost:
         return num_layers * layer_s + head_s + adapters_s
 
     def adapters_s(self, call: ModelCall, layout: Layout, rank: int, tokens: float) -> float:
-        """Seconds of the products of some tokens with the adapters on a rank's stage; 0 without adapters, or if they
-        are in the weights."""
+        """Returns seconds of the products of some tokens with the adapters on a rank's stage; 0 without adapters, or if
+        they are in the weights."""
         shape = self.workload.shape(call.model)
         if shape.adapters is None or self._adds_adapters(call):
             return 0.0
         return 2 * tokens * num_trained(shape, layout.shard(rank)) / self.device(rank).matrix_flops
 
     def copies_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
-        """Seconds of adding the adapters to copies of the weights with which a rank generates: reading these, their
-        products in float32, and writing the sums."""
+        """Returns seconds of adding the adapters to copies of the weights with which a rank generates: reading these,
+        their products in float32, and writing the sums."""
         shape, device = self.workload.shape(call.model), self.device(rank)
         num_bytes = copied_bytes(self.workload, call, layout, rank)
         if shape.adapters is None or not num_bytes:
@@ -159,12 +165,12 @@ class Cost:
         return self.workload.adds_adapters and isinstance(call, Generate)
 
     def gather_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
-        """Seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
+        """Returns seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
         return self.spread_s(call, layout, rank) if layout.zero == 3 else 0.0
 
     def spread_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
-        """Seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for inference
-        each layer by itself, and what is no layer."""
+        """Returns the seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for
+        inference each layer by itself, and what is outside the layers."""
         if layout.dp == 1:
             return 0.0
         shape, link = self.workload.shape(call.model), self.link(layout.data_ranks(rank))
@@ -173,8 +179,8 @@ class Cost:
         return whole_s + (parts - 1) * (layout.dp - 1) * link.latency_s
 
     def update_s(self, model: str, layout: Layout, rank: int) -> float:
-        """Seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer step,
-        and under ZeRO 1 and 2 of gathering the new weights."""
+        """Returns seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer
+        step, and under ZeRO 1 and 2 of gathering the new weights."""
         shape = self.workload.shape(model)
         params = num_trained(shape, layout.shard(rank))
         zero = layout.zero if shape.adapters is None else min(layout.zero, 1)
@@ -191,10 +197,10 @@ class Cost:
     def generate_s(
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
     ) -> list[float]:
-        """When each row ends: first the prompts, then decode steps of at most `places` rows through all stages. When a
-        row ends, the next one takes its place, beginning with its prompt. If lengths are forecast to differ:
-        when this row and those before it are expected to have ended on the slowest shard, exactly so at the ends of as
-        many equal parts."""
+        """Returns when each row ends: first the prompts, then decode steps of at most `places` rows through all stages.
+        When a row ends, the next one takes its place, beginning with its prompt. If lengths are forecast to differ, a
+        row ends when it and those before it are expected to have ended on the slowest shard; that is exact at the ends
+        of as many equal parts."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
         drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
         if self.workload.forecast_lengths and self.workload.forecast_lengths.differ:
@@ -214,7 +220,7 @@ class Cost:
     def _expected_s(
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int, drawn: int
     ) -> list[float]:
-        """generate_s by the expected decode steps of a distribution of lengths (lengths.py)."""
+        """Does what generate_s does by the expected decode steps of a distribution of lengths (lengths.py)."""
         from rlhf_spmd.plan.cost.lengths import decode, meetings, of_forecast  # late: numpy, which `check` does without
 
         assert self.workload.forecast_lengths is not None
@@ -248,12 +254,13 @@ class Cost:
         return done_s
 
     def _start_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
-        """Seconds before the first decode step: of copies with adapters, and of the first prompts."""
+        """Returns seconds before the first decode step: of copies with adapters, and of the first prompts."""
         copies_s = max(self.copies_s(call, layout, other) for other in layout.stage_ranks(rank))
         return copies_s + self.prompts_s(call, layout, rank, rows)
 
     def slowest(self, num_rows: int, layout: Layout, num_passes: int) -> float:
-        """The seconds of the passes of so many sequences of a shard on the slowest shard over those of mean lengths."""
+        """Returns the seconds of the passes of so many sequences of a shard on the slowest shard over those of mean
+        lengths."""
         if not self.workload.forecast_lengths:
             return 1.0
         from rlhf_spmd.plan.cost.lengths import of_sequences, slowest  # late: as above
@@ -262,7 +269,7 @@ class Cost:
         return slowest(lengths, sum(self.workload.row_lengths), num_rows, layout.dp, num_passes, layout.pp)
 
     def attended(self) -> float:
-        """E[length^2] / E[length]^2 of sequences: attention takes as long as if all were so much longer."""
+        """Returns E[length^2] / E[length]^2 of sequences: attention takes as long as if all were so much longer."""
         if not self.workload.forecast_lengths:
             return 1.0
         from rlhf_spmd.plan.cost.lengths import of_sequences  # late: as above
@@ -271,7 +278,7 @@ class Cost:
         return 1.0 + variance / sum(self.workload.row_lengths) ** 2
 
     def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
-        """Seconds of the prompts of some rows through all stages."""
+        """Returns seconds of the prompts of some rows through all stages."""
         if not rows:
             return 0.0
         number = layout.pp if self.calibration.pipelined_prefill else 1
@@ -283,7 +290,7 @@ class Cost:
         return sum(passes_s) + (number - 1) * max(passes_s)
 
     def prefill_s(self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float) -> float:
-        """Seconds of the prompts through one stage."""
+        """Returns seconds of the prompts through one stage."""
         table = self.table(call.model, layout, rank)
         if table is None or table.prefill is None:
             return self.pass_s(call, layout, rank, tokens, length)
@@ -292,7 +299,7 @@ class Cost:
         return table.prefill.at(num_layers, tokens, length, rest=shard.stage == shard.pp - 1)
 
     def _middle(self) -> float:
-        """The expected tokens of a response before the one that is decoded."""
+        """Returns the expected tokens of a response before the one that is decoded."""
         if not self.workload.forecast_lengths:
             return self.workload.max_response / 2
         from rlhf_spmd.plan.cost.lengths import of_forecast  # late: as above
@@ -300,7 +307,7 @@ class Cost:
         return of_forecast(self.workload.forecast_lengths, self.workload.max_response).middle
 
     def decode_s(self, call: ModelCall, layout: Layout, rank: int, places: float) -> float:
-        """Seconds of a token for each of so many rows through one stage, halfway through their responses."""
+        """Returns seconds of a token for each of so many rows through one stage, halfway through their responses."""
         workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
         shape = workload.shape(call.model)
         num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
@@ -329,8 +336,8 @@ class Cost:
 
 
 def decode_steps(responses: Sequence[int], places: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Consecutive steps with the same rows: number of steps, number of rows, and the rows that then end. The rows start
-    in order, at most `places` at a time."""
+    """Yields consecutive steps with the same rows: number of steps, number of rows, and the rows that then end. The
+    rows start in order, at most `places` at a time."""
     ends: list[tuple[int, int]] = []  # step at which a row ends, row
     step, waiting = 0, 0
     while waiting < len(responses) or ends:

@@ -127,7 +127,7 @@ class _Simulation:
     # ---- instructions that take time --------------------------------------------------------------------------------
 
     def _begin(self, instruction: Instruction, members: tuple[int, ...]) -> None:
-        """All ranks of an instruction have reached it."""
+        """Begins an instruction that all its ranks have reached."""
         if not isinstance(instruction, Run):
             self.at(self.now + self._length_s(instruction, members), lambda: self._end(members))
             return
@@ -144,8 +144,8 @@ class _Simulation:
                 node.add(work_s, lambda: self._computed(instruction, members))
 
     def _pipeline(self, run: Run, members: tuple[int, ...]) -> None:
-        """All passes of a training run at once, on devices that no ranks share: since all stages begin together,
-        shards whose passes take equally long have the same times."""
+        """Simulates all passes of a training run at once, on devices that no ranks share: since all stages begin
+        together, shards whose passes take equally long have the same times."""
         layout = self.program.layout_of(run)
         for dp_index in range(layout.dp):
             shard = [layout.rank_at(dp_index, stage, t) for stage in range(layout.pp) for t in range(layout.tp)]
@@ -156,7 +156,8 @@ class _Simulation:
             self.at(self.spans[rank][-1][1], partial(self.ready.append, rank))
 
     def _passes(self, shard: Sequence[int], run: Run) -> list[list[tuple[float, float]]]:
-        """Begin and end of each instruction between the "begin" and "update" phases of a training run, by rank."""
+        """Returns begin and end of each instruction between the "begin" and "update" phases of a training run, by
+        rank."""
         node_of = self.program.cluster.node_of
         key = run.call, *((self.times.alike(rank, run), node_of(rank) - node_of(shard[0])) for rank in shard)
         if key not in self.known:
@@ -171,7 +172,7 @@ class _Simulation:
         return self.known[key]
 
     def _computed(self, run: Run, members: tuple[int, ...]) -> None:
-        """One more rank of a Run has computed; the last one ends it."""
+        """Notes that one more rank of a Run has computed; the last one ends it."""
         self.working[run, members[0]] -= 1
         if not self.working[run, members[0]]:
             del self.working[run, members[0]]
@@ -218,7 +219,7 @@ class _Simulation:
             self.at(max(self.now, self.latest.get((rank, transfer), 0.0)), lambda: self._end((rank,)))
 
     def _part(self, transfer: int, rank: int) -> Sequence[Message]:
-        """The messages of a transfer of data that a rank sends or receives."""
+        """Returns the messages of a transfer of data that a rank sends or receives."""
         moved = self.program.transfers[transfer]
         if moved.reallocation is not None:
             return ()
@@ -240,7 +241,7 @@ class _Shared:
         self.jobs: list[tuple[float, int, Callable[[], None]]] = []  # clock at the end, number, what then happens
 
     def add(self, work_s: float, happens: Callable[[], None]) -> None:
-        """A rank starts to compute."""
+        """Starts the computation of a rank."""
         self._read()
         heapq.heappush(self.jobs, (self.clock + work_s, next(self.simulation.numbers), happens))
         self._schedule()

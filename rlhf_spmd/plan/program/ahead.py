@@ -23,8 +23,8 @@ STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """The workload of a run that draws ahead with its parity gates, and where they run: as the generation whose
-    logprobs training reads."""
+    """Adds the parity gates of a run that draws ahead to the workload and to the placement: they run as the generation
+    whose logprobs training reads."""
     if not placement.ahead or not workload.workflow.train_calls:
         return workload, placement
     workflow, added = workload.workflow, gates(workload.workflow)
@@ -37,7 +37,7 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
 
 
 def gates(workflow: Workflow) -> dict[str, Infer]:
-    """The passes that only one iteration ahead has, by the names of the generations on whose ranks they are."""
+    """Returns the passes that only one iteration ahead has, by the names of the generations on whose ranks they are."""
     found = {}
     for train in workflow.train_calls:
         generate = next((call for call in workflow.generate_calls if train.drawn in call.outputs), None)
@@ -52,7 +52,7 @@ def gates(workflow: Workflow) -> dict[str, Infer]:
 
 
 def _compares(call: Call, workflow: Workflow) -> Call:
-    """A call, which also compares logprobs if it computes those of the generator again."""
+    """Returns a call that also compares logprobs, if it computes those of the generator again."""
     train = next((one for one in workflow.train_calls if one.drawn and _repeats(call, one)), None)
     if train is None or not isinstance(call, Infer) or call.drawn:
         return call
@@ -61,18 +61,19 @@ def _compares(call: Call, workflow: Workflow) -> Call:
 
 
 def _compared(train: Train) -> tuple[str, str]:
-    """The keys of the logprobs that a gate compares, and of the tokens for which it does."""
+    """Returns the keys of the logprobs that a gate compares, and of the tokens for which it does."""
     return train.drawn, actions_of(train.responses[0])
 
 
 def _repeats(call: Call, train: Train) -> bool:
-    """Whether a call computes the generator's logprobs of what training reads again, with the weights that drew."""
+    """Returns whether a call computes the generator's logprobs of what training reads again, with the weights that
+    drew."""
     is_pass = isinstance(call, Infer) and call.function == LOGPROBS and not call.current
     return is_pass and call.model == train.model and set(train.responses) <= set(call.inputs)
 
 
 def draws(program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction of a step works on the batch that is drawn, and not on the one that trains."""
+    """Returns whether an instruction of a step works on the batch that is drawn, and not on the one that trains."""
     workflow = program.workload.workflow
     if isinstance(instruction, Run):
         return not trains(workflow.call(instruction.call), workflow)
@@ -82,7 +83,7 @@ def draws(program: Program, instruction: Instruction) -> bool:
 
 
 def drawn_by(program: Program, rank: int) -> bool:
-    """Whether a rank makes anything of the batch that a step draws."""
+    """Returns whether a rank makes anything of the batch that a step draws."""
     if not program.placement.ahead:
         return False
     runs = (one for one in program.instructions[rank] if isinstance(one, Run) and draws(program, one))
@@ -90,19 +91,20 @@ def drawn_by(program: Program, rank: int) -> bool:
 
 
 def transfer_draws(program: Program, number: int) -> bool:
-    """Whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
+    """Returns whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
     workflow, transfer = program.workload.workflow, program.transfers[number]
     makers = [workflow.producer(key) for key in transfer.keys]
     return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
 
 
 def is_in(program: Program, instruction: Instruction, part: str) -> bool:
-    """Whether a part of a run executes an instruction of a step."""
+    """Returns whether a part of a run executes an instruction of a step."""
     return part == STEP or isinstance(instruction, Agree) or draws(program, instruction) == (part == PROLOGUE)
 
 
 def part_of(program: Program, part: str) -> Program:
-    """The prologue or the epilogue of the program of a step. What it leaves out of the transfers has no messages."""
+    """Returns the prologue or the epilogue of the program of a step. What it leaves out of the transfers has no
+    messages."""
     if part == STEP:
         return program
     is_prologue = part == PROLOGUE

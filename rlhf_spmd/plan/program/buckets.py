@@ -33,12 +33,13 @@ Bucket = tuple[Packet, ...]
 
 
 def numbers_of(packet: Packet) -> int:
-    """How many numbers a packet carries."""
+    """Returns how many numbers a packet carries."""
     return sum(block.num_numbers for block in packet)
 
 
 def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> tuple[Bucket, ...]:
-    """Buckets of at most so many numbers. Blocks of direct_numbers or more are packets; smaller neighbours share one.
+    """Cuts pieces into buckets of at most so many numbers. Blocks of direct_numbers or more are packets; smaller
+    neighbours share one.
 
     A block consists of whole rows, unless a row is longer than a bucket.
     """
@@ -64,7 +65,7 @@ def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: i
 
 
 def num_packets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> int:
-    """How many packets these pieces make; it follows from their sizes, which many routes have in common."""
+    """Returns how many packets these pieces make; it follows from their sizes, which many routes have in common."""
     at_zero = tuple(box_of((0, last - first) for first, last in piece.box) for piece in pieces)
     return _num_packets(at_zero, numbers, direct_numbers)
 
@@ -76,7 +77,7 @@ def _num_packets(boxes: tuple[Box, ...], numbers: int, direct_numbers: int) -> i
 
 
 def _blocks(pieces: Iterable[Piece], numbers: int) -> Iterator[Block]:
-    """The pieces layer by layer; rows longer than a bucket one by one and in parts."""
+    """Yields the pieces layer by layer; rows longer than a bucket one by one and in parts."""
     for piece in pieces:
         layers, rows, (left, right) = piece.box
         for layer in range(*layers):
@@ -93,7 +94,7 @@ def _width(block: Block) -> int:
 
 
 def _first_rows(block: Block, num_rows: int) -> tuple[Block, Block | None]:
-    """A block as its first rows and the rest."""
+    """Splits a block into its first rows and the rest."""
     first, last = block.rows
     if num_rows >= last - first:
         return block, None

@@ -124,7 +124,7 @@ class _Compiler:
             instructions.append(Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
-        """The calls before training; those that exchange together form one unit."""
+        """Returns the calls before training; those that exchange together form one unit."""
         workflow = self.workload.workflow
         calls = [call for call in workflow.calls if not isinstance(call, Train)]
         if self.placement.ahead:  # the batch that is drawn comes first
@@ -159,11 +159,11 @@ class _Compiler:
         self._once(rank, Wait(number))
 
     def _number(self, index: int, piece: int | None) -> int:
-        """The transfer of a move; the moves of one mini-batch stand together."""
+        """Returns the transfer of a move; the moves of one mini-batch are neighbours."""
         return index + (piece or 0) * len(self.moves)
 
     def _arriving(self, consumers: tuple[str, ...]) -> dict[int, list[int]]:
-        """The moves that each rank waits for before some calls, by index."""
+        """Returns the moves that each rank waits for before some calls, by index."""
         arriving: dict[int, list[int]] = {}
         for index, move in enumerate(self.moves):
             if move.consumers == consumers and not self._waits_for_next_step(move):
@@ -172,14 +172,14 @@ class _Compiler:
         return arriving
 
     def _waits_for_next_step(self, move: Move) -> bool:
-        """Whether rows are drawn in this step and trained on in the next one, before which all Waits end."""
+        """Returns whether rows are drawn in this step and trained on in the next one, before which all Waits end."""
         workflow = self.workload.workflow
         made_by, read_by = (workflow.call(names[0]) for names in (move.producers, move.consumers))
         return self.placement.ahead > 0 and trains(read_by, workflow) and not trains(made_by, workflow)
 
     def _is_last(self, number: int) -> bool:
-        """Whether rows move at the end of the step: by NCCL they would have to wait there for ranks that train, and in
-        front of all that their sender sends after them, so that drawing would wait for training."""
+        """Returns whether rows move at the end of the step. By NCCL they would have to wait there for ranks that train,
+        and before all that their sender sends after them, so that drawing would wait for training."""
         move = self.moves[number % len(self.moves)]
         by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
         return by_nccl and self._waits_for_next_step(move)
@@ -213,7 +213,7 @@ class _Compiler:
     def _split(
         self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None
     ) -> tuple[Sequence[range | None], Sequence[range | None]]:
-        """The columns to compute before and after the late moves arrive; None means all of them."""
+        """Splits the columns into those to compute before and after the late moves arrive; None means all of them."""
         if call.name not in self.placement.own_first or group is not None:
             return [], [None]
         messages = [message for index in late for message in self.moves[index].transfer.messages]
@@ -242,7 +242,7 @@ class _Compiler:
                 self.due.setdefault(rank, []).append(number)
 
     def _receive_early(self, piece: int) -> None:
-        """Ranks that only receive post a mini-batch's moves, or notices of them, before the data exist; by NCCL no
+        """Posts a mini-batch's moves, or notices of them, on ranks that only receive, before the data exist; by NCCL no
         others."""
         sending = {message.source for move in self.moves for message in move.transfer.messages}
         for index, move in enumerate(self.moves):
@@ -254,8 +254,8 @@ class _Compiler:
                     self._post(rank, number)
 
     def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
-        """One optimizer step; after a model's last one, its weights are sent, unless by NCCL: then they are sent at the
-        end, because a receive would occupy a part of a GPU that trains the next model."""
+        """Emits one optimizer step. After a model's last one, its weights are sent, unless by NCCL: then they are sent
+        at the end, because a receive would occupy a part of a GPU that trains the next model."""
         layout = self.placement.layouts[call.name]
         piece = mini_batch if self.placement.streams(self.workload) else None
         for rank, moves in self._arriving((call.name,)).items():
@@ -272,7 +272,7 @@ class _Compiler:
                 self._once(rank, Post(number))
 
     def _group(self, ranks: tuple[int, ...] | None, purpose: str = COLLECTIVES) -> str | None:
-        """The name of a group, which is made if it is new; None for a rank alone."""
+        """Returns the name of a group, which is made if it is new; None for a rank alone."""
         if ranks is None or len(ranks) == 1:
             return None
         name = group_name(ranks, purpose)
@@ -280,8 +280,8 @@ class _Compiler:
         return name
 
     def _inner_groups(self) -> None:
-        """The groups inside the layouts: slices of a stage, a copy of the model, the ranks of one shard if they sum
-        gradients or gather weights, and stages of a slice."""
+        """Makes the groups inside the layouts: slices of a stage, a copy of the model, the ranks of one shard if they
+        sum gradients or gather weights, and stages of a slice."""
         for call in self.workload.workflow.placed_calls:
             layout = self.placement.layouts[call.name]
             for rank in layout.ranks if self.workload.models[call.model] is not None else ():
@@ -293,7 +293,7 @@ class _Compiler:
                 self._group(layout.stage_ranks(rank), STAGES)
 
     def _emit_offloads(self) -> None:
-        """Offloaded weights are loaded before a rank's first Run with them and freed after its last one."""
+        """Emits Loads of offloaded weights before a rank's first Run with them, and Offloads after its last one."""
         for rank, instructions in enumerate(self.instructions):
             for model, calls in offloaded(self.workload, self.placement, rank).items():
                 places = [
@@ -307,7 +307,7 @@ class _Compiler:
 
 
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
-    """The models that a rank keeps in host memory between calls, and the calls that use them."""
+    """Returns the models that a rank keeps in host memory between calls, and the calls that use them."""
     users: dict[str, tuple[str, ...]] = {}
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]

@@ -28,11 +28,14 @@ def evaluation_program(
     max_response: int,
     by_function: bool,
 ) -> Program:
-    """The first generate call of a training program and the call that scores its responses, in the same layouts; of a
-    program that generates nothing, all calls, where those that train only measure.
+    """Makes the program of an evaluation: the first generate call of a training program and the call that scores its
+    responses, in the same layouts; of a program that generates nothing, all calls, where those that train only measure.
+    Raises UserError for a workflow that cannot be evaluated.
 
-    num_prompts: of the evaluation set. temperature: of generation; 0 is greedy. max_response: tokens. by_function: a
-    Python function scores in the place of the model. Raises UserError for a workflow that cannot be evaluated.
+    num_prompts: of the evaluation set.
+    temperature: of generation; 0 is greedy.
+    max_response: tokens.
+    by_function: a Python function scores in the place of the model.
     """
     workload, placement = training.workload, training.placement
     calls: tuple[Call, ...]
@@ -55,8 +58,8 @@ def evaluation_program(
 
 
 def precompute_program(training: Program, *, num_rows: int) -> Program:
-    """The calls of a training program that give a row the same logprobs in every iteration, in the same layouts, on so
-    many rows. Raises UserError if there are none."""
+    """Makes the program of the calls that give a row the same logprobs in every iteration of training, in the same
+    layouts, on so many rows. Raises UserError if there are none."""
     workload = training.workload
     calls = workload.workflow.repeated_calls
     if not calls:
@@ -74,7 +77,7 @@ def _program(
     num_prompts: int,
     samples_per_prompt: int,
 ) -> Program:
-    """The program of these calls, whose rows are one mini-batch."""
+    """Returns the program of these calls, whose rows are one mini-batch."""
     workload, keys = training.workload, {key for call in calls for key in (*call.inputs, *call.outputs)}
     workflow = Workflow(
         calls,
@@ -96,7 +99,7 @@ def _program(
 
 
 def _measuring(workflow: Workflow) -> tuple[Call, ...]:
-    """All calls of a workflow without generation, of which those that train measure the loss."""
+    """Returns all calls of a workflow without generation, of which those that train measure the loss."""
     for call in workflow.calls:
         if isinstance(call, Compute) and (call.scope != "row" or call.sums):
             raise UserError(
@@ -107,12 +110,12 @@ def _measuring(workflow: Workflow) -> tuple[Call, ...]:
 
 
 def _measure(call: Train) -> Measure:
-    """The call that only logs the loss of one that trains."""
+    """Returns the call that only logs the loss of one that trains."""
     return Measure(**{part.name: getattr(call, part.name) for part in fields(call) if part.init})
 
 
 def _calls(workflow: Workflow) -> tuple[Generate, ModelCall]:
-    """The calls that generate and score."""
+    """Returns the calls that generate and score."""
     for generating in workflow.generate_calls[:1]:
         for call in workflow.placed_calls:
             if call.function == SCORES and call.responses == generating.outputs[:1]:
@@ -124,8 +127,8 @@ def _calls(workflow: Workflow) -> tuple[Generate, ModelCall]:
 
 
 def _frozen(call: ModelCall, workload: Workload, placement: Placement) -> Layout:
-    """The layout of a call in a workflow without training. The weights are kept as in training: ZeRO 3 gathers them, a
-    lower stage concerns gradients and optimizer state only."""
+    """Returns the layout of a call in a workflow without training. The weights are kept as in training: ZeRO 3 gathers
+    them, a lower stage concerns gradients and optimizer state only."""
     layout = placement.layouts[call.name]
     if workload.models[call.model] is None:
         return layout

@@ -168,15 +168,15 @@ class Transfer:
         return sum(message.num_bytes for message in self.messages)
 
     def peers(self, rank: int) -> set[int]:
-        """Ranks that this rank exchanges something with."""
+        """Returns the ranks with which this rank exchanges something."""
         return {m.source for m in self.received_by(rank)} | {m.destination for m in self.sent_by(rank)}
 
     def sent_by(self, rank: int) -> Sequence[Message]:
-        """The messages that leave a rank."""
+        """Returns the messages that leave a rank."""
         return self._sent.get(rank, ())
 
     def received_by(self, rank: int) -> Sequence[Message]:
-        """The messages that come to a rank."""
+        """Returns the messages that come to a rank."""
         return self._received.get(rank, ())
 
 
@@ -199,27 +199,28 @@ class Program:
         return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
 
     def layout_of(self, run: Run) -> Layout:
-        """The layout of a Run; a rank may run a compute once for each of several consumers, on other columns."""
+        """Returns the layout of a Run; a rank may run a compute once for each of several consumers, on other
+        columns."""
         return self.placement.layouts[run.consumer or run.call]
 
     def columns_of(self, run: Run, rank: int) -> range:
-        """The columns that a Run computes on a rank."""
+        """Returns the columns that a Run computes on a rank."""
         return self.layout_of(run).columns(rank, self.workload.mini_batch) if run.columns is None else run.columns
 
     def columns_seen(self, run: Run, rank: int) -> range:
-        """The columns that a Run reads on a rank: more than it computes if it must see other rows."""
+        """Returns the columns that a Run reads on a rank: more than it computes if it must see other rows."""
         return self.workload.columns_seen(self.workload.workflow.call(run.call), self.columns_of(run, rank))
 
     def reads(self, run: Run, rank: int) -> tuple[str, ...]:
-        """The data keys that a Run reads on a rank."""
+        """Returns the data keys that a Run reads on a rank."""
         return keys_read(self.workload.workflow.call(run.call), self.layout_of(run), rank)
 
     def makes(self, run: Run, rank: int) -> tuple[str, ...]:
-        """The data keys that a Run makes on a rank."""
+        """Returns the data keys that a Run makes on a rank."""
         return keys_made(self.workload.workflow.call(run.call), self.layout_of(run), rank)
 
     def gains(self, instruction: Instruction, rank: int) -> list[tuple[str, range, range]]:
-        """The data that a rank gains by an instruction: keys with their mini-batches and columns."""
+        """Returns the data that a rank gains by an instruction: keys with their mini-batches and columns."""
         if isinstance(instruction, Run):
             rows, columns = self.mini_batches_of(instruction), self.columns_of(instruction, rank)
             return [(key, rows, columns) for key in self.makes(instruction, rank)]
@@ -230,16 +231,16 @@ class Program:
         return []
 
     def mini_batches_of(self, run_or_transfer: Run | Transfer) -> range:
-        """The mini-batches that a Run computes or a transfer moves."""
+        """Returns the mini-batches that a Run computes or a transfer moves."""
         one = run_or_transfer.mini_batch
         return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
 
     def moves_weights(self, instruction: Instruction) -> bool:
-        """Whether this is the Wait of a reallocation."""
+        """Returns whether this is the Wait of a reallocation."""
         return isinstance(instruction, Wait) and self.transfers[instruction.transfer].reallocation is not None
 
     def together(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
-        """The ranks that meet at an instruction of this rank: none of them ends it before all have begun it."""
+        """Returns the ranks that meet at an instruction of this rank: none of them ends it before all have begun it."""
         if isinstance(instruction, Run) and instruction.group is not None:
             return self.groups[instruction.group]
         if isinstance(instruction, Agree):
@@ -249,14 +250,15 @@ class Program:
         return (rank,)
 
     def meets(self, rank: int, instruction: Instruction) -> tuple[Instruction, tuple[int, ...]]:
-        """The instruction that other ranks must begin before this rank can end its own, and those ranks. A transfer of
-        data needs the Posts of its peers, whose Waits may come much later."""
+        """Returns the instruction that other ranks must begin before this rank can end its own, and those ranks. A
+        transfer of data needs the Posts of its peers, whose Waits may come much later."""
         if isinstance(instruction, Post | Wait) and not self.moves_weights(instruction):
             return Post(instruction.transfer), tuple(sorted(self.transfers[instruction.transfer].peers(rank)))
         return instruction, tuple(other for other in self.together(rank, instruction) if other != rank)
 
     def held(self, rank: int) -> dict[str, tuple[range, ...]]:
-        """The columns of each data key that a rank reads, makes or receives in an iteration, as `merged` ranges."""
+        """Returns the columns of each data key that a rank reads, makes or receives in an iteration, as `merged`
+        ranges."""
         held: dict[str, set[range]] = {}
         for instruction in self.instructions[rank]:
             if isinstance(instruction, Run):
@@ -267,12 +269,13 @@ class Program:
         return {key: merged(ranges) for key, ranges in held.items()}
 
     def trained(self, rank: int) -> tuple[str, ...]:
-        """Models that train on a rank."""
+        """Returns the models that train on a rank."""
         calls = self.workload.workflow.placed_calls
         return tuple(c.model for c in calls if isinstance(c, Train) and rank in self.placement.layouts[c.name].ranks)
 
     def copies(self, rank: int) -> dict[tuple[str, Shard], tuple[str, ...]]:
-        """The copies of weights on a rank, besides those that it trains: model and shard -> the calls that use it."""
+        """Returns the copies of weights on a rank, besides those that it trains: model and shard -> the calls that use
+        it."""
         users: dict[tuple[str, Shard], tuple[str, ...]] = {}
         for call in self.workload.workflow.placed_calls:
             layout = self.placement.layouts[call.name]
@@ -302,13 +305,13 @@ class Program:
         return {name: sorted(some) for name, some in pairs.items()}
 
     def describe(self, transfer: int) -> str:
-        """A transfer in words."""
+        """Describes a transfer in words."""
         move = self.transfers[transfer]
         return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"
 
 
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """The data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
+    """Returns the data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
     are trained on."""
     if isinstance(call, Compute) or layout.coordinates(rank)[1] == layout.pp - 1:
         return call.inputs
@@ -317,12 +320,12 @@ def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
 
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """The data keys that a call makes on a rank: the last stage has the results."""
+    """Returns the data keys that a call makes on a rank: the last stage has the results."""
     return call.outputs if layout.coordinates(rank)[1] == layout.pp - 1 else ()
 
 
 def merged(ranges: Iterable[range]) -> tuple[range, ...]:
-    """The same numbers as ascending ranges that neither meet nor overlap."""
+    """Merges numbers given as ranges to ascending ranges that neither meet nor overlap."""
     runs: list[range] = []
     for one in sorted(filter(None, ranges), key=lambda one: one.start):
         if runs and one.start <= runs[-1].stop:

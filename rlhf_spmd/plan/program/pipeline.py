@@ -37,18 +37,19 @@ class Body:
 
 
 def is_pipelined(call: ModelCall, layout: Layout) -> bool:
-    """Whether the runtime executes a body for each Run of a call."""
+    """Returns whether the runtime executes a body for each Run of a call."""
     return layout.pp > 1 and not isinstance(call, Generate)
 
 
 def largest_number(layout: Layout, workload: Workload, call: ModelCall) -> int:
-    """The most micro-batches that a Run can have on one shard: with a budget of tokens each may have one row."""
+    """Returns the most micro-batches that a Run can have on one shard: with a budget of tokens each may have one
+    row."""
     size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
     return _number(layout, workload, call, size)
 
 
 def usual_number(program: Program, run: Run) -> int:
-    """Micro-batches of a Run, also with a budget of tokens counted as if each had the usual number of rows."""
+    """Counts the micro-batches of a Run, also with a budget of tokens as if each had the usual number of rows."""
     workload, layout = program.workload, program.layout_of(run)
     call = workload.workflow.placed_call(run.call)
     return _number(layout, workload, call, layout.micro_batch or workload.micro_batch)
@@ -60,7 +61,7 @@ def _number(layout: Layout, workload: Workload, call: ModelCall, size: int) -> i
 
 
 def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, train: bool) -> list[Pass]:
-    """The passes of one stage in their order: 1F1B, or the forwards alone."""
+    """Returns the passes of one stage in their order: 1F1B, or the forwards alone."""
     forwards: list[Pass] = [("forward", index) for index in range(num_micro_batches)]
     if not train:
         return forwards
@@ -72,8 +73,8 @@ def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, trai
 
 
 def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> list[tuple[int, Pass]]:
-    """The passes of all stages in one order in which each comes after the pass that it needs: a forward after that of
-    the previous stage, a backward after that of the next stage."""
+    """Returns the passes of all stages in one order in which each comes after the pass that it needs: a forward after
+    that of the previous stage, a backward after that of the next stage."""
     queues = [order_of_passes(s, num_stages, num_micro_batches, train=train) for s in range(num_stages)]
     done: set[tuple[int, Pass]] = set()
     order: list[tuple[int, Pass]] = []
@@ -93,7 +94,10 @@ def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> lis
 
 @cache
 def body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
-    """The instructions of one shard's ranks. pass_bytes: of the message of one micro-batch, on each slice."""
+    """Returns the instructions of one shard's ranks.
+
+    pass_bytes: of the message of one micro-batch, on each slice.
+    """
     train, last = isinstance(call, Train), layout.pp - 1
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
@@ -138,9 +142,9 @@ def body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_micro_bat
 
 @cache
 def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tokens: int) -> Body:
-    """The instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache; each
-    token of a batch is a forward of every stage, then the last stage sends the drawn tokens to the others; at the end
-    it sends the results. As in `body`, all slices do the same."""
+    """Returns the instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache;
+    each token of a batch is a forward of every stage, then the last stage sends the drawn tokens to the others; at the
+    end it sends the results. As in `body`, all slices do the same."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []
@@ -172,8 +176,8 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
 def expand(
     program: Program, num_micro_batches: Callable[[Run], int], num_tokens: Callable[[Run], int] | None = None
 ) -> Program:
-    """The program with every pipelined Run replaced by its body, for given numbers of micro-batches and of tokens
-    (None: generation stays as it is). An expanded program stays as it is."""
+    """Replaces every pipelined Run of a program by its body, for given numbers of micro-batches and of tokens (None:
+    generation stays as it is). An expanded program stays as it is."""
     workload, transfers = program.workload, list(program.transfers)
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
@@ -215,7 +219,7 @@ def expand(
 
 
 def numbers(layout: Layout, workload: Workload, call: ModelCall) -> list[int]:
-    """The numbers of micro-batches (in generation, of tokens) that `check` tries in place of all possible ones.
+    """Returns the numbers of micro-batches (in generation, of tokens) that `check` tries in place of all possible ones.
 
     From pp + 1 on, every stage has a cycle of one forward and one backward, which more micro-batches only repeat; of
     these, 2 pp + 1 and the largest number are tried. Each token repeats the one before it.
@@ -227,8 +231,8 @@ def numbers(layout: Layout, workload: Workload, call: ModelCall) -> list[int]:
 
 
 def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
-    """For every call with stages and each of its `numbers`: a program of one such Run, on one data-parallel shard,
-    since the others differ only in their ranks."""
+    """Yields, for every call with stages and each of its `numbers`, a program of one such Run, on one data-parallel
+    shard, since the others differ only in their ranks."""
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         if layout.pp == 1:
@@ -253,7 +257,7 @@ def _same(number: int, run: Run) -> int:
 
 
 def pass_bytes(layout: Layout, workload: Workload, call: ModelCall) -> int:
-    """The most bytes that a stage sends for one micro-batch, on each slice."""
+    """Returns the most bytes that a stage sends for one micro-batch, on each slice."""
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
     tokens = max(tokens, longest)  # a row is never cut

@@ -68,11 +68,11 @@ class Reallocation:
         return tuple(sorted({rank for rank, _ in (*self.sources, *self.targets)}))
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
-        """The targets of a rank, as indices into `targets`."""
+        """Returns the targets of a rank, as indices into `targets`."""
         return tuple(index for index, (owner, _) in enumerate(self.targets) if owner == rank)
 
     def hop_bytes(self) -> dict[tuple[int, int], int]:
-        """(sender, receiver) -> bytes."""
+        """Returns the bytes by (sender, receiver)."""
         sizes: Counter[tuple[int, int]] = Counter()
         for route in self.routes:
             sizes.update(dict.fromkeys(route.hops, route.num_numbers * self.bytes_per_number))
@@ -86,7 +86,7 @@ class Reallocation:
     # ---- for a given size of buckets ---------------------------------------------------------------------------------
 
     def bucket_numbers(self, bucket_bytes: int) -> int:
-        """Numbers in a bucket of a route: the most at which no rank has more than bucket_bytes in transit.
+        """Returns numbers in a bucket of a route: the most at which no rank has more than bucket_bytes in transit.
 
         A rank in n routes has a bucket of each; routes shorter than their share leave the rest to the others. Buckets
         are smaller if the longest route would otherwise have too few for its ranks to work at the same time.
@@ -109,16 +109,17 @@ class Reallocation:
 
     @staticmethod
     def slot_numbers(route: Route, numbers: int) -> tuple[int, int]:
-        """Numbers in the two buffers of a route whose buckets hold at most `numbers`; one bucket needs one buffer."""
+        """Returns numbers in the two buffers of a route whose buckets hold at most `numbers`; one bucket needs one
+        buffer."""
         return (route.num_numbers, 0) if route.num_numbers <= numbers else (numbers, numbers)
 
     def buckets(self, route: Route, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """What a route carries, step by step."""
+        """Returns what a route carries, step by step."""
         direct_numbers = DIRECT_BYTES // self.bytes_per_number
         return cut_into_buckets(route.pieces, numbers=self.bucket_numbers(bucket_bytes), direct_numbers=direct_numbers)
 
     def hop_messages(self, bucket_bytes: int) -> dict[tuple[int, int], int]:
-        """(sender, receiver) -> messages."""
+        """Returns the messages by (sender, receiver)."""
         counts: Counter[tuple[int, int]] = Counter()
         numbers, direct_numbers = self.bucket_numbers(bucket_bytes), DIRECT_BYTES // self.bytes_per_number
         for route in self.routes:
@@ -127,7 +128,8 @@ class Reallocation:
         return counts
 
     def extra_bytes(self, bucket_bytes: int) -> dict[int, int]:
-        """The most memory that each rank needs for buckets: for each of its routes one to receive and one to send."""
+        """Returns the most memory that each rank needs for buckets: for each of its routes one to receive and one to
+        send."""
         if bucket_bytes not in self._extra:  # every rank of a forecast asks
             sizes, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
             for route in self.routes:
@@ -146,12 +148,12 @@ def plan_reallocation(
     node_of: Callable[[int], int],
     whole_bytes: int = WHOLE_BYTES,
 ) -> Reallocation:
-    """How the ranks of `targets` get their shards of what training changes in a model that the ranks of `sources` hold
-    together.
+    """Plans how the ranks of `targets` get their shards of what training changes in a model that the ranks of `sources`
+    hold together. A rank may have several targets. Some source must hold every needed number.
 
-    A rank may have several targets. node_of: the node of a rank. whole_bytes: the smallest share into which a box with
-    several holders is cut; smaller boxes are sent whole, and the receivers are divided among the holders. Some source
-    must hold every needed number.
+    node_of: the node of a rank.
+    whole_bytes: the smallest share into which a box with several holders is cut; smaller boxes are sent whole, and the
+        receivers are divided among the holders.
     """
     local: list[Copy] = []
     lacked: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
@@ -187,7 +189,7 @@ def plan_reallocation(
 def _lacking(
     held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets: Sequence[tuple[int, Shard]]
 ) -> dict[tuple[int, int], list[Box]]:
-    """Boxes of one weight by (mask of the ranks that hold them, mask of the targets whose ranks lack them).
+    """Returns boxes of one weight by (mask of the ranks that hold them, mask of the targets whose ranks lack them).
 
     The weight is cut wherever a box begins or ends, first along the layers, then rows, then columns.
     """
@@ -212,8 +214,8 @@ def _lacking(
 
 
 def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple[Range, ...], list[list[int]]]]:
-    """The cells between the edges of boxes, each with the masks of the boxes around it; only cells that some target
-    wants."""
+    """Yields the cells between the edges of boxes, each with the masks of the boxes around it; only cells that some
+    target wants."""
     if dim == 3:
         yield (), [mask for _, mask in boxes]
         return
@@ -239,7 +241,7 @@ def _joined(boxes: list[Box]) -> list[Box]:
 
 
 def _members(mask: int) -> list[int]:
-    """The numbers of the bits that are set."""
+    """Returns the numbers of the bits that are set."""
     return [number for number, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
 
 
@@ -259,7 +261,7 @@ class _Chains:
     def among(
         self, holders: Sequence[int], receivers: Iterable[int], num_bytes: int, whole_bytes: int
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
-        """(ranks, (index, parts)): each chain, and which part of the holders' boxes travels along it."""
+        """Yields (ranks, (index, parts)): each chain, and which part of the holders' boxes travels along it."""
         eligible: dict[tuple[int, ...], list[int]] = {}
         on_node: dict[int, list[int]] = {}
         for holder in holders:
@@ -278,7 +280,7 @@ class _Chains:
                         yield (sender, *self._order(sender, mine)), (0, 1)
 
     def _order(self, sender: int, takers: list[int]) -> list[int]:
-        """The takers in the order of a chain: node by node around the ring, beginning at the sender's node.
+        """Returns the takers in the order of a chain: node by node around the ring, beginning at the sender's node.
 
         Inside a node the chain begins after the sender. Senders between the same two takers begin at successive takers,
         so that the chains of a layout load every link equally, and an all-gather becomes a ring.
@@ -299,7 +301,8 @@ class _Chains:
 
 
 def _part(piece: Piece, index: int, parts: int) -> Piece | None:
-    """One of `parts` nearly equal parts of a piece, cut by rows if there are enough, else by layers or columns."""
+    """Returns one of `parts` nearly equal parts of a piece, cut by rows if there are enough, else by layers or
+    columns."""
     if parts == 1:
         return piece
     sizes = [last - first for first, last in piece.box]

@@ -7,8 +7,11 @@ from typing import Any
 
 
 def stable_text(value: Any, shown: frozenset[type] = frozenset()) -> str:
-    """Data and frozen dataclasses as text: those of their fields that are compared, shown and not at their default, by
-    name. shown: classes whose values are written by `str`. Raises TypeError for what has no such text."""
+    """Returns data and frozen dataclasses as text: those of their fields that are compared, shown and not at their
+    default, by name. Raises TypeError for what has no such text.
+
+    shown: classes whose values are written by `str`.
+    """
     return _writer(value.__class__, shown)(value)
 
 

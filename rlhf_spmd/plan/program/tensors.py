@@ -19,19 +19,19 @@ Box = tuple[Range, Range, Range]  # of layers, rows and columns, counted in the 
 
 
 def box_of(ranges: Iterable[Range]) -> Box:
-    """The box of three ranges."""
+    """Returns the box of three ranges."""
     layers, rows, columns = ranges
     return layers, rows, columns
 
 
 def numbers_in(box: Box) -> int:
-    """How many numbers a box holds."""
+    """Returns how many numbers a box holds."""
     (l0, l1), (r0, r1), (c0, c1) = box
     return (l1 - l0) * (r1 - r0) * (c1 - c0)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes of one tensor; None if it is empty."""
+    """Returns the intersection of two boxes of one tensor; None if it is empty."""
     common = box_of((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(first < last for first, last in common) else None
 
@@ -49,8 +49,8 @@ class Piece:
 
 
 def rectangles(start: int, stop: int, *, width: int) -> list[tuple[Range, Range]]:
-    """(rows, columns) of the numbers [start, stop) of a matrix with rows of `width`: at most the end of a row, full
-    rows, and the beginning of a row, in this order."""
+    """Yields (rows, columns) of the numbers [start, stop) of a matrix with rows of `width`: at most the end of a row,
+    full rows, and the beginning of a row, in this order."""
     (r0, c0), (r1, c1) = divmod(start, width), divmod(stop, width)
     if r0 == r1:
         return [((r0, r0 + 1), (c0, c1))] if c0 < c1 else []
@@ -64,8 +64,9 @@ class Weight:
     """One kind of weight: [layers, rows, columns] of the whole model.
 
     name: of a parameter of model/transformer.py; `{}` stands for the layer. A parameter with one dim (num_dims 1) has
-    one column. cut: the dim that tensor parallelism splits, in units of `unit` rows or columns; None: every slice holds
-    all of it. stages: which pipeline stages hold it; "layers": each the part of its layers; "ends": first and last.
+        one column.
+    cut: the dim that tensor parallelism splits, in units of `unit` rows or columns; None: every slice holds all of it.
+    stages: which pipeline stages hold it; "layers": each the part of its layers; "ends": first and last.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Weight:
         return (0, self.layers), (0, self.rows), (0, self.columns)
 
     def box(self, shard: Shard) -> Box | None:
-        """The part that a shard holds; None if it holds nothing."""
+        """Returns the part that a shard holds; None if it holds nothing."""
         if self.stages == "layers":
             stage = split(self.layers, shard.pp, shard.stage)
             layers = stage.start, stage.stop
@@ -99,7 +100,7 @@ class Weight:
         return units.start * self.unit, units.stop * self.unit
 
     def parameters(self, layers: Range) -> Iterator[tuple[int, str]]:
-        """(layer, parameter name) for these layers; a weight outside of the layers is in layer 0."""
+        """Yields (layer, parameter name) for these layers; a weight outside of the layers is in layer 0."""
         return ((layer, self.name.format(layer)) for layer in range(*layers))
 
 
@@ -116,14 +117,15 @@ class Holding:
     parts: int = 1
 
     def interval(self, box: Box) -> Range:
-        """The numbers of one flattened parameter that this rank has; `box`: the shard's part of the weight."""
+        """Returns the numbers of one flattened parameter that this rank has; `box`: the shard's part of the weight."""
         _, (r0, r1), (c0, c1) = box
         size = (r1 - r0) * (c1 - c0)
         step = -(-size // self.parts)
         return min(self.part * step, size), min((self.part + 1) * step, size)
 
     def boxes(self, weight: Weight) -> tuple[Box, ...]:
-        """This rank's part of a weight, at most three boxes: the end of a row, full rows, the beginning of a row."""
+        """Returns this rank's part of a weight, at most three boxes: the end of a row, full rows, the beginning of a
+        row."""
         box = weight.box(self.shard)
         if box is None or self.parts == 1:
             return () if box is None else (box,)
@@ -134,7 +136,7 @@ class Holding:
 
 @lru_cache(maxsize=64)
 def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """All weights of a model, in the order of its parameters with all layers as one; without adapters."""
+    """Returns all weights of a model, in the order of its parameters with all layers as one; without adapters."""
     num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * d, shape.num_kv_heads * d
     group = shape.num_heads // shape.num_kv_heads * d  # the query heads that read one key-value head stay together
@@ -172,7 +174,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
 
 @lru_cache(maxsize=64)
 def trained_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """What training changes: all weights, or of a model with adapters these, and a head of one number per token."""
+    """Returns what training changes: all weights, or of a model with adapters these, and a head of one number per
+    token."""
     adapters = shape.adapters
     if adapters is None:
         return weights_of(shape)
@@ -194,7 +197,8 @@ def trained_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
 
 @lru_cache(maxsize=64)
 def frozen_weights_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """The base of a model with adapters: its weights that training leaves as they are; of any other model none."""
+    """Returns the base of a model with adapters: its weights that training leaves as they are; of any other model
+    none."""
     if shape.adapters is None:
         return ()
     return tuple(weight for weight in weights_of(shape) if weight.name != SCORE)

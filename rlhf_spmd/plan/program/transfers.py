@@ -36,7 +36,7 @@ class Move:
 
 
 def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
-    """The moves of data keys for all mini-batches together, in the order in which they start."""
+    """Returns the moves of data keys for all mini-batches together, in the order in which they start."""
     workflow = workload.workflow
     held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns that it has so far
     spans: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[ColumnSpan, dict[str, None]]] = {}
@@ -64,7 +64,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
 
 
 def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[int, tuple[int, ...]]:
-    """Column -> the ranks that make it, one for each tensor-parallel slice."""
+    """Returns the ranks that make each column, one for each tensor-parallel slice."""
     source = placement.layouts[placement.sites(producer, workload.workflow)[0]]
     owners: dict[int, tuple[int, ...]] = {}
     for rank in source.last_stage:
@@ -92,7 +92,7 @@ def _lacking(
 
 
 def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
-    """Which of several ranks with the same rows sends them to `rank`: one on its node if possible, in turn."""
+    """Returns which of several ranks with the same rows sends them to `rank`: one on its node if possible, in turn."""
     if len(owners) == 1:
         return owners[0]
     node = cluster.node_of(rank)
@@ -111,25 +111,25 @@ def _transfer(spans: dict[ColumnSpan, dict[str, None]], workload: Workload) -> T
 
 
 def of_mini_batch(transfer: Transfer, mini_batch: int, num_mini_batches: int) -> Transfer:
-    """The part of a transfer that belongs to one mini-batch."""
+    """Returns the part of a transfer that belongs to one mini-batch."""
     messages = tuple(replace(m, num_bytes=m.num_bytes // num_mini_batches) for m in transfer.messages)
     return replace(transfer, messages=messages, mini_batch=mini_batch)
 
 
 def has_gpus(cluster: Cluster) -> bool:
-    """Whether messages between devices go by NCCL; else all go through host memory, in one communicator."""
+    """Returns whether messages between devices go by NCCL; else all go through host memory, in one communicator."""
     return cluster.device_types != ("cpu",)
 
 
 def routed(transfer: Transfer, workload: Workload, cluster: Cluster) -> Transfer:
-    """A transfer of rows, through host memory if it goes between GPUs and no message is too large for that."""
+    """Routes a transfer of rows through host memory if it goes between GPUs and no message is too large for that."""
     if not has_gpus(cluster) or any(message.num_bytes > workload.host_bytes for message in transfer.messages):
         return transfer
     return replace(transfer, messages=tuple(replace(message, through_host=True) for message in transfer.messages))
 
 
 def notice_of(transfer: Transfer, cluster: Cluster) -> Transfer | None:
-    """The notice that a transfer of rows by NCCL is about to start. None: it needs none, or some rank sends and
+    """Returns the notice that a transfer of rows by NCCL is about to start. None: it needs none, or some rank sends and
     receives, so that it has begun to send before it could be told."""
     sources, destinations = ({getattr(m, end) for m in transfer.messages} for end in ("source", "destination"))
     if not has_gpus(cluster) or transfer.communicator == HOST or sources & destinations:
@@ -140,7 +140,8 @@ def notice_of(transfer: Transfer, cluster: Cluster) -> Transfer | None:
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
-    """New weights go from the ranks that train a model to every copy of another shard or on another rank."""
+    """Returns the moves of new weights, from the ranks that train a model to every copy of another shard or on another
+    rank."""
     moves = []
     for call in workload.workflow.placed_calls:
         if not isinstance(call, Train):
@@ -171,7 +172,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
 
 
 def holding(training: Layout, rank: int) -> Holding:
-    """What a rank that trains holds between steps: its shard, or under ZeRO 3 a part of it."""
+    """Returns what a rank that trains holds between steps: its shard, or under ZeRO 3 a part of it."""
     if training.zero < 3:
         return Holding(training.shard(rank))
     replicas = sorted(training.data_ranks(rank))
@@ -181,7 +182,7 @@ def holding(training: Layout, rank: int) -> Holding:
 def communicators(
     programs: Iterable[Program],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str | None, list[tuple[int, int]]]]:
-    """The groups and pairs of several programs of one job."""
+    """Returns the groups and pairs of several programs of one job."""
     groups: dict[str, tuple[int, ...]] = {}
     pairs: dict[str | None, dict[tuple[int, int], None]] = {}
     for program in programs:

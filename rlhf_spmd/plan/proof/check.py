@@ -20,10 +20,10 @@ Cell = tuple[object, ...]  # what one Run computes, or a row of it
 
 
 def check(program: Program, beside: Program | None = None) -> list[Finding]:
-    """Every finding about a program, errors first. What the later checks rely on is checked first.
+    """Checks a program and returns every finding, errors first. What the later checks rely on is checked first.
 
     beside: the training program of the same run, if this one runs between its iterations, whose weights and optimizer
-    state stay in memory meanwhile.
+        state stay in memory meanwhile.
     """
     problems = _problems(program)
     for part in (PROLOGUE, EPILOGUE) if program.placement.ahead and not problems else ():
@@ -34,7 +34,7 @@ def check(program: Program, beside: Program | None = None) -> list[Finding]:
 
 
 def _problems(program: Program) -> list[Problem]:
-    """What is wrong with the lists of a program."""
+    """Returns what is wrong with the lists of a program."""
     problems = list(_declarations(program)) or list(_structure(program))
     if not problems:
         for find in (_runs, _data, _weights, _offloads, _pipelines, hangs):
@@ -80,7 +80,8 @@ def _declarations(program: Program) -> Iterator[Problem]:
 
 
 def _structure(program: Program) -> Iterator[Problem]:
-    """Instructions name calls, groups and transfers that the rank takes part in; each transfer is used once."""
+    """Checks that instructions name calls, groups and transfers that the rank takes part in, and that each transfer is
+    used once."""
     for rank, instructions in enumerate(program.instructions):
         posted: set[int] = set()
         waited: set[int] = set()
@@ -112,7 +113,7 @@ def _structure(program: Program) -> Iterator[Problem]:
 
 
 def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
-    """What is wrong with a Run, taken by itself."""
+    """Returns what is wrong with a Run, taken by itself."""
     workload, layouts = program.workload, program.placement.layouts
     call = next((call for call in workload.workflow.calls if call.name == run.call), None)
     if call is None:
@@ -138,7 +139,7 @@ def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
 def _transfer_problems(
     program: Program, instruction: Post | Wait, rank: int, posted: set[int], waited: set[int]
 ) -> Iterator[str]:
-    """What is wrong with a Post or Wait after those that came before it."""
+    """Yields what is wrong with a Post or Wait after those that came before it."""
     if not 0 <= instruction.transfer < len(program.transfers):
         yield f"{instruction} does not exist"
         return
@@ -154,7 +155,7 @@ def _transfer_problems(
 
 
 def _runs(program: Program) -> Iterator[Problem]:
-    """Every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
+    """Checks that every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
         done: set[Cell] = set()
@@ -186,7 +187,7 @@ def _runs(program: Program) -> Iterator[Problem]:
 
 
 def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Problem]:
-    """An iteration ends with its one Agree, where the ranks exchange metrics."""
+    """Checks that an iteration ends with its one Agree, where the ranks exchange metrics."""
     agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
     if not agrees:
         yield rank, None, "never agrees with the other ranks: its list must end with one Agree"
@@ -196,7 +197,8 @@ def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Pro
 
 
 def _cells(program: Program, run: Run, rank: int) -> set[Cell]:
-    """What a Run computes: a train run as a whole, any other call row by row (a row is a mini-batch and a column)."""
+    """Returns what a Run computes: a train run as a whole, any other call row by row (a row is a mini-batch and a
+    column)."""
     if isinstance(program.workload.workflow.call(run.call), Train):
         return {(run.call, run.epoch, run.mini_batch, run.columns)}
     rows = program.mini_batches_of(run)
@@ -205,7 +207,7 @@ def _cells(program: Program, run: Run, rank: int) -> set[Cell]:
 
 
 def _due(program: Program, rank: int) -> dict[Cell, str]:
-    """The cells that an iteration needs on a rank, each with its Run in words."""
+    """Returns the cells that an iteration needs on a rank, each with its Run in words."""
     workload, placement = program.workload, program.placement
     due: dict[Cell, str] = {}
     for call in workload.workflow.calls:
@@ -226,7 +228,7 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
 
 
 def _data(program: Program) -> Iterator[Problem]:
-    """Every Run finds the rows it reads, every sender has what it sends."""
+    """Checks that every Run finds the rows it reads, and that every sender has what it sends."""
     workload = program.workload
     if program.part == EPILOGUE:  # it reads what the training half of a step reads, which has been checked there
         return
@@ -269,7 +271,7 @@ def _data(program: Program) -> Iterator[Problem]:
 
 
 def _drawn_on(program: Program, rank: int) -> Held:
-    """What a rank has of the next batch at the end of a step that draws it: key and mini-batch -> columns."""
+    """Returns what a rank has of the next batch at the end of a step that draws it: key and mini-batch -> columns."""
     found: Held = {}
     for instruction in program.instructions[rank]:
         if draws(program, instruction):
@@ -291,7 +293,7 @@ def _unread(program: Program, rank: int, position: int, key: str, row: int, lack
 
 
 def _weights(program: Program) -> Iterator[Problem]:
-    """Every copy of a trained model gets the new weights once, when no call uses the old ones."""
+    """Checks that every copy of a trained model gets the new weights once, when no call uses the old ones."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
     for train in (call for call in workflow.calls if isinstance(call, Train)):
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
@@ -317,7 +319,7 @@ def _weights(program: Program) -> Iterator[Problem]:
 
 
 def _early(program: Program, rank: int, number: int, move: Transfer) -> Iterator[Problem]:
-    """Weights that move while a call may still use or change them."""
+    """Yields a problem for weights that move while a call may still use or change them."""
     post = program.instructions[rank].index(Post(number))
     for position, instruction in enumerate(program.instructions[rank][post:], start=post):
         if isinstance(instruction, Run) and program.workload.workflow.call(instruction.call).model == move.model:
@@ -347,7 +349,8 @@ def _offloads(program: Program) -> Iterator[Problem]:
 
 
 def _pipelines(program: Program) -> list[Problem]:
-    """The body of every call with stages, for each of `pipeline.numbers`; one problem for each rank and call."""
+    """Checks the body of every call with stages, for each of `pipeline.numbers`. Returns one problem for each rank and
+    call."""
     problems: dict[tuple[str, int], Problem] = {}
     for call, number, small in bodies(program):
         for rank, _, text in hangs(small):

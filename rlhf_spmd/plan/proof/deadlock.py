@@ -28,12 +28,14 @@ Hang = tuple[int, int, str]  # rank, position of the instruction in its list, wh
 
 
 def misorders(program: Program) -> list[Hang]:
-    """Ranks that do not post the transfers between calls in one global order for each communicator."""
+    """Returns a problem for ranks that do not post the transfers between calls in one global order for each
+    communicator."""
     return [hang for communicator in (WORLD, HOST) for hang in _misorders(program, communicator)]
 
 
 def _misorders(program: Program, communicator: str) -> list[Hang]:
-    """If there is one order, removing transfers that come first on all their ranks removes everything."""
+    """Checks one communicator. If there is one order, removing transfers that come first on all their ranks removes
+    everything."""
     queues: list[deque[tuple[int, int]]] = [deque() for _ in program.instructions]  # position, transfer
     for queue, instructions in zip(queues, program.instructions, strict=True):
         for position, instruction in enumerate(instructions):
@@ -60,8 +62,9 @@ def _misorders(program: Program, communicator: str) -> list[Hang]:
 
 
 def hangs(program: Program) -> list[Hang]:
-    """The deadlocks under in-order semantics, the strictest of any backend; if possible as the simpler problems behind
-    them: orders of posts that do not fit, and deadlocks on any backend."""
+    """Returns the deadlocks under in-order semantics, the strictest of any backend; if possible as the simpler problems
+    that cause them: orders of posts that do not fit, and deadlocks on any backend.
+    """
     in_order = deadlocks(program, in_order=True)
     return in_order and ([*misorders(program), *deadlocks(program)] or in_order)
 
@@ -93,13 +96,15 @@ class _Transfers:
         return self._queued(rank, (number, False))
 
     def chain(self, number: int) -> set[int]:
-        """All ranks of a reallocation stand at its Wait. Returns the ranks for which something may have changed."""
+        """Notes that all ranks of a reallocation are at its Wait. Returns the ranks for which something may have
+        changed."""
         chains = (number, True)
         ranks = [rank for rank in self.transfers[number].ranks if (rank, chains) not in self._places]
         return set().union(*(self._queued(rank, chains) for rank in ranks))
 
     def before_chain(self, number: int) -> set[int]:
-        """Once all ranks of a reallocation stand at its Wait: the ranks on which earlier operations still wait."""
+        """Returns, once all ranks of a reallocation are at its Wait, the ranks on which earlier operations still
+        wait."""
         if not self._absent.get((number, True), 1):
             return set()
         late = [rank for rank in self.transfers[number].ranks if self._head(rank, WORLD) != (number, True)]
@@ -125,7 +130,7 @@ class _Transfers:
         return changed
 
     def _released(self, rank: int, operation: "Operation", *, again: bool) -> Sequence[int]:
-        """The ranks of an operation whose peers have all reached it, now that this one has (again)."""
+        """Returns the ranks of an operation whose peers have all reached it, now that this one has (again)."""
         number, chained = operation
         if chained:  # each is a peer of all others, so all are released by the last one
             ranks = self.transfers[number].ranks
@@ -139,7 +144,7 @@ class _Transfers:
         return [one for one in candidates if not self._left.get((one, operation), len(self._peers(one, operation)))]
 
     def missing(self, rank: int, number: int, *, chained: bool = False) -> set[int]:
-        """The ranks for which a posted transfer still waits."""
+        """Returns the ranks for which a posted transfer still waits."""
         operation = number, chained
         if not self.in_order:
             return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
@@ -157,7 +162,7 @@ class _Transfers:
         return queue[head] if head < len(queue) else None
 
     def _peers(self, rank: int, operation: "Operation") -> set[int]:
-        """The ranks that a rank needs for an operation."""
+        """Returns the ranks that a rank needs for an operation."""
         number, chained = operation
         transfer = self.transfers[number]
         if (rank, operation) not in self._known:
@@ -229,7 +234,7 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
 
 
 def _late(program: Program, rank: int, instruction: Instruction, current: Current, transfers: _Transfers) -> set[int]:
-    """The ranks for which `instruction` still waits."""
+    """Returns the ranks for which `instruction` still waits."""
     if isinstance(instruction, Wait) and not program.moves_weights(instruction):
         return transfers.missing(rank, instruction.transfer)
     late = {member for member in program.together(rank, instruction) if current(member) != instruction}

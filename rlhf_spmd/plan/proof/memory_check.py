@@ -25,9 +25,11 @@ class Finding:
 
 
 def memory(program: Program, resident: Program | None = None) -> list[Finding]:
-    """Peaks of bytes beyond what a program may use of a device's memory, with one finding for all equal ranks. That is
-    an error, unless a smaller KV cache makes it fit: then generation decodes fewer sequences at the same time.
-    resident: the program whose models are in memory all the time; None: this one."""
+    """Returns a finding for peaks of bytes beyond what a program may use of a device's memory, one for all equal ranks.
+    It is an error, unless a smaller KV cache makes it fit: then generation decodes fewer sequences at the same time.
+
+    resident: the program whose models are in memory all the time; None: this one.
+    """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank in program.cluster.ranks:
         limit, whole = program.cluster.usable_bytes(rank), program.cluster.device_bytes(rank)
@@ -53,7 +55,7 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
 
 
 def _ranks(ranks: Sequence[int], do: str) -> str:
-    """The beginning of a sentence: `rank 7 needs`, `ranks 6-7 need`."""
+    """Returns the beginning of a sentence: `rank 7 needs`, `ranks 6-7 need`."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(ranks))} {do}{'s' * (len(ranks) == 1)}"
 
 
@@ -66,7 +68,7 @@ def _parts(sizes: dict[str, int]) -> str:
 
 
 def vain_streaming(program: Program) -> list[str]:
-    """Why the streaming that a placement asks for has no effect, as predicates; empty if it has one."""
+    """Returns why the streaming that a placement asks for has no effect, as predicates; empty if it has one."""
     reasons, workload = [], program.workload
     asks = program.placement.stream and not program.placement.ahead
     if asks and not program.placement.streams(workload):
@@ -85,7 +87,7 @@ def vain_streaming(program: Program) -> list[str]:
 
 
 def waste(program: Program) -> list[Finding]:
-    """Warnings: streaming without effect, ranks without rows or calls, slow layouts."""
+    """Returns warnings: streaming without effect, ranks without rows or calls, slow layouts."""
     texts = [f"streaming {text}" for text in vain_streaming(program)]
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]

@@ -33,7 +33,7 @@ Allowed = Callable[[ModelCall, Layout, Cluster], bool]
 
 
 def anything(call: ModelCall, layout: Layout, cluster: Cluster) -> bool:
-    """The whole search space."""
+    """Returns the whole search space."""
     return True
 
 
@@ -44,11 +44,16 @@ Destination = tuple[int, int, int, int]  # of weights: first and last + 1 place 
 class Candidate:
     """A call in a layout. Bytes are those of the rank that needs the most of each kind, seconds those of one iteration.
 
-    layout: on some mesh of the same kind; ranks: its own; first, stop: places of its mesh (meshes.Mesh). piece_s:
-    seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
-    ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training,
-    or of a copy of the weights; base_bytes: those of them that models have in common (Workload.bases); the others are
-    the kinds of memory.working_bytes, copies with adapters among the cache_bytes.
+    layout: on some mesh of the same kind.
+    ranks: its own.
+    first, stop: places of its mesh (meshes.Mesh).
+    piece_s: seconds of one mini-batch while streaming.
+    gather_s: seconds to gather the weights, if training spreads them by ZeRO 3.
+    spread_bytes: what then is gathered at a time.
+    whole_bytes: weights of one shard.
+    static_bytes: of training, or of a copy of the weights.
+    base_bytes: those of them that models have in common (Workload.bases); the others are the kinds of
+        memory.working_bytes, copies with adapters among the cache_bytes.
     """
 
     layout: Layout
@@ -75,7 +80,7 @@ class Candidate:
         object.__setattr__(self, "copy", (pp, tp, self.first % (pp * tp)))
 
     def on(self, mesh: Mesh) -> "Candidate":
-        """The same on another mesh of its kind. (dataclasses.replace takes four times as long.)"""
+        """Returns the same on another mesh of its kind. (dataclasses.replace takes four times as long.)"""
         return Candidate(
             self.layout,
             mesh.ranks,
@@ -122,7 +127,7 @@ class CallCosts:
         self.updates_s: dict[tuple[object, ...], tuple[float, float]] = {}  # gathering weights, an update
 
     def candidates(self, call: ModelCall) -> tuple[Candidate, ...]:
-        """The candidates of a call that no other one beats in all costs, quick ones first."""
+        """Returns the candidates of a call that no other one beats in all costs, quick ones first."""
         candidates: list[Candidate] = []
         of_kind: dict[tuple[str, tuple[int, ...]], list[Candidate]] = {}
         for mesh in meshes(self.cost.cluster):
@@ -134,8 +139,8 @@ class CallCosts:
         return tuple(sorted(candidates, key=lambda one: one.seconds))
 
     def _unbeaten(self, call: ModelCall, found: list[Candidate]) -> Iterator[Candidate]:
-        """The unbeaten among candidates on one mesh; if other calls use the model or its base, only candidates with the
-        same grid, ZeRO 3 and offloading compete."""
+        """Yields the unbeaten among candidates on one mesh; if other calls use the model or its base, only candidates
+        with the same grid, ZeRO 3 and offloading compete."""
         calls, bases = self.workload.workflow.placed_calls, self.workload.bases
         same = [one for one in calls if bases.get(one.model, one.model) == bases.get(call.model, call.model)]
         alone = len(same) == 1
@@ -153,7 +158,7 @@ class CallCosts:
                     yield one
 
     def candidate(self, call: ModelCall, mesh: Mesh, layout: Layout) -> Candidate:
-        """A call in a layout on a mesh."""
+        """Returns the candidate of a call in a layout on a mesh."""
         seconds = {"generate": self._generate_s, "infer": self._infer_s, "train": self._train_s}[call.kind]
         whole_s, piece_s = seconds(call, layout, mesh)
         cost, workload = self.cost, self.workload
@@ -189,7 +194,8 @@ class CallCosts:
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
 
     def _taken(self, call: ModelCall, layout: Layout, shards: Sequence[Shard]) -> dict[str, int]:
-        """memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its base."""
+        """Returns memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its
+        base."""
         shape, c, trains = self.workload.shape(call.model), self.workload.param_bytes, isinstance(call, Train)
         moved = max(num_trained(shape, shard) for shard in shards)
         if shape.adapters is None:
@@ -220,13 +226,13 @@ class CallCosts:
         return self.known_s[key]
 
     def _slowdown(self, mesh: Mesh) -> float:
-        """The factor by which ranks that share the cores of a node slow each other down."""
+        """Returns the factor by which ranks that share the cores of a node slow each other down."""
         device, counts = mesh.kind
         workers = self.cost.calibration.devices[device].num_workers
         return max(1.0, max(counts) / workers) if workers else 1.0
 
     def _passes_s(self, call: ModelCall, layout: Layout, mesh: Mesh, num_mini_batches: int) -> tuple[float, int]:
-        """Seconds of the passes over some mini-batches, and the number of micro-batches."""
+        """Returns seconds of the passes over some mini-batches, and the number of micro-batches."""
         rows = -(-self.workload.mini_batch // layout.dp)
         size = min(rows, layout.micro_batch or self.workload.micro_batch)
         number = -(-rows // size)
@@ -286,5 +292,5 @@ class CallCosts:
 
 
 def _ends(layout: Layout) -> tuple[int, ...]:
-    """The stages that may hold the most: the first with the embeddings, the last with the head."""
+    """Returns the stages that may hold the most: the first with the embeddings, the last with the head."""
     return (0, layout.pp - 1) if layout.pp > 1 else (0,)

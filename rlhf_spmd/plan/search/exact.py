@@ -39,7 +39,7 @@ class Space:
 
     @classmethod
     def of(cls, model: CallModel) -> "Space":
-        """All candidates, without those that no device can hold even alone, if there are others."""
+        """Returns all candidates, without those that no device can hold even alone, if there are others."""
         candidates = []
         for index, call in enumerate(model.calls):
             every = model.costs.candidates(call)
@@ -55,8 +55,10 @@ class Space:
 
 @dataclass(slots=True)
 class Best:
-    """The best scored choices, at most `keep`, one for each combination of meshes and grids. most_s: slower choices are
-    not searched for."""
+    """The best scored choices, at most `keep`, one for each combination of meshes and grids.
+
+    most_s: slower choices are not searched for.
+    """
 
     keep: int
     most_s: float = inf
@@ -101,12 +103,12 @@ def exact(space: Space, best: Best, budget: Budget) -> float:
 
 
 def longest_s(model: CallModel, phases_s: Sequence[float]) -> float:
-    """Seconds of the longest line of phases."""
+    """Returns seconds of the longest line of phases."""
     return max(sum(phases_s[phase] for phase in line) for line in model.lines)
 
 
 def alone_s(space: Space, phase: list[int], budget: Budget) -> float:
-    """A lower bound of a phase's seconds: its best choice if no other call needs memory."""
+    """Returns a lower bound of a phase's seconds: its best choice if no other call needs memory."""
     best = Best(1)
     branches = _Branches(space, best, budget, [0.0] * len(space.model.phases), only=phase)
     return min(branches.search(), best.seconds)
@@ -125,7 +127,11 @@ class _Branches:
         streaming: bool = False,
         only: Sequence[int] | None = None,
     ):
-        """bounds_s: the least seconds of each phase. only: the calls to choose for; None: all."""
+        """Prepares the search.
+
+        bounds_s: the least seconds of each phase.
+        only: the calls to choose for; None: all.
+        """
         self.model, self.best, self.budget, self.streaming = space.model, best, budget, streaming
         model = space.model
         self.chosen: list[Candidate | None] = [None] * len(model.calls)
@@ -158,7 +164,7 @@ class _Branches:
     def _by_mesh(
         self, index: int, candidates: Sequence[Candidate]
     ) -> list[tuple[int, int, list[tuple[float, Candidate]]]]:
-        """(first, stop, [(seconds, candidate)]) of each mesh, quick meshes and candidates first."""
+        """Groups candidates by mesh: (first, stop, [(seconds, candidate)]), quick meshes and candidates first."""
         found: dict[tuple[int, int], list[tuple[float, Candidate]]] = {}
         for one in candidates:
             length_s = one.piece_s * self.times[index] if self.streaming else one.seconds
@@ -167,7 +173,7 @@ class _Branches:
         return sorted(groups, key=lambda group: group[2][0][0])
 
     def _by_size(self, index: int) -> tuple[list[int], list[float]]:
-        """Sizes of meshes, and the fewest seconds of a call on meshes no larger than that."""
+        """Returns sizes of meshes, and the fewest seconds of a call on meshes no larger than that."""
         least: dict[int, float] = {}
         for first, stop, group in self.groups[index]:
             least[stop - first] = min(least.get(stop - first, inf), group[0][0])
@@ -175,7 +181,7 @@ class _Branches:
         return sizes, list(accumulate((least[size] for size in sizes), min))
 
     def _within_s(self, index: int, size: int) -> float:
-        """The fewest seconds of a call on so many ranks at most."""
+        """Returns the fewest seconds of a call on so many ranks at most."""
         sizes, seconds = self.quickest[index]
         at = bisect_right(sizes, size)
         return seconds[at - 1] if at else inf
@@ -190,8 +196,8 @@ class _Branches:
         return self.open_s
 
     def _last_phase(self) -> list[int]:
-        """The calls that are chosen last: those of the largest phase that only infers, each with another model; other
-        calls affect them only through memory."""
+        """Returns the calls that are chosen last: those of the largest phase that only infers, each with another model;
+        other calls affect them only through memory."""
 
         def is_last(phase: Sequence[int]) -> bool:
             calls = [self.model.calls[index] for index in phase]
@@ -224,7 +230,7 @@ class _Branches:
             self.chosen[index] = None
 
     def _choose_last(self, last: LastPhase, left: Left, least_s: float, most_s: float, others_s: float) -> None:
-        """All choices for the last phase that take from least_s to most_s."""
+        """Yields all choices for the last phase that take from least_s to most_s."""
         most_s = min(most_s, self.best.goal_s - others_s)
         for phase_s, picked in last.combinations(self.chosen, left, most_s, self.budget):
             if max(others_s + phase_s, self._bound_s()) >= self.best.goal_s:
@@ -287,8 +293,9 @@ class _Branches:
         self.chosen[index], self.bounds, self.room = None, saved, room
 
     def _is_beaten(self) -> bool:
-        """One ahead: whether other choices for the calls that train, on the same ranks in the same grids, were as fast
-        and needed no more memory. They matter to the calls that draw through nothing else, as they share no ranks."""
+        """Returns, one iteration ahead, whether other choices for the calls that train, on the same ranks in the same
+        grids, were as fast and needed no more memory. They matter to the calls that draw through nothing else, as they
+        share no ranks."""
         model, chosen = self.model, [one if i in self.model.trains else None for i, one in enumerate(self.chosen)]
         ways = [(one.where, one.layout.zero == 3) for one in chosen if one]
         places = sorted({place for one in chosen if one for place in (one.first, one.stop % len(model.limits))})
@@ -321,7 +328,7 @@ class _Branches:
         self.best.offer(seconds, full)
 
     def _bound_s(self) -> float:
-        """A lower bound of all completions of the choice."""
+        """Returns a lower bound of all completions of the choice."""
         if not self.streaming:
             return longest_s(self.model, self.bounds)
         num, model = self.model.workload.num_mini_batches, self.model
@@ -333,13 +340,13 @@ class _Branches:
         return max(self.bounds[0] + after_s, self.bounds[1] + before_s)
 
     def _streamed_s(self) -> float:
-        """A lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
+        """Returns a lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
         if not self.model.streams(self.chosen):
             return inf
         return self.model.streamed_s(self.chosen, [self._length_s(i) / self.times[i] for i in self.calls])
 
     def _room(self) -> int:
-        """The number of ranks that do not train."""
+        """Returns the number of ranks that do not train."""
         taken = {place for i in self.model.trains if (one := self.chosen[i]) for place in range(one.first, one.stop)}
         return len(self.model.limits) - len(taken)
 
@@ -351,7 +358,7 @@ class _Branches:
         return one.piece_s * self.times[index] if self.streaming else one.seconds
 
     def _phase_s(self, number: int) -> float:
-        """A lower bound of a phase's seconds, whatever is chosen for its other calls."""
+        """Returns a lower bound of a phase's seconds, whatever is chosen for its other calls."""
         self.budget.taken += 1
         phase, size = self.phases[number], len(self.model.limits)
         if not phase:
@@ -373,7 +380,8 @@ class _Branches:
         return longest_s
 
     def _apart_s(self, a: int, b: int, size: int) -> float:
-        """The least seconds of two calls without a choice: one after the other, or at once on disjoint meshes."""
+        """Returns the least seconds of two calls without a choice: one after the other, or at once on disjoint
+        meshes."""
         together_s = self._length_s(a) + self._length_s(b)
         for mine, mine_s in zip(*self.quickest[a], strict=True):
             if mine < size:

@@ -27,8 +27,9 @@ Shared = tuple[tuple[tuple[Destination, int, bool], ...], ...]  # of each model,
 class Left:
     """The resources that a choice for all other calls leaves to these.
 
-    shared: where the weights are that they may share; free_bytes, gathered_bytes: free at each place, and set aside
-    there for gathered weights. least_s: a lower bound of the seconds of these calls, once known.
+    shared: where the weights are that they may share.
+    free_bytes, gathered_bytes: free at each place, and set aside there for gathered weights.
+    least_s: a lower bound of the seconds of these calls, once known.
     """
 
     shared: Shared
@@ -39,7 +40,10 @@ class Left:
 
     @classmethod
     def by(cls, model: CallModel, chosen: Assignment, last: Sequence[int]) -> "Left":
-        """last: the calls without a choice."""
+        """Returns what the chosen calls leave to the calls without a choice.
+
+        last: these calls.
+        """
         shared = []
         for train, users in model.models:
             calls = users if train is None else [train, *users]
@@ -62,7 +66,8 @@ class Left:
         return left
 
     def covers(self, other: "Left", seconds: float) -> bool:
-        """Whether this proves that these calls take no less than some seconds with the resources of `other`, too."""
+        """Returns whether this proves that these calls take no less than some seconds with the resources of `other`,
+        too."""
         return (
             self.least_s >= seconds
             and self.shared == other.shared
@@ -107,8 +112,8 @@ class LastPhase:
     def combinations(
         self, chosen: Assignment, left: Left, within_s: float, budget: Budget
     ) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
-        """(seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It omits a
-        combination that fits only if another one is no worse; some combinations do not fit."""
+        """Yields (seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It
+        omits a combination that fits only if another one is at least as good; some combinations do not fit."""
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
         options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
@@ -123,8 +128,9 @@ class LastPhase:
                 yield float(seconds_R[row]), tuple(picked)
 
     def _options(self, chosen: Assignment, place: int) -> _Options:
-        """The candidates of a call; those that share weights add none. (On ranks that lack them they do, which the
-        caller checks with CallModel.excess_bytes.) Neither do bases that an earlier call of the phase may have."""
+        """Returns the candidates of a call. One that shares weights adds none of its own (it does on ranks that lack
+        them, which the caller checks with CallModel.excess_bytes), nor does a base that an earlier call of the phase
+        may have."""
         model, index = self.model, self.calls[place]
         base = model.bases[index]
         bases = {one.copy for other, one in enumerate(chosen) if one and one.base_bytes and model.bases[other] == base}
@@ -146,14 +152,14 @@ class LastPhase:
 
 
 def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) -> _Options:
-    """The candidates that are quick enough and fit alone."""
+    """Returns the candidates that are quick enough and fit alone."""
     keep_C = (options.seconds_C < within_s) & _fits(options.needs_4C, segments)
     return options.take(np.nonzero(keep_C)[0])
 
 
 def _unbeaten(options: _Options) -> _Options:
-    """The candidates that no other one with the same mesh, stages and slices, and so the same transfers of weights and
-    the same base, beats in seconds and bytes."""
+    """Returns the candidates that no other one with the same mesh, stages and slices, and so the same transfers of
+    weights and the same base, beats in seconds and bytes."""
     groups: dict[tuple[Destination, int], list[int]] = {}
     for at, one in enumerate(options.candidates):
         groups.setdefault((one.where, one.base_bytes), []).append(at)
@@ -171,7 +177,7 @@ def _unbeaten(options: _Options) -> _Options:
 def _extend(
     rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment], within_s: float, budget: Budget
 ) -> Iterator[_Rows]:
-    """Combinations with a candidate of every call, in parts."""
+    """Yields combinations with a candidate of every call, in parts."""
     depth = rows.at_RK.shape[1]
     if depth == len(options):
         yield rows
@@ -190,7 +196,7 @@ def _extend(
 def _joined(
     rows: _Rows, one: _Options, segments: Sequence[Segment], within_s: float, before: Sequence[_Options]
 ) -> _Rows:
-    """Every combination with every candidate of the next call that is quick enough and fits."""
+    """Returns every combination with every candidate of the next call that is quick enough and fits."""
     first_C, stop_C, _, _ = one.needs_4C
     begin_RC = np.zeros((len(rows.at_RK), len(one.candidates)))
     for call, options in enumerate(before):
@@ -215,7 +221,7 @@ def _joined(
 
 
 def _fits(needs_4N: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
-    """Whether all places from `first` to `stop` (if any) have so many free bytes."""
+    """Returns whether all places from `first` to `stop` (if any) have so many free bytes."""
     first_N, stop_N, static_N, gathered_N = needs_4N
     fits_N = np.ones(len(first_N), dtype=bool)
     for first, stop, free, free_and_gathered in segments:

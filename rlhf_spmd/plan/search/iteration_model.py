@@ -70,11 +70,11 @@ class CallModel:
         self._nodes_of: dict[tuple[int, int, int], frozenset[int]] = {}
 
     def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
-        """The model of another workload or cluster, with the same constants and the same layouts allowed."""
+        """Returns a model of another workload or cluster, with the same constants and the same layouts allowed."""
         return CallModel(Cost(self.cost.calibration, workload, cluster), self.allowed, evaluated_tokens, self.ahead)
 
     def _needs(self) -> list[frozenset[int]]:
-        """For each searched call, the calls whose data it reads, directly or through a `compute`."""
+        """Finds, for each searched call, the calls whose data it reads, directly or through a `compute`."""
         workflow, index = self.workload.workflow, {call.name: i for i, call in enumerate(self.calls)}
         made: dict[str, frozenset[int]] = {}
         needs = {}
@@ -105,11 +105,11 @@ class CallModel:
         self.lines = [list(range(len(drawing))), list(range(len(drawing), len(self.phases)))]
 
     def trained_by(self, index: int) -> int | None:
-        """The call that trains the model of a call; None if it is frozen."""
+        """Returns the call that trains the model of a call; None if it is frozen."""
         return next((train for train, users in self.models if index in users or index == train), None)
 
     def _limits(self) -> list[float]:
-        """Usable bytes of the smallest device of the type at each place (see Mesh.first)."""
+        """Returns usable bytes of the smallest device of the type at each place (see Mesh.first)."""
         limits: list[float] = []
         for device in self.cluster.device_types:
             ranks = self.cluster.ranks_of(device)
@@ -120,8 +120,8 @@ class CallModel:
     # ---- two layouts of one model ------------------------------------------------------------------------------------
 
     def pair(self, user: Candidate, training: Candidate) -> tuple[bool, float]:
-        """Whether a call uses the weights that its model trains on ranks that both have, and the seconds in which new
-        weights reach the ranks that lack them."""
+        """Returns whether a call uses the weights that its model trains on ranks that both have, and the seconds in
+        which new weights reach the ranks that lack them."""
         key = user.where, training.where, training.layout.zero == 3, user.whole_bytes
         if key not in self._pairs:
             self._pairs[key] = self._pair(user, training)
@@ -151,14 +151,14 @@ class CallModel:
         return shares, user.whole_bytes * (1 - held) / link.bytes_per_s
 
     def _nodes(self, one: Candidate, step: int = 1) -> frozenset[int]:
-        """The nodes of a candidate's ranks, or of its first rank and every `step` ranks after it."""
+        """Returns the nodes of a candidate's ranks, or of its first rank and every `step` ranks after it."""
         key = one.first, one.stop, step
         if key not in self._nodes_of:
             self._nodes_of[key] = frozenset(map(self.cluster.node_of, one.ranks[::step]))
         return self._nodes_of[key]
 
     def _least_held(self, user: Candidate, training: Candidate) -> float:
-        """The share of its new shard that a rank already holds, for the rank that holds the least."""
+        """Returns the share of its new shard that a rank already holds, for the rank that holds the least."""
         least = 1.0
         mine, theirs = user.layout, training.layout
         size, other_size = mine.pp * mine.tp, theirs.pp * theirs.tp
@@ -172,8 +172,8 @@ class CallModel:
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
     def schedule_s(self, chosen: Assignment, indices: Sequence[int]) -> float:
-        """Seconds of some calls, in this order, and of the transfers of weights after training; calls without a choice
-        are skipped."""
+        """Returns seconds of some calls, in this order, and of the transfers of weights after training; calls without a
+        choice are skipped."""
         ends: dict[int, float] = {}
         busy: list[tuple[int, int, float]] = []  # first place, last + 1, busy until
         for index in indices:
@@ -190,7 +190,7 @@ class CallModel:
         return max((end_s for _, _, end_s in busy), default=0.0)
 
     def gather_s(self, chosen: Assignment, index: int) -> float:
-        """The extra seconds of a call that gathers the weights that its model trains (ZeRO 3)."""
+        """Returns the extra seconds of a call that gathers the weights that its model trains (ZeRO 3)."""
         one = chosen[index]
         for train, users in self.models:
             training = chosen[train] if train is not None and index in users else None
@@ -199,7 +199,7 @@ class CallModel:
         return 0.0
 
     def _reallocate(self, chosen: Assignment, ends: dict[int, float], busy: list[tuple[int, int, float]]) -> None:
-        """New weights are sent once the ranks of both layouts are free."""
+        """Sends new weights once the ranks of both layouts are free."""
         for train, users in self.models:
             training = chosen[train] if train is not None and train in ends else None
             if train is None or training is None:
@@ -220,19 +220,21 @@ class CallModel:
                     busy += [(c.first, c.stop, begin_s + took_s) for c in (training, one)]
 
     def streams(self, chosen: Assignment) -> bool:
-        """Whether an iteration can stream, if memory allows it."""
+        """Returns whether an iteration can stream, if memory allows it."""
         return self.can_stream and self.apart(chosen)
 
     def apart(self, chosen: Assignment) -> bool:
-        """Whether no train call shares a rank with another call, as far as chosen."""
+        """Returns whether no train call shares a rank with another call, as far as chosen."""
         trains = [one for i in self.trains if (one := chosen[i])]
         others = [one for i in self.others if (one := chosen[i])]
         return all(a.stop <= b.first or b.stop <= a.first for a in trains for b in others)
 
     def streamed_s(self, chosen: Assignment, least_s: Sequence[float] = ()) -> float:
-        """Seconds of an iteration that streams: mini-batch by mini-batch, including the first epoch of training.
+        """Returns the seconds of an iteration that streams: mini-batch by mini-batch, including the first epoch of
+        training.
 
-        least_s: for each call without a choice, the least seconds of a mini-batch, on ranks of its own."""
+        least_s: for each call without a choice, the least seconds of a mini-batch, on ranks of its own.
+        """
         num, epochs = self.workload.num_mini_batches, self.workload.epochs
         free = [0.0] * len(self.calls)  # when the ranks of each call have no more work
         piece_s = [one.piece_s if one else least_s[index] for index, one in enumerate(chosen)]
@@ -253,28 +255,31 @@ class CallModel:
         return max(max(free), *(end_s for _, _, end_s in busy))
 
     def score_s(self, chosen: Assignment) -> float:
-        """Seconds of an iteration, which streams if that is possible and faster."""
+        """Returns seconds of an iteration, which streams if that is possible and faster."""
         seconds = self.schedule_s(chosen, range(len(self.calls)))
         return min(seconds, self.streamed_s(chosen)) if self.may_stream(chosen) else seconds
 
     def may_stream(self, chosen: Assignment) -> bool:
-        """Whether a choice that fits can stream, and fits then, too."""
+        """Returns whether a choice that fits can stream, and fits then, too."""
         return self.streams(chosen) and (self.num_caches < 2 or self.excess_bytes(chosen, stream=True) <= 0)
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def excess_bytes(self, chosen: Assignment, *, stream: bool = False) -> float:
-        """The bytes by which the fullest rank exceeds its device's memory; negative if all ranks have room. Calls
-        without a choice need nothing, so another choice never lowers it. stream: in an iteration that streams."""
+        """Returns the bytes by which the fullest rank exceeds its device's memory; negative if all ranks have room.
+        Calls without a choice need nothing, so another choice never lowers it.
+
+        stream: in an iteration that streams.
+        """
         return max(self._excesses(chosen, stream), default=-inf)
 
     def overflow_bytes(self, chosen: Assignment) -> float:
-        """The bytes that do not fit, summed over places."""
+        """Returns the bytes that do not fit, summed over places."""
         return sum(max(0.0, excess) for excess in self._excesses(chosen))
 
     def _excesses(self, chosen: Assignment, stream: bool = False) -> list[float]:
-        """Bytes beyond the limit at all places that may be the fullest: where a mesh begins, or where the mesh of a
-        train call ends."""
+        """Returns bytes beyond the limit at all places that may be the fullest: where a mesh begins, or where the mesh
+        of a train call ends."""
         if not self._consistent(chosen):
             return [inf]
         ends = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
@@ -282,21 +287,24 @@ class CallModel:
         return [self.bytes_at(chosen, at, stream) - self.limits[at] for at in places if self.limits[at] < inf]
 
     def bytes_at(self, chosen: Assignment, place: int, stream: bool = False) -> float:
-        """The most that a rank needs at one time, as memory.peak_bytes adds it up."""
+        """Returns the most that a rank needs at one time, as memory.peak_bytes adds it up."""
         static, gathered, reduced, activations, cache = self.parts_at(chosen, place, stream)
         return static + gathered + max(activations + reduced, cache)
 
     def parts_at(
         self, chosen: Assignment, place: int, stream: bool = False
     ) -> tuple[float, float, float, float, float]:
-        """Bytes at a place: static (with buckets and all rows), and the most of gathered, reduced, activation and cache
-        bytes. A shard of weights that models have in common counts once, with the largest of their heads. stream:
-        generate calls alternate, so all their caches live at the same time; else one after another."""
+        """Returns the bytes at a place: static (with buckets and all rows), and the most of gathered, reduced,
+        activation and cache bytes. A shard of weights that models have in common counts once, with the largest of their
+        heads.
+
+        stream: generate calls alternate, so all their caches live at the same time; else one after another.
+        """
         static, gathered, reduced, activations, cache = self.rows_bytes, 0, 0, 0, 0
         bases: dict[Base, int] = {}
 
         def held(one: Candidate, index: int) -> int:
-            """The static bytes of a candidate without its base."""
+            """Returns the static bytes of a candidate without its base."""
             if one.base_bytes:
                 key = self.bases[index], one.copy
                 bases[key] = max(bases.get(key, 0), one.base_bytes)
@@ -332,8 +340,8 @@ class CallModel:
         return static + sum(bases.values()), gathered, reduced, activations, cache
 
     def _consistent(self, chosen: Assignment) -> bool:
-        """Whether all calls of each frozen model keep its weights alike, and one ahead training has ranks of its own
-        (validate.py)."""
+        """Returns whether all calls of each frozen model keep its weights alike, and one ahead training has ranks of
+        its own (validate.py)."""
         if self.ahead and not self.apart(chosen):
             return False
         for train, users in self.models:
@@ -348,7 +356,7 @@ class CallModel:
     # ---- placements --------------------------------------------------------------------------------------------------
 
     def placement(self, chosen: Sequence[Candidate]) -> Placement:
-        """The placement of a full choice; reward functions run where responses are made."""
+        """Returns the placement of a full choice; reward functions run where responses are made."""
         layouts = {call.name: one.placed for call, one in zip(self.calls, chosen, strict=True)}
         first = next((c for c in self.calls if isinstance(c, Generate)), self.calls[0])
         ranks = layouts[first.name].ranks[: self.workload.mini_batch]
@@ -359,5 +367,5 @@ class CallModel:
 
 
 def _common(index: int, parts: int, other: int, others: int) -> float:
-    """The share of a whole that part `index` of `parts` and part `other` of `others` have in common."""
+    """Returns the share of a whole that part `index` of `parts` and part `other` of `others` have in common."""
     return max(0.0, min((index + 1) / parts, (other + 1) / others) - max(index / parts, other / others))

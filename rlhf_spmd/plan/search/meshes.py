@@ -35,7 +35,7 @@ class Mesh:
 
 
 def meshes(cluster: Cluster) -> tuple[Mesh, ...]:
-    """All meshes of a cluster, large ones first. A mesh never has devices of two types."""
+    """Returns all meshes of a cluster, large ones first. A mesh never has devices of two types."""
     by_span: dict[tuple[int, int], Mesh] = {}
     start = 0
     for device in cluster.device_types:
@@ -50,7 +50,7 @@ def meshes(cluster: Cluster) -> tuple[Mesh, ...]:
 
 
 def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first, stop) of the meshes among the ranks of one device type."""
+    """Yields (first, stop) of the meshes among the ranks of one device type."""
     nodes = [cluster.node_of(rank) for rank in ranks]
     edges = [0, *(at for at in range(1, len(ranks)) if nodes[at] != nodes[at - 1]), len(ranks)]  # of nodes
     for first, stop in pairwise(edges):
@@ -69,7 +69,7 @@ def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]
 
 
 def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
-    """The layouts of a call with weights on a mesh, valid for compile_program.
+    """Yields the layouts of a call with weights on a mesh, valid for compile_program.
 
     Slices stay inside a node, and each has a key-value head; stages divide the layers or are a power of two; every
     shard has rows. Only train calls choose a ZeRO stage and recomputation; only frozen models without adapters are
@@ -103,7 +103,7 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
 
 
 def _grids(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """(pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
+    """Yields the (pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
     shape = workload.shape(call.model)
     nodes = [cluster.node_of(rank) for rank in mesh.ranks]
     num_nodes = len(set(nodes))
@@ -119,5 +119,5 @@ def _grids(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) ->
 
 
 def _micro_batches(rows: int, most: int) -> list[int]:
-    """Powers of two up to the rows of a shard and up to `most`."""
+    """Returns powers of two up to the rows of a shard and up to `most`."""
     return [1 << power for power in range(max(1, min(rows, most)).bit_length())]

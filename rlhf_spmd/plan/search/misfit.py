@@ -37,7 +37,8 @@ class Roomy:
 
 
 def roomiest(space: Space, budget: Budget) -> Roomy | None:
-    """The first choice found that fits, else the one with the least memory; None if no meshes suit all calls."""
+    """Returns the first choice found that fits, else the one with the least memory; None if no meshes suit all
+    calls."""
     model, best = space.model, None
     grids = [grid for prior in dict.fromkeys(priors(space)) if all(grid := grid_on(space, prior))]
     for key, grid in product((least_memory, least_static), grids):  # a frozen model alone gains little if offloaded
@@ -65,7 +66,7 @@ def _descend(space: Space, start: Roomy, budget: Budget) -> Roomy:
 
 
 def _trimmed(space: Space, chosen: Choice) -> Choice:
-    """The choice with less memory of calls that are not the fullest: where others need less, they would count."""
+    """Lowers the memory of calls that are not the fullest: where others need less, they would count."""
     current, missing = list(chosen), space.model.overflow_bytes(chosen)
     for index, of in enumerate(space.candidates):
         kept = current[index]
@@ -79,7 +80,7 @@ def _trimmed(space: Space, chosen: Choice) -> Choice:
 
 
 def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidate]], budget: Budget) -> Choice:
-    """The choice with the calls of each trained model split alike, so that they share its weights, if that helps."""
+    """Splits the calls of each trained model alike, so that they share its weights, if that helps."""
     kept, missing = list(chosen), model.overflow_bytes(chosen)
     for train, users in model.models:
         if train is None:
@@ -106,8 +107,8 @@ def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidat
 
 
 def smaller(workload: Workload, evaluated_tokens: int) -> Iterator[list[tuple[str, Workload, int]]]:
-    """Options that take less memory, by kind, the smallest change first: words, the workload, and the most tokens of a
-    response in evaluations (0: none)."""
+    """Yields options that take less memory, by kind, the smallest change first: words, the workload, and the most
+    tokens of a response in evaluations (0: none)."""
     turns = any(call.has_turns for call in workload.workflow.generate_calls)
     sizes = {
         "generation.max_sequences": ("max_sequences", LEAST_SEQUENCES),
@@ -123,20 +124,20 @@ def smaller(workload: Workload, evaluated_tokens: int) -> Iterator[list[tuple[st
 
 
 def halves(size: int, least: int) -> list[int]:
-    """A half, a quarter, ... of a size."""
+    """Returns a half, a quarter, ... of a size."""
     return [size >> power for power in range(1, size.bit_length()) if size >> power >= least]
 
 
 def larger(cluster: Cluster) -> list[Cluster]:
-    """More such nodes, if all nodes are alike."""
+    """Returns a cluster of more such nodes, if all nodes are alike."""
     doubled = [Cluster(cluster.nodes * times) for times in (2, 4, 8, 16)] if len(set(cluster.nodes)) == 1 else []
     return [one for one in doubled if one.num_devices <= MOST_DEVICES]
 
 
 def helpful(space: Space, chosen: Choice, budget: Budget) -> list[str]:
-    """Of each kind of option the smallest change with which something was found to fit, in words. Smaller options are
-    tried with the placement at hand. If that is not enough, the first kind, which does not change what is trained, is
-    tried with other placements as well."""
+    """Returns, for each kind of option, the smallest change with which something was found to fit, in words. Smaller
+    options are tried with the placement at hand. If that is not enough, the first kind, which does not change what is
+    trained, is tried with other placements as well."""
     model, found = space.model, []
     of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
     kinds = [
@@ -164,7 +165,7 @@ def helpful(space: Space, chosen: Choice, budget: Budget) -> list[str]:
 
 
 def _may_fit(model: CallModel, budget: Budget) -> bool:
-    """Whether a choice is found that fits before the budget is spent."""
+    """Returns whether a choice is found that fits before the budget is spent."""
     if budget.is_spent:
         return False
     space = Space.of(model)
@@ -174,8 +175,12 @@ def _may_fit(model: CallModel, budget: Budget) -> bool:
 
 
 def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) -> str:
-    """Why there is no plan, in words. best: the least memory that was found. proved: all placements were considered.
-    budget: what is left may be spent on looking for options that help."""
+    """Says in words why there is no plan.
+
+    best: the least memory that was found.
+    proved: all placements were considered.
+    budget: what is left may be spent on looking for options that help.
+    """
     model, cluster = space.model, space.model.cluster
     text = f"no placement of this workload fits {cluster}: all were considered"
     if not proved:

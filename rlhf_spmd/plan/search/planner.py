@@ -40,7 +40,10 @@ NUM_PRIORS = 5  # around which two_phase searches
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A proposed placement with the forecast of its program. call_level_s: seconds by the call-level model."""
+    """A proposed placement with the forecast of its program.
+
+    call_level_s: seconds by the call-level model.
+    """
 
     name: str
     placement: Placement
@@ -51,9 +54,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Plans, best first. gap: the fraction by which an unexplored placement might be faster in the call-level model;
-    0.0 if the exact search finished, None if the method proves nothing. processor_s: of search_s, what a processor
-    took, which other work on the machine does not lengthen."""
+    """Plans, best first.
+
+    gap: the fraction by which an unexplored placement might be faster in the call-level model; 0.0 if the exact search
+        finished, None if the method proves nothing.
+    processor_s: of search_s, what a processor took, which other work on the machine does not lengthen.
+    """
 
     plans: tuple[Plan, ...]
     gap: float | None
@@ -76,14 +82,16 @@ def search(
     ahead: int = 0,
     say: Callable[[str], object] = str,
 ) -> SearchResult:
-    """The best placements of a workload on a cluster. keep: how many are compiled and simulated.
-    budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
-    looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
-    response in evaluations, for which memory is kept; 0: no evaluation. ahead: as of Placement; 1: all plans draw one
-    iteration ahead. say: called with what is done from now on.
+    """Searches for the best placements of a workload on a cluster. Raises UserError if no placement fits the devices or
+    is allowed, the method is unknown, or the calibration lacks a device type.
 
-    Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
-    device type.
+    keep: how many are compiled and simulated.
+    budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, it looks within
+        them for what would help, too.
+    allowed: the layouts that calls may have.
+    evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
+    ahead: as in Placement; 1: all plans draw one iteration ahead.
+    say: called with what is done from now on.
     """
     if method not in METHODS:
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
@@ -114,7 +122,10 @@ def search(
 
 
 def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best, float | None]:
-    """The best choices of a method, and the optimality gap. budget: of the exact method."""
+    """Returns the best choices of a method, and the optimality gap.
+
+    budget: of the exact method.
+    """
     if method == "two_phase":
         two_phase(space, best)
         return best, None
@@ -132,7 +143,10 @@ def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best,
 def simulated(
     space: Space, best: Best, method: str, calibration: Calibration, say: Callable[[str], object] = str
 ) -> tuple[Plan, ...]:
-    """The best choices of a method, compiled and simulated; the quickest program first. say: see `search`."""
+    """Compiles and simulates the best choices of a method; the quickest program comes first.
+
+    say: see `search`.
+    """
     plans = []
     for number, choice in enumerate(best.choices, 1):
         say(f"simulating plan {number} of {len(best.choices)}")
@@ -146,7 +160,7 @@ def simulated(
 
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
-    """The quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
+    """Returns the quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
     interleaving strategies."""
     placed = replace(model.placement(chosen), ahead=model.ahead)
     name = name_of(placed, model.workload, model.cluster)
@@ -164,7 +178,8 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
 
 
 def _tuned(plan: Plan, calibration: Calibration) -> Plan:
-    """A plan that streams, with the fields of its stream that make its program the quickest, one after another."""
+    """Returns a plan that streams, with the fields of its stream that make its program the quickest, chosen one after
+    another."""
     num = plan.program.workload.num_mini_batches
     for field, values in STREAMS.items():
         others = {min(value, num) for value in (*values, num)} - {getattr(plan.placement, field)}
@@ -179,11 +194,13 @@ def _tuned(plan: Plan, calibration: Calibration) -> Plan:
 
 
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
-    """The strategy that a placement resembles.
+    """Returns the strategy that a placement resembles.
 
     separation: train calls share no rank with the other calls, if there are any; perhaps one iteration ahead.
-    flattening: all calls are on all ranks in one grid; reallocation: in several grids. interleaving: trained models are
-    on all ranks, and the frozen models divide the ranks. mixed: anything else.
+    flattening: all calls are on all ranks in one grid.
+    reallocation: all calls are on all ranks, in several grids.
+    interleaving: trained models are on all ranks, and the frozen models divide the ranks.
+    mixed: anything else.
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
@@ -208,7 +225,7 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
 
 
 def two_phase(space: Space, best: Best) -> None:
-    """The best choice on the meshes of each prior; then a local search around the best few of them."""
+    """Finds the best choice on the meshes of each prior; then searches locally around the best few of them."""
     choices = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
     for chosen in sorted(choices, key=space.model.score_s)[:NUM_PRIORS]:
         refine(space, chosen, best)
@@ -235,7 +252,7 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
 
 
 def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
-    """Pairs of candidates with which a call uses the weights that its model trains."""
+    """Returns pairs of candidates with which a call uses the weights that its model trains."""
     at: dict[Destination, list[Candidate]] = {}
     for one in users:
         at.setdefault(one.where, []).append(one)
@@ -243,8 +260,8 @@ def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterat
 
 
 def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
-    """The best choice on given meshes that coordinate descent reaches from the choice that needs the least memory; None
-    if that one does not fit."""
+    """Returns the best choice on given meshes that coordinate descent reaches from the choice that needs the least
+    memory; None if that one does not fit."""
     grid = grid_on(space, meshes)
     if not all(grid):
         return None
@@ -288,5 +305,5 @@ def improve(
 
 
 def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
-    """Sort key of choices: seconds of an iteration, and for equal ones the sum over calls."""
+    """Sorts choices: by seconds of an iteration, and equal ones by the sum over calls."""
     return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)

@@ -13,8 +13,8 @@ Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
 
 def priors(space: Space) -> Iterator[Meshes]:
-    """Meshes in the style of the strategies: all calls on all ranks (flattening, reallocation); frozen models, train
-    calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
+    """Yields meshes in the style of the strategies: all calls on all ranks (flattening, reallocation); frozen models,
+    train calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
     training on the first ranks and all else on the others, or the other way around (separation)."""
     model = space.model
     parts = {(one.first, one.stop) for of in space.candidates for one in of}
@@ -42,7 +42,7 @@ def priors(space: Space) -> Iterator[Meshes]:
 
 
 def around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates on the meshes of some call, on all ranks, and on halves of these."""
+    """Returns the candidates on the meshes of some call, on all ranks, and on halves of these."""
     used = {(one.first, one.stop) for one in chosen} | {(0, len(space.model.limits))}
     halves = {half for mesh in used for half in _halves(mesh)}
     return [one for one in candidates if (one.first, one.stop) in used | halves]
@@ -54,7 +54,7 @@ def _halves(mesh: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def grid_on(space: Space, meshes: Meshes) -> list[list[Candidate]]:
-    """The candidates of each call on its mesh."""
+    """Returns the candidates of each call on its mesh."""
     return [
         [one for one in of if (one.first, one.stop) == mesh] for of, mesh in zip(space.candidates, meshes, strict=True)
     ]
@@ -82,11 +82,11 @@ def least_full(
 
 
 def least_memory(one: Candidate) -> tuple[float, ...]:
-    """Sort key of candidates: the memory that they need, all kinds together."""
+    """Sorts candidates by the memory that they need, all kinds together."""
     working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
     return one.static_bytes + working, one.seconds
 
 
 def least_static(one: Candidate) -> tuple[float, ...]:
-    """Sort key of candidates: first the memory that they need all the time."""
+    """Sorts candidates first by the memory that they need all the time."""
     return one.static_bytes, *least_memory(one)

@@ -27,7 +27,7 @@ NARROWEST_TEXT = 16  # the fewest places of a last column that is wrapped
 
 
 def format_bytes(num: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Formats bytes: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num < 1024 or unit == "GiB":
             return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
@@ -36,9 +36,12 @@ def format_bytes(num: float) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]], columns: int | None = None) -> str:
-    """Rows (the first is the heading) with aligned columns. columns: how wide lines may be (None: no limit). In a wider
-    table, headings and cells of the last column are wrapped; if that is not enough, its columns stand in several
-    tables, each of which begins with the first column."""
+    """Aligns the columns of rows, of which the first is the heading.
+
+    columns: how wide lines may be (None: no limit). In a wider table, headings and cells of the last column are
+        wrapped; if that is not enough, its columns are put in several tables, each of which begins with the first
+        column.
+    """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     if columns is not None and _total(widths) > columns:
         by_word = [max(map(len, heading.split())) for heading in rows[0]]
@@ -55,12 +58,12 @@ def table(rows: Sequence[tuple[str, ...]], columns: int | None = None) -> str:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """The width of a table with an indent of two and two spaces between columns."""
+    """Returns the width of a table with an indent of two and two spaces between columns."""
     return sum(widths) + 2 * len(widths)
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """A row of a table, on more lines if a cell is wider than its column."""
+    """Returns a row of a table, on more lines if a cell is wider than its column."""
     cells = [[cell] if len(cell) <= width else wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -69,8 +72,10 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def show_program(program: Program, *, title: str, rank: int, columns: int | None = None) -> str:
-    """The placement as a table, the transfers, bytes per rank, and the instruction list of one rank. columns: of
-    `table`."""
+    """Lists the placement as a table, the transfers, bytes per rank, and the instructions of one rank.
+
+    columns: of `table`.
+    """
     workload, placement = program.workload, program.placement
     parts = [title, table(_calls(program), columns), "", "Transfers per iteration"]
     parts.append(_transfers(program, columns))
@@ -94,7 +99,10 @@ def show_program(program: Program, *, title: str, rank: int, columns: int | None
 
 
 def show_evaluation(program: Program, columns: int | None = None) -> str:
-    """Where the calls of an evaluation run, and what moves between them. columns: of `table`."""
+    """Lists where the calls of an evaluation run, and what moves between them.
+
+    columns: of `table`.
+    """
     workload = program.workload
     samples = workload.samples_per_prompt
     title = f"An evaluation of {workload.rollout_batch} prompts, with {samples} sample{'s' * (samples > 1)} of each"
@@ -103,7 +111,7 @@ def show_evaluation(program: Program, columns: int | None = None) -> str:
 
 
 def _calls(program: Program) -> list[tuple[str, ...]]:
-    """Where each call runs, and how many rows each rank has."""
+    """Returns where each call runs, and how many rows each rank has."""
     workload, placement = program.workload, program.placement
     rows: list[tuple[str, ...]] = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
     for call in workload.workflow.calls:
@@ -118,7 +126,7 @@ def _calls(program: Program) -> list[tuple[str, ...]]:
 
 
 def _stages(layout: Layout, num_micro_batches: int) -> str:
-    """The passes of each stage in their order."""
+    """Returns the passes of each stage in their order."""
     lines = []
     for stage in range(layout.pp):
         passes = order_of_passes(stage, layout.pp, num_micro_batches, train=True)
@@ -130,7 +138,7 @@ def _stages(layout: Layout, num_micro_batches: int) -> str:
 
 
 def _transfers(program: Program, columns: int | None) -> str:
-    """The transfers, with one line for the same move of all mini-batches."""
+    """Returns the transfers, with one line for the same move of all mini-batches."""
     if not program.transfers:
         return "  nothing moves between layouts: 0 bytes"
     same: dict[tuple[str, tuple[tuple[int, int, range], ...]], list[Transfer]] = {}
@@ -145,7 +153,7 @@ def _transfers(program: Program, columns: int | None) -> str:
 
 
 def _gradients(program: Program) -> list[tuple[str, ...]]:
-    """Bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
+    """Returns bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
     workload = program.workload
     rows: list[tuple[str, ...]] = [("model", "replicas", "steps", "bytes sent per rank")]
     steps = workload.epochs * workload.num_mini_batches
@@ -162,7 +170,10 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
 def call_table(
     program: Program, seconds: Mapping[str, float], limits: Mapping[str, str], columns: int | None = None
 ) -> str:
-    """Of each placed call: its forecast seconds, what limits it, and where it runs. columns: of `table`."""
+    """Lists, for each placed call, its forecast seconds, what limits it, and where it runs.
+
+    columns: of `table`.
+    """
     cells: list[tuple[str, ...]] = [("call", "seconds", "limited by", "ranks", "layout")]
     for name, layout in program.placement.layouts.items():
         ranks = format_ranks(layout.ranks)
@@ -172,8 +183,11 @@ def call_table(
 
 
 def memory_table(program: Program, columns: int | None = None) -> str:
-    """Bytes of ranks by kind, with the reserve and the memory of their devices: a row for each set of equal ranks.
-    columns: of `table`."""
+    """Lists the bytes of ranks by kind, with the reserve and the memory of their devices: a row for each set of equal
+    ranks.
+
+    columns: of `table`.
+    """
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
@@ -189,7 +203,8 @@ def memory_table(program: Program, columns: int | None = None) -> str:
 
 
 def show_packed(program: Program) -> str:
-    """How many bytes packed copies of weights may take with which ranks generate on CPUs; empty: there are none."""
+    """Says how many bytes packed copies of weights may take, with which ranks generate on CPUs; empty: there are
+    none."""
     if set(program.cluster.device_types) != {"cpu"}:
         return ""
     most = max(packed_bytes(program, rank) for rank in program.cluster.ranks)
@@ -214,12 +229,12 @@ def _instructions(program: Program, rank: int) -> str:
 
 
 def show_findings(findings: Sequence[Finding]) -> str:
-    """Every finding, in a line of its own."""
+    """Lists every finding, on a line of its own."""
     return "\n".join(["", "Findings", *(f"  {finding}" for finding in findings)])
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Whether a program may start, in one line."""
+    """Says whether a program may start, in one line."""
     proved = "every message has its receiver, every group meets in one order, nothing can deadlock."
     errors = sum(one.severity == "error" for one in findings)
     warnings = len(findings) - errors

@@ -40,8 +40,11 @@ def place(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, docstring: str) -> str:
-    """The source of a module whose `place(workload, cluster)` returns an equal placement on any cluster with the same
-    number of ranks, and raises UserError on others. docstring: of the module, in lines of at most 120 characters."""
+    """Returns the source of a module whose `place(workload, cluster)` returns an equal placement on any cluster with
+    the same number of ranks, and raises UserError on others.
+
+    docstring: of the module, in lines of at most 120 characters.
+    """
     call = workload.workflow.placed_call
     own = {name: layout for name, layout in placement.layouts.items() if not is_gate(call(name))}  # compiling adds them
     placement = replace(placement, layouts=own)
@@ -64,7 +67,7 @@ def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, 
 
 
 def _docstring(text: str) -> str:
-    """Text between triple quotes, without spaces at the ends of its lines."""
+    """Returns text between triple quotes, without spaces at the ends of its lines."""
     text = "\n".join(line.rstrip() for line in text.strip().split("\n")).replace("\\", "\\\\")
     text = text.replace('"""', '\\"\\"\\"')
     text = text[:-1] + '\\"' if text.endswith('"') else text
@@ -72,7 +75,7 @@ def _docstring(text: str) -> str:
 
 
 def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
-    """A variable name for every layout, from what its calls have in common."""
+    """Returns a variable name for every layout, from what its calls have in common."""
     users: dict[Layout, list[str]] = {}
     for name, layout in placement.layouts.items():
         users.setdefault(layout, []).append(name)
@@ -90,14 +93,14 @@ def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
 
 
 def _options(record: Layout | Placement, first: Sequence[str]) -> list[str]:
-    """Fields that differ from their defaults, as keyword arguments."""
+    """Returns fields that differ from their defaults, as keyword arguments."""
     known = {field.name: field.default for field in fields(record) if field.init and field.default is not MISSING}
     order = [*first, *(name for name in known if name not in first)]
     return [f"{name}={_text(value)}" for name in order if (value := getattr(record, name)) != known[name]]
 
 
 def _text(value: object) -> str:
-    """A value as source: names in double quotes."""
+    """Returns a value as source: names in double quotes."""
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, tuple):
@@ -106,7 +109,7 @@ def _text(value: object) -> str:
 
 
 def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    """Ranks as source: a slice of the cluster's ranks, interleaved slices, or ranges and numbers."""
+    """Returns ranks as source: a slice of the cluster's ranks, interleaved slices, or ranges and numbers."""
     runs = consecutive(ranks)
     if len(runs) == 1:
         return _slice(ranks, cluster)
@@ -132,13 +135,14 @@ def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _slice(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    """Consecutive ranks as a slice of all."""
+    """Returns consecutive ranks as a slice of all."""
     start, stop = str(ranks[0] or ""), str(ranks[-1] + 1) if ranks[-1] + 1 < cluster.num_devices else ""
     return f"cluster.ranks[{start}:{stop}]" if start or stop else "cluster.ranks"
 
 
 def _call_lines(function: str, arguments: list[str]) -> list[str]:
-    """A call on one line, else with all arguments on one line, else with one line for each (also for long tuples)."""
+    """Returns a call on one line, else with all arguments on one line, else with one line for each (also for long
+    tuples)."""
     inner, indent = ", ".join(arguments), 4
     if len(one := f"{function}({inner})") + indent <= MAX_LINE:
         return [one]
@@ -151,7 +155,8 @@ def _call_lines(function: str, arguments: list[str]) -> list[str]:
 
 
 def _argument_lines(argument: str) -> list[str]:
-    """An argument on its own line; the elements of a tuple or of interleave() on their own lines if it is too long."""
+    """Returns an argument on its own line; the elements of a tuple or of interleave() on their own lines if it is too
+    long."""
     if len(argument) + 9 <= MAX_LINE:
         return [f"    {argument},"]
     head, _, rest = argument.partition("(")

@@ -29,8 +29,8 @@ class Batch:
 
 
 def collect(job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What this rank stores of a batch: tensors KEY:FIRST COLUMN, [mini-batches, columns, ...], copied to host memory,
-    and facts."""
+    """Collects what this rank stores of a batch: tensors KEY:FIRST COLUMN, [mini-batches, columns, ...], copied to host
+    memory, and facts."""
     program, rank, data = job.program, job.world.rank, batch.data
     tensors = {}
     for run in program.instructions[rank]:
@@ -50,8 +50,11 @@ def collect(job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> Batch | None:
-    """The batch in flight of a checkpoint, whose files have been checked; None: it has none. data: the iteration that
-    trains it, still empty. Raises UserError on all ranks. Collective."""
+    """Restores the batch in flight of a checkpoint, whose files have been checked; None: it has none. Raises UserError
+    on all ranks. Collective.
+
+    data: the iteration that trains it, still empty.
+    """
     from safetensors import SafetensorError, safe_open
 
     files = sorted(name for name in checkpoint.files if name.startswith(DRAWN))

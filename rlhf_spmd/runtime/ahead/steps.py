@@ -40,7 +40,7 @@ class Batches:
         return trained.data.title + ("" if drawn is None else f", drawing {drawn.data.number + 1}")
 
     def of(self, draws: bool) -> Batch:
-        """The batch that is drawn, or the one that trains."""
+        """Returns the batch that is drawn, or the one that trains."""
         batch = self.drawn if draws else self.trained
         assert batch is not None
         return batch
@@ -69,11 +69,11 @@ class AheadExecutor(InstructionLoop):
         return super().iteration(batches)
 
     def steps(self) -> list[tuple[int, Instruction]]:
-        """What the part of the run executes."""
+        """Returns what the part of the run executes."""
         return self.parts[self.part]
 
     def of_batch(self, instruction: Instruction, data: Batches) -> dict[str, Any]:
-        """The iteration for which something is drawn, from 0."""
+        """Returns the iteration for which something is drawn, from 0."""
         drawn = draws(self.program, instruction) and data.drawn is not None
         return {"iteration": data.of(True).data.number} if drawn else {}
 

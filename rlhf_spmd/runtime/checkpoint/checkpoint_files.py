@@ -47,12 +47,12 @@ class FileRecord:
 
 
 def checkpoint_folder(root: Path, iteration: int) -> Path:
-    """The checkpoint made after this many iterations; root: RUN/checkpoints."""
+    """Returns the checkpoint made after this many iterations; root: RUN/checkpoints."""
     return root / f"iteration-{iteration:06d}"
 
 
 def draft_folder(root: Path, iteration: int) -> Path:
-    """The folder in which it is written."""
+    """Returns the folder in which it is written."""
     return root / f".iteration-{iteration:06d}"
 
 
@@ -61,7 +61,7 @@ def rank_file(rank: int) -> str:
 
 
 def drawn_file(rank: int) -> str:
-    """What a rank stores of the batch in flight."""
+    """Returns what a rank stores of the batch in flight."""
     return f"{DRAWN}{rank:04d}.safetensors"
 
 
@@ -69,7 +69,7 @@ def drawn_file(rank: int) -> str:
 
 
 def json_parts(values: object) -> list[bytes]:
-    """JSON for `write`."""
+    """Returns values as JSON for `write`."""
     return [(json.dumps(values, indent=1) + "\n").encode()]
 
 
@@ -102,7 +102,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def gone(folder: Path) -> UserError:
-    """The error for a run folder that is no longer there."""
+    """Returns the error for a run folder that is no longer there."""
     return UserError(
         f"the run folder {folder} is gone: it was deleted, moved or replaced while the run was writing into it; start "
         "the run again, and keep its folder until the run has ended"
@@ -201,7 +201,7 @@ def _sync(folder: Path) -> None:
 
 
 def without_manifest(root: Path) -> list[Path]:
-    """Folders that are named like a checkpoint but are incomplete."""
+    """Returns the folders that are named like a checkpoint but are incomplete."""
     return [path for path in paths_in(root, "iteration-*") if path.is_dir() and not has_manifest(path)]
 
 
@@ -258,7 +258,7 @@ class Checkpoint:
                 raise unusable(self.folder, f"{path} is damaged: its checksum is not the one that it was written with")
 
     def text(self, name: str) -> str:
-        """A small file, verified."""
+        """Reads a small file and verifies it."""
         self.verify([name])
         return (self.folder / name).read_text(encoding="utf-8")
 
@@ -270,13 +270,16 @@ class Checkpoint:
 
 
 def unusable(folder: Path, what: str) -> UserError:
-    """The error for a checkpoint that can't be used. what: the problem."""
+    """Returns the error for a checkpoint that can't be used.
+
+    what: the problem.
+    """
     older = [path for path in complete_checkpoints(folder.parent) if number_of(path) < number_of(folder)]
     fix = f"remove {folder} to resume from {older[-1].name}" if older else "there is no older checkpoint; start anew"
     return UserError(f"{what}; {fix}")
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The newest checkpoint, None if there is none. Raises UserError if its manifest can't be used."""
+    """Returns the newest checkpoint, None if there is none. Raises UserError if its manifest can't be used."""
     folders = complete_checkpoints(root)
     return Checkpoint.read(folders[-1]) if folders else None

@@ -62,7 +62,10 @@ LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm"
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A run to continue. state: of the checkpoint; empty without one: the run then starts again in its folder."""
+    """A run to continue.
+
+    state: of the checkpoint; empty without one: the run then starts again in its folder.
+    """
 
     folder: Path
     config: Config
@@ -86,8 +89,11 @@ class Resumed:
 
 
 def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, file: ConfigFile | None = None) -> Resumed:
-    """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
-    strategy are dropped. file: of --config, whose options stand below the overrides. Raises UserError."""
+    """Reads the run that `train --resume FOLDER` continues. Raises UserError.
+
+    other_strategy: --strategy is given, so options of the previous strategy are dropped.
+    file: of --config, whose options have a lower precedence than the overrides.
+    """
     path = Path(folder)
     for own in (path / CONFIG, path / STRATEGY):
         if why := why_no_file(own):
@@ -144,8 +150,11 @@ def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) ->
 
 
 def _recorded(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> tuple[Any, str] | None:
-    """A value that PROGRAM holds, and the file: of a run's checkpoint or else of its folder; None if neither has it.
-    about: PROGRAM of the folder. Raises UserError."""
+    """Reads a value that PROGRAM holds, and the file: of a run's checkpoint or else of its folder; None if neither has
+    it. Raises UserError.
+
+    about: PROGRAM of the folder.
+    """
     found = {str(path / PROGRAM): about.get(name)}
     if checkpoint is not None and PROGRAM in checkpoint.files:
         found = {str(checkpoint.folder / PROGRAM): _object(checkpoint, PROGRAM).get(name)} | found
@@ -153,7 +162,7 @@ def _recorded(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | Non
 
 
 def _object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint. Raises UserError."""
+    """Returns the object in a JSON file of a checkpoint. Raises UserError."""
     try:
         values = json_value(checkpoint.text(name))
     except ValueError as error:
@@ -204,7 +213,7 @@ def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed, *, started: st
 
 
 def not_compared(now: Mapping[str, str], resumed: Resumed) -> list[str]:
-    """The inputs of which the checkpoint of an earlier version has no fingerprint."""
+    """Returns the inputs of which the checkpoint of an earlier version has no fingerprint."""
     before = resumed.state["inputs"] if resumed.checkpoint else now
     return [name for name in now if name not in before and name.startswith(LATER_INPUTS)]
 
@@ -221,7 +230,7 @@ def refuse_older(resumed: Resumed) -> None:
 
 
 def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
-    """state.json of a checkpoint, with its types checked."""
+    """Reads state.json of a checkpoint and checks its types."""
     try:
         values = json_value(checkpoint.text(STATE))
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
@@ -236,8 +245,11 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:
-    """The inverse of `config.resolved`; missing options have their defaults. page: the algorithm's file; None: one of
-    the package's. Raises UserError naming `source`."""
+    """Restores a config from the result of `config.resolved`; missing options have their defaults. Raises UserError
+    naming `source`.
+
+    page: the algorithm's file; None: one of the package's.
+    """
     if not isinstance(values, Mapping) or "preset" not in values:
         raise UserError(f"{source} is not an object with a preset; restore the file")
     if "device" in values and "device_type" not in values:
@@ -266,7 +278,7 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Grouped options by their dotted keys, without the algorithm and the strategy's options."""
+    """Returns grouped options by their dotted keys, without the algorithm and the strategy's options."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name not in ("algorithm", "strategy"):

@@ -38,15 +38,18 @@ class Saver:
         self._error: Exception | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether a checkpoint is due after this many iterations."""
+        """Returns whether a checkpoint is due after this many iterations."""
         return self.options.every > 0 and iteration % self.options.every == 0
 
     def save(
         self, iteration: int, state: Mapping[str, Any], best: int | None = None, in_flight: Tensors | None = None
     ) -> None:
         """Starts a checkpoint after this many iterations: copies this rank's share and returns. First waits until the
-        previous checkpoint is written. best: the checkpoint that is kept beside the newest ones. in_flight: what this
-        rank stores of the batch in flight; None: there is none."""
+        previous checkpoint is written.
+
+        best: the checkpoint that is kept beside the newest ones.
+        in_flight: what this rank stores of the batch in flight; None: there is none.
+        """
         if self._thread is not None:
             self._thread.join()
         self.check()

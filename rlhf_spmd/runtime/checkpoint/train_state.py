@@ -38,7 +38,8 @@ class FlatSlice:
     stop: int
 
     def rectangles(self) -> Iterator[tuple[Box2, int]]:
-        """The slice as rectangles of the whole parameter, each with how many numbers of the slice come before it."""
+        """Yields the slice as rectangles of the whole parameter, each with how many numbers of the slice come before
+        it."""
         (top, _), (left, right) = self.box
         done = 0
         for (r0, r1), (c0, c1) in rectangles(self.start, self.stop, width=right - left):
@@ -47,8 +48,8 @@ class FlatSlice:
 
 
 def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
-    """The parameters that train -> their parts in a shard, [rows, columns] of the whole; one dim counts as one
-    column."""
+    """Returns, for each parameter that trains, its parts in a shard, [rows, columns] of the whole; one dim counts as
+    one column."""
     found: dict[str, Box2] = {}
     for weight in trained_weights_of(shape):
         box = weight.box(shard)
@@ -61,7 +62,7 @@ def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
 
 
 def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """This rank's share of all models in training, copied to host memory, with the place of each tensor."""
+    """Collects this rank's share of all models in training, copied to host memory, with the place of each tensor."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}
     steps: dict[str, int] = {}
@@ -147,7 +148,7 @@ class Reader:
         raise unusable(self.checkpoint.folder, f"{path} places {what} at {place!r}, but the parameter is {shape}")
 
     def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
-        """The numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
+        """Reads the numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
         out, num_found = None, 0
         for file, held in self.slices.get((model, name), ()):
             shared = list(_shared(held, wanted))
@@ -186,7 +187,7 @@ class Reader:
 
 
 def _shared(one: FlatSlice, other: FlatSlice) -> Iterator[tuple[tuple[Box2, int], tuple[Box2, int], Box2]]:
-    """Pairs of rectangles of two slices (see FlatSlice.rectangles) that overlap, with the overlap."""
+    """Yields pairs of rectangles of two slices (see FlatSlice.rectangles) that overlap, with the overlap."""
     for mine in one.rectangles():
         for theirs in other.rectangles():
             common = overlap(((0, 1), *mine[0]), ((0, 1), *theirs[0]))
@@ -195,7 +196,7 @@ def _shared(one: FlatSlice, other: FlatSlice) -> Iterator[tuple[tuple[Box2, int]
 
 
 def _part(flat: Tensor, rectangle: Box2, before: int, part: Box2) -> Tensor:
-    """A part of a rectangle of a slice, as a matrix that shares the slice's memory."""
+    """Returns a part of a rectangle of a slice, as a matrix that shares the slice's memory."""
     (top, bottom), (left, right) = rectangle
     (r0, r1), (c0, c1) = part
     whole = flat[before : before + (bottom - top) * (right - left)].view(bottom - top, right - left)

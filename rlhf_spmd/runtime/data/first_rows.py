@@ -21,11 +21,11 @@ class Characters:
     bos_token_id = None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The tokens of a text."""
+        """Returns the tokens of a text."""
         return [ord(one) for one in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Returns the text of tokens."""
         return "".join(map(chr, tokens))
 
 
@@ -61,8 +61,10 @@ def check_first_rows(config: Config) -> None:
 
 
 def _rendered(lacks: str, where: str, messages: Sequence[Message], *, answers: bool = True, **_: Any) -> str:
-    """A conversation as text that grows with its messages, as chat templates write it. lacks: the folder of a tokenizer
-    without a chat template."""
+    """Renders a conversation as text that grows with its messages, as chat templates write it.
+
+    lacks: the folder of a tokenizer without a chat template.
+    """
     if lacks:
         raise no_chat_template(where, lacks)
     return "".join(f"{message['role']}: {_said(message)}\n" for message in messages)

@@ -25,7 +25,7 @@ class PackedRows(Sequence):
 
     @staticmethod
     def ends_of(rows: Sequence[Sized]) -> np.ndarray:
-        """Where each of these rows ends, int64 [rows]."""
+        """Returns where each of these rows ends, int64 [rows]."""
         return np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -40,12 +40,12 @@ class PackedRows(Sequence):
         return isinstance(other, Sequence) and list(self) == list(other)
 
     def row(self, index: int) -> np.ndarray:
-        """The items of a row (0 <= index < len)."""
+        """Returns the items of a row (0 <= index < len)."""
         return self.items[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
 
     @abstractmethod
     def _value(self, row: np.ndarray) -> Any:
-        """The items of a row as the sequence returns them."""
+        """Returns the items of a row as the sequence returns them."""
 
     @abstractmethod
     def add_to(self, digest) -> None:
@@ -68,7 +68,7 @@ class _Numbers(PackedRows):
         return row.tolist()
 
     def padded(self, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The rows `index_B`, [B, *shape], with padding on the right. No row may be longer than that."""
+        """Returns the rows `index_B`, [B, *shape], with padding on the right. No row may be longer than that."""
         rows_BW = np.full((len(index_B), prod(shape)), self.padding, self.padded_dtype)
         for row_W, index in zip(rows_BW, np.asarray(index_B).tolist(), strict=True):
             values = self.row(index)
@@ -92,7 +92,7 @@ class TokenRows(_Numbers):
             digest.update(np.ascontiguousarray(counted, "<i8"))
 
     def first_above(self, limit: int) -> int | None:
-        """The first row with a token id larger than `limit`; None if there is none."""
+        """Returns the first row with a token id larger than `limit`; None if there is none."""
         above = np.flatnonzero(self.items > limit)
         return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
 

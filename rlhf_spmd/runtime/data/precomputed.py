@@ -30,12 +30,12 @@ FIX = "compute it again (`precompute`), or drop the option that names it"
 
 
 def calls_of(config: Config) -> tuple[Infer, ...]:
-    """The calls whose results are in the file."""
+    """Returns the calls whose results are in the file."""
     return config.algorithm.workflow(config.options).repeated_calls
 
 
 def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, str]:
-    """What the numbers depend on, by name. known: the tokens that have a probability."""
+    """Returns what the numbers depend on, by name. known: the tokens that have a probability."""
     generation = config.generation
     found = {"format": FORMAT, ROWS: prompts.tokens_fingerprint(), "dtype": config.dtype}
     found["generation.temperature"] = f"{generation.temperature:g}"
@@ -49,7 +49,7 @@ def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, s
 
 
 def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
-    """Language models with more rows of embeddings than tokens that may be drawn -> their rows."""
+    """Returns, for each language model with more rows of embeddings than tokens that may be drawn, their number."""
     roles = config.algorithm.roles
     folders = {role: config.folder(role) for role in roles if roles[role].head == "lm" and config.folder(role)}
     rows = {role: read_config(folder).vocab_size for role, folder in folders.items()}
@@ -57,7 +57,8 @@ def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
 
 
 def time_of(config: Config) -> str:
-    """The time that the chat template wrote into the rows of the file that the options name; empty: there is none."""
+    """Returns the time that the chat template wrote into the rows of the file that the options name; empty: there is
+    none."""
     path = Path(config.data.precomputed_logprobs)
     if not is_file(path):
         return ""
@@ -83,7 +84,7 @@ def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[
 
 
 def try_to_write(path: Path) -> Path:
-    """An empty file beside an output file, which is to replace it. Raises UserError if there can be none."""
+    """Creates an empty file beside an output file, which is to replace it. Raises UserError if there can be none."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ def try_to_write(path: Path) -> Path:
 
 
 def with_logprobs(config: Config, prompts: PromptSet, known: KnownTokens) -> PromptSet:
-    """The set with the numbers of the file that the options name. Raises UserError if they are of something else."""
+    """Adds the numbers of the file that the options name to the set. Raises UserError if they are of something else."""
     path, found = Path(config.data.precomputed_logprobs), {}
     if why := why_no_file(path):
         raise UserError(f"the file of precomputed logprobs {path} {why}: write it with `precompute --out {path}`")
@@ -140,5 +141,5 @@ def _compare(
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A hash of the weights and descriptions in a model folder (files/reading.fingerprint)."""
+    """Returns a hash of the weights and descriptions in a model folder (files/reading.fingerprint)."""
     return fingerprint(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))

@@ -21,8 +21,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """Which prompts each iteration uses. sizes: number of prompts of each file, whose indices follow each other.
-    weights: of the files; empty: the files are one set."""
+    """Which prompts each iteration uses.
+
+    sizes: number of prompts of each file, whose indices follow each other.
+    weights: of the files; empty: the files are one set.
+    """
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...] = ()
@@ -34,8 +37,8 @@ class PromptOrder:
         assert all(self.sizes) and len(self.weights) in (0, len(self.sizes)), (self.sizes, self.weights)
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
-        """Indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided: within a
-        set it does not, unless the set gives more prompts to an iteration than it has."""
+        """Returns the indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided:
+        within a set it does not, unless the set gives more prompts to an iteration than it has."""
         assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
         if not self.weights:
             return self._take(0, 0, sum(self.sizes), iteration, iteration * rollout_batch, rollout_batch, rollout_batch)
@@ -54,12 +57,12 @@ class PromptOrder:
     # ---- which file gives the next prompt ---------------------------------------------------------------------------
 
     def _shares(self) -> list[Fraction]:
-        """The weights as exact shares that add up to 1."""
+        """Returns the weights as exact shares that add up to 1."""
         exact = [Fraction(repr(weight)) for weight in self.weights]
         return [weight / sum(exact) for weight in exact]
 
     def _given(self, num_prompts: int) -> list[int]:
-        """How many of the first `num_prompts` prompts each file gives."""
+        """Returns how many of the first `num_prompts` prompts each file gives."""
         shares = self._shares()
         # before this time there are at most num_prompts: each file has given its share of it, plus a half at most
         time = num_prompts - len(shares)
@@ -69,7 +72,7 @@ class PromptOrder:
         return given
 
     def _start(self, file: int, iteration: int, rollout_batch: int) -> int:
-        """How many prompts a set has given before an iteration."""
+        """Returns how many prompts a set has given before an iteration."""
         num_prompts = iteration * rollout_batch
         return self._given(num_prompts)[file] if self.weights else num_prompts
 
@@ -78,8 +81,10 @@ class PromptOrder:
     def _take(
         self, file: int, first: int, size: int, iteration: int, start: int, num: int, rollout_batch: int
     ) -> list[int]:
-        """The `num` prompts that a set of `size` prompts, from index `first` on, gives to an iteration. start: how many
-        it has given before."""
+        """Returns the `num` prompts that a set of `size` prompts, from index `first` on, gives to an iteration.
+
+        start: how many it has given before.
+        """
         epoch, place = divmod(start, size)
         picked: list[int] = []
         while len(picked) < num:
@@ -89,8 +94,8 @@ class PromptOrder:
         return picked
 
     def _order(self, file: int, size: int, epoch: int, iteration: int, rollout_batch: int) -> np.ndarray:
-        """The order of one epoch, which begins in this iteration or before. It depends on the end of the previous
-        epoch, back to one that begins together with an iteration."""
+        """Returns the order of one epoch, which begins in this iteration or before. It depends on the end of the
+        previous epoch, back to one that begins together with an iteration."""
         if not self.shuffle:
             return np.arange(size)
         known, order = self._epoch.get((file, rollout_batch), (-1, None))
@@ -113,20 +118,20 @@ class PromptOrder:
         return order
 
     def _around(self, file: int, place: int, iteration: int, rollout_batch: int) -> tuple[int, int]:
-        """How many prompts the iteration that takes this place of a set takes before it, and from it on."""
+        """Returns how many prompts the iteration that takes this place of a set takes before it, and from it on."""
         starts = partial(self._start, file, rollout_batch=rollout_batch)
         last = bisect_right(range(1, iteration + 1), place, key=starts)  # that starts at the place or before
         return place - starts(last), starts(last + 1) - place
 
 
 def _next(given: Sequence[int], shares: Sequence[Fraction]) -> int:
-    """The file of the next prompt, when each has given so many: the one with the earliest time."""
+    """Returns the file of the next prompt, when each has given so many: the one with the earliest time."""
     times = [(2 * num + 1) / (2 * share) for num, share in zip(given, shares, strict=True)]
     return times.index(min(times))
 
 
 def permutation(seed: int, epoch: int, size: int, file: int = 0) -> np.ndarray:
-    """The permutation of one epoch."""
+    """Returns the permutation of one epoch."""
     # Sorts raw Philox words, because numpy guarantees stable bits for them, but not for Generator.permutation. The
     # first bit of the counter separates this stream from that of algorithms/training_order.py, which has the same key.
     counter = (1 << 255) | (file << 192) | (epoch << 128)

@@ -75,43 +75,44 @@ class PromptSet:
         return len(self.prompts)
 
     def rows(self, key: str) -> TokenRows:
-        """The tokens of a key that the data set has."""
+        """Returns the tokens of a key that the data set has."""
         return self.prompts if key == PROMPTS else self.responses[key]
 
     def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """What some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with 0."""
+        """Returns the data that some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with
+        0."""
         rows = self.numbers[key] if key in self.numbers else self.rows(key)
         return rows.padded(index_B, shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
-        """The other columns of these prompts, each with those that its row has."""
+        """Returns the other columns of these prompts, each with those that its row has."""
         return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
 
     def whole_records(self, index_B: Sequence[int]) -> list[Record]:
-        """The same with the columns of all rows: None where a row has none."""
+        """Returns `records` with the columns of all rows: None where a row has none."""
         return [dict.fromkeys(self.column_names) | record for record in self.records(index_B)]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
-        """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
+        """Returns the indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
         return self._order.batch(iteration, rollout_batch)
 
     def tokens_fingerprint(self) -> str:
-        """Hash of all tokens, in the order of the files."""
+        """Returns a hash of all tokens, in the order of the files."""
         return self._hash_of("rows", "", [self.prompts, *self.responses.values()])
 
     def fingerprint(self) -> str:
-        """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), responses
-        and numbers."""
+        """Returns a hash of the seed, of what else their order depends on, and of all prompts (length, then tokens),
+        responses and numbers."""
         order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
         rows = [self.prompts, *self.responses.values(), *self.numbers.values()]
         return self._hash_of("tokens", f"{self.seed} {len(self)}{order}", rows)
 
     def columns_fingerprint(self) -> str:
-        """Hash of the other columns, which reward functions and metrics read."""
+        """Returns a hash of the other columns, which reward functions and metrics read."""
         return self._hash_of("columns", "", [] if self.columns is None else [self.columns])
 
     def _hash_of(self, name: str, text: str, parts: Sequence[PackedRows]) -> str:
-        """Hash of a text and of rows, computed once."""
+        """Returns a hash of a text and of rows, computed once."""
         if name not in self._hashes:
             digest = hashlib.sha256(text.encode())
             for rows in parts:
@@ -120,7 +121,10 @@ class PromptSet:
         return self._hashes[name]
 
     def fingerprints(self, file: str) -> dict[str, str]:
-        """What ranks and checkpoints compare, by name. file: that stands for the set in the names."""
+        """Returns what ranks and checkpoints compare, by name.
+
+        file: name of the set in these names.
+        """
         return {
             f"prompts in {file}": self.fingerprint(),
             f"columns of the prompts in {file}": self.columns_fingerprint(),
@@ -128,7 +132,7 @@ class PromptSet:
 
 
 def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Tensor:
-    """prompts_BP int64, padded on the right with -1 to `width` (default: the longest prompt)."""
+    """Returns prompts_BP int64, padded on the right with -1 to `width` (default: the longest prompt)."""
     import torch
 
     rows = [list(prompt) for prompt in prompts]
@@ -186,17 +190,22 @@ def load_prompts(
     **rows: Unpack[RowOptions],
 ) -> PromptSet:
     """Reads files (files/data_files.py), folders or patterns of them, one or several: rows, or prompts of .txt, a line
-    each and taken literally. seed, weights and shuffle determine the order (prompt_order.py). rows: see RowOptions.
+    each and taken literally. Raises UserError naming file and line for anything it can't use.
 
-    Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
-    an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
-    columns: of responses to the prompts, by their keys (row_tokens.py). A response ends with an end of sequence; one of
+    max_prompt_tokens: a longer prompt is an error, is cut to its last tokens (a beginning-of-sequence token stays), or
+        is left out, as long_prompts says.
+    seed, weights, shuffle: determine the order (prompt_order.py).
+    numbers: columns with numbers, by key.
+    marks: the key of which tokens of a response are learned.
+    render: makes the text of a conversation, with template_kwargs and what a row has for the template
+        (template_arguments.py).
+    rows: see RowOptions.
+
+    The columns of responses are named by their keys (row_tokens.py). A response ends with an end of sequence; one of
     more than max_response_tokens tokens is an error, loses its last tokens, or its whole row is left out, as
-    long_prompts says, too. A conversation in which the assistant says nothing is left out. numbers: columns with
-    numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation,
-    with template_kwargs and what a row has for the template (template_arguments.py).
-    Further columns are kept for reward functions; where several are named, `data_source` is the name of the one that a
-    row without such a column is from.
+    long_prompts says, too. A conversation in which the assistant says nothing is left out. Further columns are kept for
+    reward functions; where several files are named, `data_source` is the name of the one that a row without such a
+    column is from.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
     given: dict[str, Any] = {"render": render, "template_kwargs": template_kwargs, **rows}
@@ -229,9 +238,9 @@ def load_prompts(
 
 
 def _names(parts: Sequence[Path]) -> list[str]:
-    """What stands for each of several files, folders or patterns in the column data_source: its name without the
-    extension, or its path where two have one name. Nothing for a single one. Raises UserError for a file that is named
-    twice."""
+    """Returns the name that each of several files, folders or patterns has in the column data_source: its name without
+    the extension, or its path where two have one name. Nothing for a single one. Raises UserError for a file that is
+    named twice."""
     if len(parts) == 1:
         return [""]
     seen: set[Path] = set()
@@ -244,8 +253,10 @@ def _names(parts: Sequence[Path]) -> list[str]:
 
 
 def _read_files(rows: _Rows, part: Path, reading: Reading, name: str) -> None:
-    """Adds the rows of a file, or of all files of a folder or a pattern. name: for the column data_source of rows that
-    have none; empty: no such column."""
+    """Adds the rows of a file, or of all files of a folder or a pattern.
+
+    name: for the column data_source of rows that have none; empty: no such column.
+    """
     too_long: list[tuple[str, int]] = []
     num_before, num_silent, long_prompts = len(rows.texts), rows.num_silent, reading.long_prompts
     for path in files_of(part):
@@ -266,7 +277,10 @@ def _read_files(rows: _Rows, part: Path, reading: Reading, name: str) -> None:
 
 
 def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: list[tuple[str, int]]) -> None:
-    """Adds the rows of a file. too_long: receives place and tokens of each prompt that is too long."""
+    """Adds the rows of a file.
+
+    too_long: receives place and tokens of each prompt that is too long.
+    """
     long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) == PARQUET
     for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
@@ -316,7 +330,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: l
 
 
 def _as_text(value: Any) -> str:
-    """What JSON has no type for, such as a date, as text; bytes that are no UTF-8 with escapes."""
+    """Returns what JSON has no type for, such as a date, as text; bytes that are not UTF-8 with escapes."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 

@@ -28,19 +28,19 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
-    """The columns of which a row has one, if it has none with the prompt. columns: with responses."""
+    """Returns the columns of which a row has one, if it has none with the prompt. columns: with responses."""
     if len(columns) > 1:
         return tuple(columns)[:1]
     return (*CONVERSATIONS, TEXT) if columns else INSTEAD.get(key, ())
 
 
 def first_of(record: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """The first of these columns that the row has; null is none."""
+    """Returns the first of these columns that the row has; null counts as missing."""
     return next((column for column in columns if record.get(column) is not None), None)
 
 
 def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserError:
-    """The error for a row that has no such column, or null in it."""
+    """Returns the error for a row that lacks such a column, or has null in it."""
     if key in record:
         fix = fix.replace("add it", "give it a value", 1)
         return UserError(f"{where}: the value of {key!r} is null: {fix}")
@@ -51,9 +51,11 @@ def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserErro
 def read_records(
     path: Path, key: str, others: Sequence[str] | None = None, *, most: int | None = None
 ) -> list[tuple[str, Record]]:
-    """(place, columns) of every entry, which all have the column `key` or one of `others` (None: those of INSTEAD);
-    place is `line 7` or `row 7`, counted from 1. most: only so many entries are read, the first ones. Raises UserError
-    naming file and place."""
+    """Yields (place, columns) of every entry, which all have the column `key` or one of `others` (None: those of
+    INSTEAD); place is `line 7` or `row 7`, counted from 1. Raises UserError naming file and place.
+
+    most: only so many entries are read, the first ones.
+    """
     kind = kind_of_file(path)
     if kind not in KINDS:
         named = f"{kind or '(none)'!r}" + f" before {PACKED}" * is_packed(path)
@@ -72,7 +74,7 @@ def read_records(
 
 
 def text_of(where: str, record: Record, key: str) -> str:
-    """A column that must be a string. where: file and place."""
+    """Returns a column that must be a string. where: file and place."""
     if record.get(key) is None:
         raise lacks(where, record, key)
     if not isinstance(record[key], str):
@@ -81,7 +83,11 @@ def text_of(where: str, record: Record, key: str) -> str:
 
 
 def number_of(where: str, record: Record, key: str, default: float | None) -> float:
-    """A column that must be a finite number; default: where it is missing or null; None: it must not be."""
+    """Returns a column that must be a finite number.
+
+    where: file and place.
+    default: used where it is missing or null; None: it must not be.
+    """
     value = record.get(key)
     if value is None:
         if default is None:
@@ -95,8 +101,8 @@ def number_of(where: str, record: Record, key: str, default: float | None) -> fl
 
 
 def messages_of(where: str, record: Record, key: str) -> list[Message]:
-    """A column that must be a conversation, each message with `role` and `content` as text. Keys that are null are left
-    out, as transformers does. Raises UserError."""
+    """Returns a column that must be a conversation, each message with `role` and `content` as text. Keys that are null
+    are left out, as transformers does. Raises UserError."""
     if not isinstance(record[key], list):
         raise UserError(f"{where}: the value of {key!r} is {kind_of(record[key])}, not a list of messages")
     if not record[key]:
@@ -105,12 +111,12 @@ def messages_of(where: str, record: Record, key: str) -> list[Message]:
 
 
 def is_said(message: Message) -> bool:
-    """Whether a message of the assistant says anything."""
+    """Returns whether a message of the assistant says anything."""
     return any(value.strip() if isinstance(value, str) else value for value in map(message.get, SAID))
 
 
 def _message(where: str, value: Any) -> Message:
-    """One message, also one of ShareGPT, with `from` and `value`."""
+    """Returns one message, also one of ShareGPT, with `from` and `value`."""
     message = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else {}
     if "from" in message and "role" not in message:
         role = message.pop("from")
@@ -133,7 +139,7 @@ def _message(where: str, value: Any) -> Message:
 
 
 def _part(where: str, part: Any) -> str:
-    """The text of one part of a message."""
+    """Returns the text of one part of a message."""
     if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in ("text", None):
         return part["text"]
     found = f"of type {part.get('type')!r}" if isinstance(part, dict) else f"that is {kind_of(part)}"
@@ -143,15 +149,15 @@ def _part(where: str, part: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without keys that are null: Arrow gives all objects of a column the same keys."""
+    """Returns a value without keys that are null: Arrow gives all objects of a column the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | None:
-    """The messages before the answer, if the prompt of a row is a conversation. columns: of a data set that was read,
-    in which a text beside a conversation is kept. key: the column of prompts."""
+    """Returns the messages before the answer, if the prompt of a row is a conversation. columns: of a data set that was
+    read, in which a text beside a conversation is kept. key: the column of prompts."""
     name = first_of(columns, (key, *INSTEAD.get(key, ())))
     if name is None or not isinstance(columns[name], list):
         return None
@@ -165,7 +171,7 @@ def _read_lines(path: Path, key: str, others: Sequence[str], most: int | None) -
 
 
 def _lines(path: Path, most: int | None) -> Iterator[tuple[str, str]]:
-    """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are an error."""
+    """Yields numbered lines. Blank lines at the end of the file are ignored; elsewhere they are an error."""
     content = _content(path, most).rstrip(b"\r\n\t ")
     for number, line in enumerate(content.split(b"\n") if content else [], start=1):
         try:
@@ -181,7 +187,7 @@ def _content(path: Path, most: int | None = None) -> bytes:
 
 
 def _text(path: Path) -> str:
-    """The whole file as text. Raises UserError naming the line that is not UTF-8."""
+    """Returns the whole file as text. Raises UserError naming the line that is not UTF-8."""
     content = _content(path)
     try:
         return content.decode()
@@ -201,7 +207,7 @@ def _read_jsonl(path: Path, key: str, others: Sequence[str], most: int | None) -
 
 
 def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
-    """A list of objects; a file that does not begin with a bracket has an object on each line."""
+    """Yields the objects of a list; a file that does not begin with a bracket has an object on each line."""
     text = _text(path)
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path, key, others, most)
@@ -212,7 +218,10 @@ def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) ->
 
 
 def _from_json(where: str, text: str, form: str) -> Any:
-    """What JSON says. form: how it is to be written. Raises UserError."""
+    """Parses JSON. Raises UserError.
+
+    form: how it is to be written.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -226,7 +235,7 @@ def _from_json(where: str, text: str, form: str) -> Any:
 
 
 def _row(where: str, row: Any, key: str, others: Sequence[str]) -> Record:
-    """A row of JSON. Raises UserError if it is none."""
+    """Reads a row of JSON. Raises UserError if it is not one."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: {kind_of(row)}, not an object: write {{"{key}": "..."}}')
     _check_has(where, row, key, others)
@@ -234,7 +243,7 @@ def _row(where: str, row: Any, key: str, others: Sequence[str]) -> Record:
 
 
 def _read_csv(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
-    """Rows of texts under the names of the first line; a column without a name, as of an index, is left out."""
+    """Yields rows of texts under the names of the first line; a column without a name, as of an index, is left out."""
     text = _text(path)
     before = csv.field_size_limit(max(len(text), 1))
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -284,7 +293,7 @@ def _read_parquet(path: Path, key: str, others: Sequence[str], most: int | None)
 
 
 def _values_of(column: Any) -> list[Any]:
-    """The values of a column of Parquet. Bytes that are UTF-8 become texts, wherever they stand."""
+    """Returns the values of a column of Parquet. Bytes that are UTF-8 become texts, wherever they stand."""
     import pyarrow
 
     try:
@@ -299,7 +308,8 @@ def _values_of(column: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value with texts in the place of bytes that are UTF-8, and numbers of Python in the place of numpy's."""
+    """Returns a value with texts in the place of bytes that are UTF-8, and numbers of Python in the place of
+    numpy's."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -344,5 +354,5 @@ def _check_has(where: str, record: Record, key: str, others: Sequence[str]) -> N
 
 
 def kind_of(value: object) -> str:
-    """The type of a value of a data file, with its article."""
+    """Returns the type of a value of a data file, with its article."""
     return KINDS_OF_VALUES.get(type(value), f"a value of the type {type(value).__name__}")

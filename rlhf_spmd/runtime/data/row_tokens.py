@@ -74,7 +74,7 @@ class Reading:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows, whose own ones replace them
 
     def rendered(self, where: str, messages: list[Message], *, answers: bool = True) -> str:
-        """The text of a conversation. Raises UserError."""
+        """Renders the text of a conversation. Raises UserError."""
         if self.render is None:
             raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
         text = self.render(where, messages) if answers else self.render(where, messages, answers=False)
@@ -89,9 +89,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """A row. form: how it is written, for messages. text: of the prompt. is_plain: the prompt is a column of its own,
-    as text. marks: 1 for each token of a single response that is learned. remark: for the heading, behind a number of
-    rows; empty: nothing is odd."""
+    """A row.
+
+    form: how it is written, for messages.
+    text: of the prompt.
+    is_plain: the prompt is a column of its own, as text.
+    marks: 1 for each token of a single response that is learned.
+    remark: for the heading, after a number of rows; empty: nothing is odd.
+    """
 
     form: str
     text: str
@@ -103,7 +108,7 @@ class RowTokens:
 
 
 def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
-    """The tokens of a row; None if nothing in it can be learned. Raises UserError."""
+    """Reads the tokens of a row; None if nothing in it can be learned. Raises UserError."""
     names, render_with = names_of(record, reading.template_kwargs), reading.render
     if not names or render_with is None:
         return _read(where, record, reading)
@@ -165,8 +170,8 @@ def check_form(row: RowTokens, where: str, forms: dict[str, str]) -> None:
 
 
 def prompt_of(where: str, record: Record, reading: Reading) -> tuple[str, bool]:
-    """The text of a prompt without responses, and whether it was rendered from a conversation, whose last answer is
-    left out."""
+    """Returns the text of a prompt without responses, and whether it was rendered from a conversation, whose last
+    answer is left out."""
     column = first_of(record, (reading.key, *reading.others)) or reading.key
     if column == reading.key and not isinstance(record.get(column), list):
         return text_of(where, record, column), False
@@ -186,7 +191,7 @@ def check_text(where: str, text: str, what: str = "the prompt") -> None:
 
 
 def check_unicode(where: str, text: str, what: str) -> None:
-    """Raises UserError for a text that is no Unicode."""
+    """Raises UserError for a text that is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -267,8 +272,8 @@ def _of_text(where: str, text: str, reading: Reading) -> RowTokens:
 def _answered(
     where: str, before: list[Message], after: list[Message], reading: Reading
 ) -> tuple[str, list[int], list[int], list[int]]:
-    """Text and tokens of a conversation's beginning, tokens of the turns behind it up to the assistant's last one, and
-    which of these tokens the assistant says."""
+    """Returns text and tokens of a conversation's beginning, tokens of the turns after it up to the assistant's last
+    one, and which of these tokens the assistant says."""
     text = start = reading.rendered(where, before)
     prompt = _encoded(where, text, reading, special=False)
     own = [place for place, message in enumerate(after) if message["role"] == ASSISTANT]
@@ -307,7 +312,7 @@ def _encoded(where: str, text: str, reading: Reading, *, special: bool) -> list[
 
 
 def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, special: bool = True) -> list[int]:
-    """The tokens of a text behind another one, whose tokens stay as they are."""
+    """Returns the tokens of a text that follows another one, whose tokens stay as they are."""
     tokenizer = reading.tokenizer
     joined = tokenizer.encode(before + text, special=special)
     if joined[: len(tokens)] == tokens:
@@ -317,7 +322,7 @@ def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, s
 
 
 def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -> list[int]:
-    """A turn without the white space that a chat template writes behind its end of sequence."""
+    """Returns a turn without the white space that a chat template writes after its end of sequence."""
     places = [place for place, token in enumerate(tokens) if token in eos_ids]
     if not places or tokenizer.decode(tokens[places[-1] + 1 :]).strip():
         return tokens
@@ -325,12 +330,12 @@ def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -
 
 
 def _ended(tokens: list[int], reading: Reading) -> list[int]:
-    """With the first of the ends of sequence (Tokenizer.eos_ids), if there is none."""
+    """Appends the first of the ends of sequence (Tokenizer.eos_ids), if there is none."""
     if not reading.eos_ids or (tokens and tokens[-1] in reading.eos_ids):
         return tokens
     return [*tokens, reading.eos_ids[0]]
 
 
 def _common(one: Sequence[T], other: Sequence[T]) -> list[T]:
-    """What two texts or conversations have in common at their beginning."""
+    """Returns what two texts or conversations have in common at their beginning."""
     return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

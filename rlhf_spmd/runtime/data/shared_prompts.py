@@ -23,7 +23,7 @@ FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
-    """The result of `load`, which is called by the first rank of each node, and by ranks that cannot map its files.
+    """Calls `load` on the first rank of each node, and on ranks that cannot map its files, and returns its result.
     Collective; call it in a block of World.together, so that an error of `load` on one rank reaches all."""
     first, path = world.nodes.index(world.node), ""
     prompts: PromptSet | None = None
@@ -65,7 +65,7 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
 
 
 def _map(about: Mapping) -> PromptSet | None:
-    """The set that another rank has written; None if this rank does not see its files."""
+    """Maps the set that another rank has written; None if this rank does not see its files."""
     try:
         numbers = range(4 + 2 * (len(about["keys"]) + len(about["numbers"]) + about["columns"]))
         arrays = [np.asarray(npy.open_memmap(f"{about['path']}/{number}.npy", mode="r")) for number in numbers]

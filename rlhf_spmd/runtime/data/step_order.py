@@ -19,7 +19,11 @@ NO_ROW = -1  # a place of a step without a row
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """Which rows each step reads. lengths: tokens of each row. most_tokens, most_rows: of a step."""
+    """Which rows each step reads.
+
+    lengths: tokens of each row.
+    most_tokens, most_rows: of a step.
+    """
 
     lengths: np.ndarray
     most_tokens: int
@@ -33,8 +37,8 @@ class StepOrder:
         assert self.lengths.max() <= self.most_tokens and self.most_rows > 0, (self.lengths.max(), self.most_tokens)
 
     def matrix(self, first: int, num: int) -> np.ndarray:
-        """The rows of some steps, int64 [num, most_rows], with NO_ROW in places that are not used. Those that are used
-        are spread evenly, so that every data-parallel rank has its share."""
+        """Returns the rows of some steps, int64 [num, most_rows], with NO_ROW in places that are not used. Those that
+        are used are spread evenly, so that every data-parallel rank has its share."""
         rows_MC = np.full((num, self.most_rows), NO_ROW)
         for row_C, number in zip(rows_MC, range(first, first + num), strict=True):
             rows = self.step(number)
@@ -42,7 +46,7 @@ class StepOrder:
         return rows_MC
 
     def step(self, number: int) -> np.ndarray:
-        """The rows of a step (from 0)."""
+        """Returns the rows of a step (from 0)."""
         while not self._ends or self._ends[-1] <= number:
             before = self._ends[-1] if self._ends else 0
             self._ends.append(before + len(self._steps(len(self._ends))))
@@ -50,7 +54,7 @@ class StepOrder:
         return self._steps(epoch)[number - (self._ends[epoch - 1] if epoch else 0)]
 
     def num_steps(self, num_rows: Fraction | int) -> int:
-        """The steps that read so many rows."""
+        """Returns the steps that read so many rows."""
         found = read = 0
         while read < num_rows:
             read += len(self.step(found))
@@ -58,7 +62,7 @@ class StepOrder:
         return found
 
     def _steps(self, epoch: int) -> list[np.ndarray]:
-        """The rows of every step of an epoch."""
+        """Returns the rows of every step of an epoch."""
         if epoch not in self._last:
             size = len(self.lengths)
             order = permutation(self.seed, epoch, size) if self.shuffle else np.arange(size)
@@ -74,8 +78,8 @@ class StepOrder:
 
 
 def order_of(prompts: PromptSet, most_tokens: int, most_rows: int) -> StepOrder:
-    """The order of the steps of a data set. A row counts what a model reads of it: the prompt with each response.
-    Raises UserError for a row that is longer than the budget."""
+    """Returns the order of the steps of a data set. A row counts what a model reads of it: the prompt with each
+    response. Raises UserError for a row that is longer than the budget."""
     lengths = len(prompts.responses) * np.diff(prompts.prompts.ends, prepend=0)
     for rows in prompts.responses.values():
         lengths = lengths + np.diff(rows.ends, prepend=0)

@@ -12,8 +12,12 @@ TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns
 
 
 def arguments_of(where: str, record: Record, of_all: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name, those that the row has, or an empty mapping. of_all: chat_template_kwargs of all rows.
-    Columns may hold JSON text, as data sets often store them. where: file and place. Raises UserError."""
+    """Returns the arguments by name, those that the row has, or an empty mapping. Columns may hold JSON text, as data
+    sets often store them. Raises UserError.
+
+    of_all: chat_template_kwargs of all rows.
+    where: file and place.
+    """
     given: dict[str, Any] = {}
     tools = _value(where, record, TOOLS)
     if tools is not None:
@@ -32,13 +36,13 @@ def arguments_of(where: str, record: Record, of_all: Mapping[str, Any]) -> dict[
 
 
 def names_of(record: Record, of_all: Mapping[str, Any]) -> list[str]:
-    """The arguments that a row has for a template, by name, whatever their values mean."""
+    """Returns the arguments that a row has for a template, by name, whatever their values mean."""
     given = {TOOLS: record.get(TOOLS), KWARGS: record.get(KWARGS) or of_all}
     return [name for name, value in given.items() if value not in (None, "", {})]
 
 
 def _value(where: str, record: Record, column: str) -> Any:
-    """A column, or what its JSON text says; None: it is missing or empty."""
+    """Returns a column, or what its JSON text says; None: it is missing or empty."""
     value = record.get(column)
     if not isinstance(value, str):
         return value

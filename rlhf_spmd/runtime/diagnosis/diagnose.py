@@ -67,7 +67,10 @@ class WaitGraph:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The position of a rank. trouble: a known problem, e.g. `it is stopped`."""
+    """The position of a rank.
+
+    trouble: a known problem, e.g. `it is stopped`.
+    """
 
     rank: int
     host: str
@@ -82,7 +85,7 @@ class RankState:
         return f"rank {self.rank} (host {self.host})"
 
     def describe(self, num_instructions: int = 0) -> str:
-        """For messages: action, position, time and trouble."""
+        """Describes a rank for messages: action, position, time and trouble."""
         place = "" if self.position == NOWHERE else f", instruction {self.position}"
         place += f" of {num_instructions}" if place and num_instructions else ""
         trouble = f"; {self.trouble}" if self.trouble else ""
@@ -99,7 +102,7 @@ class Divergence:
 
 
 def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
-    """The ranks that others wait for; None if, according to the program, no rank waits for another."""
+    """Returns the ranks that others wait for; None if, according to the program, no rank waits for another."""
     by_rank = {one.rank: one for one in states}
     instructions = [(one, _instruction(one, graph)) for one in states]
     missing = {
@@ -118,12 +121,13 @@ def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence
 
 
 def late_ranks(needs: Needs, iteration: int, by_rank: Mapping[int, RankState | RankStatus]) -> tuple[int, ...]:
-    """The ranks in `needs` that have not begun what is needed of them in this iteration; unknown ranks are left out."""
+    """Returns the ranks in `needs` that have not begun what is needed of them in this iteration; unknown ranks are left
+    out."""
     return tuple(rank for rank, place in needs if rank in by_rank and _progress(by_rank[rank]) < (iteration, place))
 
 
 def _progress(one: RankState | RankStatus) -> tuple[int, int]:
-    """A rank's progress, comparable with (iteration, position); between iterations, the end of the list."""
+    """Returns a rank's progress, comparable with (iteration, position); between iterations, the end of the list."""
     return one.iteration, 10**9 if one.position == NOWHERE else one.position
 
 
@@ -135,7 +139,7 @@ def _instruction(one: RankState, graph: WaitGraph | None) -> InstructionNeeds | 
 
 
 def _cycle(missing: Mapping[int, Sequence[int]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Ranks that wait for one another, if every late rank waits itself."""
+    """Returns ranks that wait for one another, if every late rank waits itself."""
     rank = min(missing, key=lambda rank: (not missing[rank], by_rank[rank].iteration, rank))
     walked: list[int] = []
     while rank not in walked:
@@ -169,7 +173,7 @@ def _divergence(
 
 
 def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
-    """If no rank is missing according to the program: groups the ranks by their current action."""
+    """Groups the ranks by their current action, if no rank is missing according to the program."""
     by_text: dict[str, list[RankState]] = {}
     for one in states:
         by_text.setdefault(one.text, []).append(one)

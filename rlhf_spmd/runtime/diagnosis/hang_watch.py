@@ -54,7 +54,7 @@ class Watch:
             self._thread.join(STOP_S)
 
     def beat(self) -> None:
-        """This rank is active although it only waits: other processes work for it."""
+        """Notes that this rank is active although it only waits: other processes work for it."""
         self._beats += 1
 
     @property
@@ -74,7 +74,7 @@ class Watch:
                 is_reported = True
 
     def _check(self) -> None:
-        """One check; ends the job if it hangs."""
+        """Checks once; ends the job if it hangs."""
         quiet_s = self._update()
         if quiet_s >= self.world.deadline_s and not self.world.is_meeting and self.world.size > 1:
             text = self._hang_message(quiet_s)
@@ -101,14 +101,15 @@ class Watch:
         return now - self._active
 
     def is_alive(self, ranks: tuple[int, ...]) -> bool:
-        """Whether any of these ranks may still arrive: it was active within the deadline, or its status is unknown."""
+        """Returns whether any of these ranks may still arrive: it was active within the deadline, or its status is
+        unknown."""
         statuses = self.world.board.statuses(ranks)
         seen = {rank for rank in ranks if rank in statuses or (rank == 0 and self.world.board.store is not None)}
         return len(seen) < len(ranks) or any(not self._is_quiet(rank, one) for rank, one in statuses.items())
 
     def _is_quiet(self, rank: int, status: RankStatus) -> bool:
-        """Whether a rank has been inactive for the deadline. If it does not even report, it is stopped or busy in code
-        that blocks all other threads; the kernel's processor time tells which."""
+        """Returns whether a rank has been inactive for the deadline. If it does not even report, it is stopped or busy
+        in code that blocks all other threads; the kernel's processor time tells which."""
         now = time.time()
         if now - status.active_s < self.world.deadline_s:
             return False
@@ -124,7 +125,7 @@ class Watch:
         return time.time() - status.reported_s > SILENT_CHECKS * self.interval_s + 0.5
 
     def _hang_message(self, quiet_s: float) -> str | None:
-        """The message if no rank is active; None if one is, or if another rank can report the hang better."""
+        """Returns the message if no rank is active; None if one is, or if another rank can report the hang better."""
         world = self.world
         statuses = world.board.statuses(tuple(range(world.size)))
         unseen = set(range(world.size)) - set(statuses)

@@ -11,8 +11,11 @@ from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 def peer_error(
     error: Exception, program: Program, world: Any, data: Any, instruction: Instruction, position: int
 ) -> Exception:
-    """A lost or late peer as a UserError with names; any other error as it is. data: of the iteration; position: of the
-    instruction in this rank's list."""
+    """Returns a lost or late peer as a UserError with names; any other error as it is.
+
+    data: of the iteration.
+    position: of the instruction in this rank's list.
+    """
     if not is_peer_error(error):
         return error
     needs = needs_of(program, world.rank, instruction, places_of(program))

@@ -22,7 +22,7 @@ REPORTED = (  # fields of a record in the verbs' JSON
 
 
 def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Divergence | None:
-    """The first divergence in the records of a run; None if it ended successfully or the records show none."""
+    """Returns the first divergence in the records of a run; None if it ended successfully or the records show none."""
     if all(record.end_s and not record.status and not record.signal for record in records):
         return None
     last_s = max(max(record.beat_s, record.end_s) for record in records)
@@ -34,7 +34,8 @@ def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Diver
 
 
 def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
-    """The rank that spends the smallest share of its time waiting for others, and this share; None for one rank."""
+    """Returns the rank that spends the smallest share of its time waiting for others, and this share; None for one
+    rank."""
     shares = []
     for record in records:
         of_program = [entry for entry in record.entries if entry.position != NOWHERE]
@@ -50,7 +51,7 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
 
 
 def check_is_folder(folder: Path) -> None:
-    """Raises UserError if what a command names as a run folder is no folder."""
+    """Raises UserError if what a command names as a run folder is not a folder."""
     if not is_folder(folder):
         why = why_no_file(folder)
         why = why if why.startswith("can't") else "is not a folder"
@@ -58,7 +59,7 @@ def check_is_folder(folder: Path) -> None:
 
 
 def records_of(folder: Path) -> list[Record]:
-    """The flight records of a run folder, by rank. Raises UserError if there are none."""
+    """Returns the flight records of a run folder, by rank. Raises UserError if there are none."""
     check_is_folder(folder)
     records = read_records(folder)
     if not records:
@@ -67,7 +68,7 @@ def records_of(folder: Path) -> list[Record]:
 
 
 def run_status(records: Sequence[Record], now: float) -> str:
-    """Whether a run is still running, or how it ended."""
+    """Returns whether a run is still running, or how it ended."""
     if all(record.end_s and record.status == TERMINATED_STATUS for record in records):
         return "ended by SIGTERM"
     if all(record.end_s for record in records):
@@ -81,7 +82,7 @@ def run_status(records: Sequence[Record], now: float) -> str:
 
 
 def trouble_of(record: Record, last_s: float) -> str:
-    """The known problem of a rank; empty if there is none."""
+    """Returns the known problem of a rank; empty if there is none."""
     if record.signal:
         return f"it was ended by {signal_name(record.signal)}"
     if record.state in ("T", "t"):
@@ -92,7 +93,7 @@ def trouble_of(record: Record, last_s: float) -> str:
 
 
 def full_text(entry: Entry, rank: int, graph: WaitGraph | None) -> str:
-    """The text of an entry; the recorder truncates it, so the rest comes from the instruction lists."""
+    """Returns the text of an entry; the recorder truncates it, so the rest comes from the instruction lists."""
     if graph is not None and rank < len(graph.of_rank) and 0 <= entry.position < len(graph.of_rank[rank]):
         title = entry.text.partition(": ")[0]  # of one iteration, or of that which trains and that which is drawn
         text = f"{title}: {graph.of_rank[rank][entry.position].text}"
@@ -101,14 +102,14 @@ def full_text(entry: Entry, rank: int, graph: WaitGraph | None) -> str:
 
 
 def how_ended(record: Record) -> str:
-    """Signal or status of a rank that has ended; empty while it runs."""
+    """Returns signal or status of a rank that has ended; empty while it runs."""
     if record.signal:
         return f", ended by {signal_name(record.signal)}"
     return f", ended with status {record.status}" if record.end_s else ""
 
 
 def to_json(record: Record, now: float) -> dict[str, Any]:
-    """A record as JSON-able values."""
+    """Returns a record as JSON-able values."""
     values = {name: getattr(record, name) for name in REPORTED}
     ages = {"for_s": round(now - record.since_s, 3), "heartbeat_age_s": round(now - record.beat_s, 3)}
     return values | {"doing": record.text, **ages, "ended": bool(record.end_s)}

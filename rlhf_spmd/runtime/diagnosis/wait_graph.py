@@ -9,13 +9,13 @@ Places = Sequence[Mapping[Instruction, int]]  # [rank], instruction -> position 
 
 
 def text_of(program: Program, instruction: Instruction) -> str:
-    """The text of an instruction, the same on all ranks that meet at it; their positions differ."""
+    """Returns the text of an instruction, the same on all ranks that meet at it; their positions differ."""
     moved = f" ({program.transfers[instruction.transfer].what})" if isinstance(instruction, Post | Wait) else ""
     return f"{instruction}{moved}"
 
 
 def wait_graph_of(program: Program) -> WaitGraph:
-    """The wait graph of a compiled program. A Post waits for no rank."""
+    """Returns the wait graph of a compiled program. A Post waits for no rank."""
     places, lists = places_of(program), []
     for rank, instructions in enumerate(program.instructions):
         needs = (
@@ -32,13 +32,13 @@ def wait_graph_of(program: Program) -> WaitGraph:
 
 
 def needs_of(program: Program, rank: int, instruction: Instruction, places: Places) -> Needs:
-    """The instructions that other ranks must begin before this one, and the messages that it posts, can end."""
+    """Returns the instructions that other ranks must begin before this one, and the messages that it posts, can end."""
     met, ranks = program.meets(rank, instruction)
     return tuple((other, places[other][met]) for other in ranks if met in places[other])
 
 
 def places_of(program: Program) -> Places:
-    """The position of every instruction in the list of every rank; of equal ones the first."""
+    """Returns the position of every instruction in the list of every rank; of equal ones the first."""
     return [
         {instruction: place for place, instruction in reversed(list(enumerate(instructions)))}
         for instructions in program.instructions

@@ -44,7 +44,7 @@ class Share:
 
 
 def state_of(shares: Iterable[Share]) -> dict[Interval, dict[str, Tensor]]:
-    """Master and moments of each interval, as flat views."""
+    """Returns master and moments of each interval, as flat views."""
     return {
         share.interval: {kind: value.detach().reshape(-1)[share.part] for kind, value in share.values.items()}
         for share in shares
@@ -59,8 +59,11 @@ def read_into(shares: Iterable[Share], read: ReadState) -> None:
 
 
 def decays(name: str, weight: Tensor, on: Decaying) -> bool:
-    """Whether weight decay concerns a parameter: any one; "matrices": no vector, which norms and biases are; "linear":
-    a matrix, but not the token embeddings (nor the output layer that is tied to them)."""
+    """Returns whether weight decay applies to a parameter.
+
+    on: "all": to any one; "matrices": not to vectors, that is, norms and biases; "linear": to matrices, but not to the
+        token embeddings (nor to the output layer that is tied to them).
+    """
     return on == "all" or (weight.dim() > 1 and (on == "matrices" or "embed" not in name))
 
 
@@ -100,7 +103,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
-        """One step with the gradients of the masters."""
+        """Makes one step with the gradients of the masters."""
         torch._foreach_add_(self._steps, 1)
         for weight_decay, parts in self._parts.items():
             torch._fused_adamw_(
@@ -119,7 +122,7 @@ class AdamW:
 
 
 def _parts(masters: Sequence[Tensor], bare: Sequence[tuple[int, slice]], weight_decay: float) -> dict[float, list]:
-    """Weight decay -> the parts of masters that have it, as place and interval (None: all of a master)."""
+    """Groups the parts of masters by their weight decay, as place and interval (None: all of a master)."""
     found: dict[float, list[tuple[int, slice | None]]] = {weight_decay: [], 0.0: []}
     for place, master in enumerate(masters):
         start, own = 0, [part for other, part in bare if other == place]

@@ -29,7 +29,7 @@ from rlhf_spmd.runtime.engines.flat_engine import Groups, Through
 
 
 def _mpu(groups: Groups) -> SimpleNamespace:
-    """DeepSpeed's `mpu` interface: the data-parallel ranks, and the ranks that hold the slices of one model."""
+    """Returns DeepSpeed's `mpu` interface: the data-parallel ranks, and the ranks that hold the slices of one model."""
     data, model = groups.data, groups.model
     assert data is not None
     return SimpleNamespace(
@@ -142,10 +142,10 @@ class DeepSpeedEngine:
         numbering.param_id = int(highest)
 
     def begin(self) -> None:
-        """See `TrainEngine.begin`; the last step has left no gradients."""
+        """Implements `TrainEngine.begin`; the last step has left no gradients."""
 
     def forward(self, through: Through) -> Tensor:
-        """See `TrainEngine.forward`."""
+        """Implements `TrainEngine.forward`."""
         with self._as_world():
             self._loss_module.through = through
             value: Tensor = self.engine()
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
         return value
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
-        """See `TrainEngine.backward`."""
+        """Implements `TrainEngine.backward`."""
         assert gradient is None, "ZeRO 2 and 3 have no stages"
         with self._as_world():
             self.engine.set_gradient_accumulation_boundary(last)
@@ -162,7 +162,7 @@ class DeepSpeedEngine:
             self.engine.backward(output * self._group.size())
 
     def update(self, *, lr: float) -> float:
-        """See `TrainEngine.update`."""
+        """Implements `TrainEngine.update`."""
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
         with self._as_world():
@@ -178,7 +178,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-        """See `TrainEngine.gathered`."""
+        """Implements `TrainEngine.gathered`."""
         if self._zero < 3:
             yield
             return
@@ -202,19 +202,19 @@ class DeepSpeedEngine:
                 whole.__exit__(None, None, None)
 
     def held(self) -> dict[str, Tensor]:
-        """See `TrainEngine.held`."""
+        """Implements `TrainEngine.held`."""
         parameters = self.model.named_parameters()
         return {name: (p.ds_tensor if self._zero == 3 else p).detach() for name, p in parameters}
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """See `TrainEngine.optimizer_state`."""
+        """Implements `TrainEngine.optimizer_state`."""
         if not self.optimizer.state:  # no step has been made
             self._begin(0)
         return max(int(state["step"]) for state in self.optimizer.state.values()), state_of(self._shares())
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
-        """See `TrainEngine.load`."""
+        """Implements `TrainEngine.load`."""
         self._begin(num_steps)
         read_into(self._shares(), read)
 
@@ -227,7 +227,7 @@ class DeepSpeedEngine:
             self.optimizer.state[master] = {"step": step} | zeros
 
     def publish(self) -> None:
-        """See `TrainEngine.publish`."""
+        """Implements `TrainEngine.publish`."""
         with self._as_world():
             if self._zero == 3:
                 deepspeed_state.publish_parts(self.engine.optimizer)
@@ -235,7 +235,7 @@ class DeepSpeedEngine:
                 deepspeed_state.publish_flat(self.engine.optimizer, group=self._group)
 
     def _shares(self) -> list[Share]:
-        """The intervals of weights that this rank updates, and where they are stored."""
+        """Returns the intervals of weights that this rank updates, and where they are stored."""
         of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
         return of_stage(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())
@@ -275,7 +275,8 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 def _config(weights: list[Tensor], options: EngineOptions) -> dict[str, Any]:
-    """DeepSpeed's configuration. We manage batch sizes; DeepSpeed is configured for one micro-batch of size one."""
+    """Returns DeepSpeed's configuration. We manage batch sizes; DeepSpeed is configured for one micro-batch of size
+    one."""
     numel, largest = sum(p.numel() for p in weights), max(p.numel() for p in weights)
     bucket = math.ceil(max(largest, min(numel, REDUCE_NUMEL)) / 2) * 2  # odd all-gather buckets are rejected
     return {

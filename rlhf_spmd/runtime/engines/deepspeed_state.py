@@ -16,8 +16,11 @@ States = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of the inner AdamW
 
 
 def shares_of_flat(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
-    """ZeRO 2: the weights of each group concatenated; each rank has one part. zero: DeepSpeed's optimizer; names: by
-    id(weight)."""
+    """Returns the shares of ZeRO 2: the weights of each group concatenated; each rank has one part.
+
+    zero: DeepSpeed's optimizer.
+    names: by id(weight).
+    """
     shares, groups = [], (zero.bit16_groups_flat, zero.bit16_groups, zero.single_partition_of_fp32_groups)
     for flat, weights, master in zip(*groups, strict=True):
         first, last = rank * master.numel(), (rank + 1) * master.numel()
@@ -31,7 +34,7 @@ def shares_of_flat(zero: Any, states: States, names: Mapping[int, str], *, rank:
 
 
 def shares_of_parts(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
-    """ZeRO 3: each rank has a part of every weight. Arguments as above."""
+    """Returns the shares of ZeRO 3: each rank has a part of every weight. Arguments as in `shares_of_flat`."""
     shares = []
     for weights, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         offset = 0
@@ -50,14 +53,15 @@ def _values(master: torch.Tensor, states: States) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def publish_flat(zero: Any, *, group: dist.ProcessGroup) -> None:
-    """ZeRO 2: copies every rank's masters to the weights, which are views of a flat tensor for each group."""
+    """Copies, for ZeRO 2, every rank's masters to the weights, which are views of a flat tensor for each group."""
     groups = zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups
     for parts, master in zip(*groups, strict=True):
         dist.all_gather(list(parts), master.detach().to(parts[0].dtype, copy=True), group=group)
 
 
 def publish_parts(zero: Any) -> None:
-    """ZeRO 3: copies masters to the weights in the compute dtype, and gathers small weights everywhere. Collective."""
+    """Copies, for ZeRO 3, masters to the weights in the compute dtype, and gathers small weights everywhere.
+    Collective."""
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
     if zero.persistent_parameters:

@@ -53,7 +53,11 @@ class FlatEngine:
         options: EngineOptions,
         bare: Set[str],
     ):
-        """model: in options.dtype, alike on all ranks of groups.data. bare: names of weights without weight decay."""
+        """Sets up training on flat buffers.
+
+        model: in options.dtype, alike on all ranks of groups.data.
+        bare: names of weights without weight decay.
+        """
         self.model, self._groups = model, groups
         self._max_grad_norm, dtype = options.max_grad_norm, options.dtype
         whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight occurs once
@@ -90,7 +94,8 @@ class FlatEngine:
         return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self._weights, strict=True)]
 
     def _make_masters(self, shards: int) -> list[nn.Parameter]:
-        """The tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat part."""
+        """Makes the tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat
+        part."""
         if shards == 1:
             if self._wide == self._weights[0].dtype:
                 return self._weights
@@ -115,11 +120,11 @@ class FlatEngine:
         self._gradient.zero_()
 
     def forward(self, through: Through) -> Tensor:
-        """See `TrainEngine.forward`."""
+        """Implements `TrainEngine.forward`."""
         return through(self.model)
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
-        """See `TrainEngine.backward`."""
+        """Implements `TrainEngine.backward`."""
         if output.requires_grad:  # a rank without data may return a constant
             torch.autograd.backward(output, gradient)
 
@@ -146,7 +151,7 @@ class FlatEngine:
             all_reduce_buckets(self._gradients[self._names.index(TIED)].view(-1), group=self._groups.tied)
 
     def _norm(self) -> float:
-        """The L2 norm of the whole model's gradient, each weight counted on one rank."""
+        """Returns the L2 norm of the whole model's gradient, each weight counted on one rank."""
         if self._groups.model is None:
             return norm(self._gradient)
         mine = sum(norm(part) ** 2 for part in self._counted())
@@ -155,7 +160,8 @@ class FlatEngine:
         return math.sqrt(squares.item())
 
     def _counted(self) -> Iterator[Tensor]:
-        """The gradients that this rank counts for its copy of the model, in as few pieces of the buffer as possible."""
+        """Yields the gradients that this rank counts for its copy of the model, in as few pieces of the buffer as
+        possible."""
         start = end = 0
         for name, p in zip(self._names, self._weights, strict=True):
             elsewhere = not is_split(name) and self._groups.tp_index > 0
@@ -183,8 +189,8 @@ class FlatEngine:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _intervals(self, numbers: slice) -> Iterator[tuple[Interval, int, int]]:
-        """The intervals of weights in a part of the flat buffer, each with the place of its master and where it begins
-        in the flattened master."""
+        """Yields the intervals of weights in a part of the flat buffer, each with the place of its master and where it
+        begins in the flattened master."""
         start = 0
         for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
             first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
@@ -194,24 +200,24 @@ class FlatEngine:
             start += p.numel()
 
     def _shares(self, numbers: slice) -> Iterator[Share]:
-        """The intervals of weights in a part of the flat buffer, and where they are stored."""
+        """Yields the intervals of weights in a part of the flat buffer, and where they are stored."""
         for interval, place, offset in self._intervals(numbers):
             yield Share(interval, {"master": self.masters[place], **self._adamw.moments[place]}, offset)
 
     def _own_part(self) -> slice:
-        """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
+        """Returns the part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
         if self._groups.data is None:
             return slice(0, len(self._gradient))
         part = -(-len(self._gradient) // self._replicas)
         return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """See `TrainEngine.optimizer_state`."""
+        """Implements `TrainEngine.optimizer_state`."""
         return self._adamw.num_steps, state_of(self._shares(self._own_part()))
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
-        """See `TrainEngine.load`."""
+        """Implements `TrainEngine.load`."""
         self._adamw.begin(num_steps)
         whole = slice(0, len(self._gradient))
         read_into(self._shares(whole if self._flat_weights is None else self._own_part()), read)
@@ -241,7 +247,8 @@ def all_reduce_buckets(flat: Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def norm(flat: Tensor) -> float:
-    """L2 norm, by rows and then in float64: a single float32 sum of 10^8 squares has an error of one percent."""
+    """Returns the L2 norm, by rows and then in float64: a single float32 sum of 10^8 squares has an error of one
+    percent."""
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
     return torch.cat([rows.double(), flat[whole:].double()]).norm().item()

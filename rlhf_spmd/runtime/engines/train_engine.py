@@ -28,39 +28,39 @@ class TrainEngine(Protocol):
         or not at once, on every rank (at least one), and the update."""
 
     def forward(self, through: Through) -> Tensor:
-        """`through(model)`: what a backward begins with, e.g. this rank's share of the *global* loss of a micro-batch,
-        a scalar already divided by the global count; shares are summed, not averaged. A rank without data must still
-        run the model and return 0 * something. At stages 2 and 3 all ranks must use the same weights in the same order,
-        and `through` runs with the engine's group as torch.distributed's default group, so it may communicate only with
-        an explicit group."""
+        """Runs `through(model)`, which returns what a backward begins with, e.g. this rank's share of the *global* loss
+        of a micro-batch, a scalar already divided by the global count; shares are summed, not averaged. A rank without
+        data must still run the model and return 0 * something. At stages 2 and 3 all ranks must use the same weights in
+        the same order, and `through` runs with the engine's group as torch.distributed's default group, so it may
+        communicate only with an explicit group."""
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
         """Adds the gradients of a loss, or of a stage's output given its gradient from the next stage. last: whether it
         is the last one of the step."""
 
     def update(self, *, lr: float) -> float:
-        """One AdamW step on the sum of the gradients over all ranks of the group -> the global L2 norm of the gradient
-        before clipping; if it is not finite, no weight changes. Collective."""
+        """Makes one AdamW step on the sum of the gradients over all ranks of the group. Returns the global L2 norm of
+        the gradient before clipping; if it is not finite, no weight changes. Collective."""
 
     @property
     def shards_weights(self) -> bool:
         """Whether forwards need `gathered`."""
 
     def gathered(self, modules: Sequence[nn.Module] | None = None) -> AbstractContextManager[None]:
-        """Inside, these modules (None: all of `model`) have their full weights and may run any number of forwards,
-        different on each rank.
+        """Gives these modules (None: all of `model`) their full weights inside this context, where they may run any
+        number of forwards, different on each rank.
 
         At stage 3 it is collective and takes the memory of these weights; else it does nothing. Not for training.
         """
 
     def held(self) -> dict[str, Tensor]:
-        """The part of each weight in training that this rank always holds, by parameter name, in the compute dtype; a
-        tied weight once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat
-        part of it."""
+        """Returns the part of each weight in training that this rank always holds, by parameter name, in the compute
+        dtype; a tied weight once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a
+        flat part of it."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """The number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat
-        views; the data-parallel ranks together hold each number of their shard once."""
+        """Returns the number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as
+        flat views; the data-parallel ranks together hold each number of their shard once."""
 
     def load(self, num_steps: int, read: ReadState) -> None:
         """Restores such a state, however it was distributed over ranks. Call it before the first step, then `publish`.

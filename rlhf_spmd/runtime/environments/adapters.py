@@ -57,9 +57,12 @@ OF_SLIME = {"args", "sample", "sampling_params"}  # parameters of a function tha
 class Environment:
     """What is known of an environment before it is used.
 
-    speaks: tools (calls in the model's format), chat (a turn is answered by messages) or text (as it is). tools: their
-    names. once: those that must not be called again after a failure. is_stateless: its answers depend on the call
-    alone. saves: it has save() and load()."""
+    speaks: tools (calls in the model's format), chat (a turn is answered by messages) or text (as it is).
+    tools: their names.
+    once: those that must not be called again after a failure.
+    is_stateless: its answers depend on the call alone.
+    saves: it has save() and load().
+    """
 
     name: str
     speaks: str
@@ -73,8 +76,10 @@ class Environment:
     key: str = ""  # its name in the column CHOICE, if there are several
 
     def schemas(self, describe: Callable[[Callable[..., Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What chat templates are told of the tools. describe: makes it from a function's signature and docstring, as
-        model.hf.tool_schema does. Raises UserError for a tool without types or docstring."""
+        """Describes the tools for chat templates. Raises UserError for a tool without types or docstring.
+
+        describe: makes it from a function's signature and docstring, as model.hf.tool_schema does.
+        """
         with naming(f"environment {self.name!r}"):
             return [*self.described.values(), *(describe(function) for function in self.functions.values())]
 
@@ -102,7 +107,7 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
 
 
 def chosen(environments: Mapping[str, Environment], columns: Mapping[str, Any]) -> Environment:
-    """The environment of a row. Raises UserError."""
+    """Returns the environment of a row. Raises UserError."""
     if "" in environments:
         return environments[""]
     name = str(columns.get(CHOICE))
@@ -132,8 +137,8 @@ def _recognised(spec: str, found: Any, columns: Sequence[str] | None) -> Environ
 
 
 def _made_by(found: Any) -> Any:
-    """The class of the environments that a factory makes, as TRL's environment_factory does: a partial call of the
-    class, or a function that is annotated to return it. None: it is not a factory."""
+    """Returns the class of the environments that a factory makes, as TRL's environment_factory does: a partial call of
+    the class, or a function that is annotated to return it. None: it is not a factory."""
     if isinstance(found, functools.partial) and inspect.isclass(found.func):
         return found.func
     if not inspect.isfunction(found):
@@ -169,7 +174,10 @@ def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
 
 
 def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, new: Callable[..., Any]) -> Environment:
-    """new: makes an object of the class."""
+    """Recognises the kind of a class.
+
+    new: makes an object of the class.
+    """
     if _has(cls, "create", "execute"):
         return _of_verl(spec, [VerlTool(cls)])
     if _has(cls, "init", "step") and not _has(cls, "reset"):
@@ -223,7 +231,7 @@ def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
 
 
 def _listed_tools(path: str) -> list[VerlTool]:
-    """The tools of a file in verl's form (multi_turn.tool_config_path). Raises UserError."""
+    """Returns the tools of a file in verl's form (multi_turn.tool_config_path). Raises UserError."""
     from rlhf_spmd.config.file import yaml_value
 
     try:

@@ -55,7 +55,7 @@ class Episodes:
     # ---- the engine's side ------------------------------------------------------------------------------------------
 
     def openings(self) -> list[list[int]]:
-        """The tokens of each prompt, as its environment opens it."""
+        """Returns the tokens of each prompt, as its environment opens it."""
         for number, life in enumerate(self.lives):
             self._go_on(number, self._open(number, life))
         self._wait_for_all()
@@ -63,7 +63,8 @@ class Episodes:
         return [speech.first(row.where, row.text, row.messages, opening) for speech, row, opening in firsts]
 
     def drew(self, row: int, token_ids: list[int]) -> None:
-        """The model ended a turn of this row with these ids, the one that ends the turn included, if it drew one."""
+        """Notes that the model ended a turn of this row with these ids, the one that ends the turn included, if it drew
+        one."""
         life = self.lives[row]
         assert life.work is None and not life.is_told, "a row draws after its turn has been answered"
         if not life.began_s:
@@ -76,7 +77,7 @@ class Episodes:
         self._go_on(row, self._turn(row, life, token_ids))
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """What has come back since; waits for so long at most if nothing has."""
+        """Returns the answers that have come back since; waits for so long at most if nothing has."""
         until_s = time.monotonic() + wait_s
         while not self._ready:
             self._out_of_time()
@@ -91,8 +92,8 @@ class Episodes:
         return found
 
     def rewards(self, row: int, reason: str) -> list[float]:
-        """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward
-        in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
+        """Returns the reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own
+        reward in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
         life = self.lives[row]
         if not life.reason and life.work is None:
             life.is_told = True
@@ -104,7 +105,7 @@ class Episodes:
         return found
 
     def results(self) -> list[Result]:
-        """What the episodes came to, all of which are over."""
+        """Returns what the episodes came to, all of which are over."""
         assert all(life.reason for life in self.lives), "an episode is not over"
         return [
             Result(
@@ -123,11 +124,12 @@ class Episodes:
         ]
 
     def is_dropped(self, row: int) -> bool:
-        """Whether an environment of the row's group broke too often; final once the group's rewards have been read."""
+        """Returns whether an environment of the row's group broke too often; final once the group's rewards have been
+        read."""
         return self.lives[row].row.group in self.dropped
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
+        """Returns tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
         episodes. Dropped ones are counted for each of several environments, too."""
         lives = self.lives
         found = {
@@ -147,7 +149,7 @@ class Episodes:
         return counted
 
     def seconds(self) -> list[float]:
-        """Those of each answer that was not in the journal."""
+        """Returns the seconds of each answer that was not in the journal."""
         return [one_s for life in self.lives for one_s in life.seconds]
 
     def close(self) -> None:
@@ -281,8 +283,11 @@ class Episodes:
         call: Call | None,
         steps: list[Step],
     ) -> Asking:
-        """Adds the answer of one call, from the journal or from the environment. place: in the turn. digest: of what
-        was drawn."""
+        """Adds the answer of one call, from the journal or from the environment.
+
+        place: in the turn.
+        digest: of what was drawn.
+        """
         key, limit_s = self._key(life, life.turn, place), self.limits.tool_s
         known = self.journal.answers.get(key)
         if known is not None and known["drawn"] != digest:
@@ -361,7 +366,7 @@ class Episodes:
                 return
 
     def _way(self, life: Life, message: dict[str, Any]) -> list[tuple[dict[str, Any], Any]]:
-        """What brings a new object to where the episode is, and what it answered then."""
+        """Returns the way that brings a new object to where the episode is, and what it answered then."""
         if message["do"] == "begin":
             return []
         opening = [(self._begin(life), life.opening)]

@@ -73,7 +73,7 @@ def forget(folder: str | Path, before: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file. Raises UserError."""
+    """Yields the whole lines of a file. Raises UserError."""
     *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:

@@ -28,8 +28,14 @@ hanging: set[Future[Any]] = set()  # calls in this process that still run althou
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an episode begins with. columns: of the row. prompt: its text. messages: its conversation, if it is one.
-    seed: the same for all episodes of a group; sample_seed: of this one."""
+    """What an episode begins with.
+
+    columns: of the row.
+    prompt: its text.
+    messages: its conversation, if it is one.
+    seed: the same for all episodes of a group.
+    sample_seed: of this one.
+    """
 
     columns: dict[str, Any]
     prompt: str
@@ -50,8 +56,12 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What comes back. back: text, or messages with the roles user or tool. has_failed: a tool has, and text says how.
-    logs: further numbers."""
+    """What comes back.
+
+    back: text, or messages with the roles user or tool.
+    has_failed: a tool has, and text says how.
+    logs: further numbers.
+    """
 
     back: str | list[Message] = ""
     reward: float = 0.0
@@ -75,7 +85,7 @@ class Episode:
         raise NotImplementedError
 
     async def reward(self) -> float:
-        """What the episode is worth beside the rewards of its steps."""
+        """Returns what the episode is worth beside the rewards of its steps."""
         return 0.0
 
     async def save(self) -> Any:
@@ -298,7 +308,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function of the user returns, async or not. Raises what it raises."""
+    """Calls a function of the user, async or not, and returns its result. Raises what it raises."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     running = _threads().submit(function, *args, **kwargs)
@@ -313,7 +323,7 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
-    """An object of a class of the user, or of a factory. OpenRLHF's may have an async __init__."""
+    """Makes an object of a class of the user, or of a factory. OpenRLHF's may have an async __init__."""
     begin = vars(cls).get("__init__")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(begin):
         return await called(cls, **kwargs)
@@ -323,7 +333,7 @@ async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 async def called_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: dict[str, Any]) -> Step:
-    """What a tool answers. What it raises is an answer, too."""
+    """Calls a tool and returns its answer. What it raises is an answer, too."""
     if name not in tools:
         return no_tool(name, tools)
     try:
@@ -337,7 +347,7 @@ def no_tool(name: str, tools: Mapping[str, Any]) -> Step:
 
 
 def failed(error: BaseException) -> Step:
-    """The answer of a tool that raised. An error of ours, and the end of the call, are passed on."""
+    """Returns the answer of a tool that raised. An error of ours, and the end of the call, are passed on."""
     if isinstance(error, asyncio.CancelledError | UserError):
         raise error
     message = " ".join(str(error).split())[:MOST_ERROR]
@@ -345,7 +355,7 @@ def failed(error: BaseException) -> Step:
 
 
 def taken_by(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the given values that a function takes by their names."""
+    """Returns those of the given values that a function takes by their names."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return dict(given)
@@ -361,14 +371,14 @@ def kind(value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A result as text: lists and dicts as JSON."""
+    """Returns a result as text: lists and dicts as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
 
 
 def number(value: Any, what: str) -> float:
-    """A reward. Raises UserError for what is no finite number."""
+    """Converts a reward to a number. Raises UserError for what is not a finite number."""
     if hasattr(value, "item"):  # of numpy or torch
         with suppress(ValueError, RuntimeError, TypeError):  # it has several
             value = value.item()
@@ -385,7 +395,7 @@ def truth(value: Any, what: str) -> bool:
 
 
 def checked_back(back: str | list[Any]) -> str | list[Message]:
-    """An observation as text or messages. Raises UserError."""
+    """Checks that an observation is text or messages. Raises UserError."""
     if isinstance(back, str):
         return back
     messages = [checked_message(one, "step()") for one in back]
@@ -396,7 +406,7 @@ def checked_back(back: str | list[Any]) -> str | list[Message]:
 
 
 def text_part(part: Mapping[str, Any]) -> str:
-    """The text of a part of a message, which may have parts of other types. Raises UserError for these."""
+    """Returns the text of a part of a message, which may have parts of other types. Raises UserError for these."""
     if part["type"] != "text" or not isinstance(part.get("text"), str):
         raise UserError(f"reset() returned a part of type {part['type']!r}, which is not supported: return text")
     return part["text"]

@@ -41,8 +41,14 @@ class RunEnvironments:
         form: str = "",
         beat: Callable[[], None] = lambda: None,
     ):
-        """spec, columns: as of load_environments. render, stops, template, form: as of speech_of. key: the column of
-        prompts. beat: see WorkerPool. Raises UserError for an environment, a tool or a template that cannot be used."""
+        """Loads the environments of a run. Raises UserError for an environment, a tool or a template that cannot be
+        used.
+
+        spec, columns: as in load_environments.
+        render, stops, template, form: as in speech_of.
+        key: the column of prompts.
+        beat: see WorkerPool.
+        """
         self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
         self.seed, self.key, self.rank, self.on_failure, self.beat = seed, key, rank, on_failure, beat
         self.journal: Path | None = None  # its folder; None: answers are kept nowhere
@@ -54,14 +60,18 @@ class RunEnvironments:
         self._workers: EnvironmentWorkers | None = None
 
     def of_call(self, job: Any, call: Any, data: Any, columns: slice) -> Episodes:
-        """The episodes of a generate call in an iteration or an evaluation, of the rows in some columns."""
+        """Returns the episodes of a generate call in an iteration or an evaluation, of the rows in some columns."""
         prompts, samples = (numbers[:, columns].flatten().tolist() for numbers in (data.prompt_MC, data.sample_MC))
         groups = [number // job.workload.group_size for number in range(len(prompts))]
         name = f"{data.what.partition(' ')[0]}-{call.name}"
         return self.episodes(self.rows(job, prompts, samples, groups), data.number, name)
 
     def rows(self, job: Any, prompts: Sequence[int], samples: Sequence[int], groups: Sequence[int]) -> list[Row]:
-        """Rows to be drawn. prompts: their numbers in the data set. samples, groups: see Row."""
+        """Returns the rows to be drawn.
+
+        prompts: their numbers in the data set.
+        samples, groups: see Row.
+        """
         records = job.prompts.whole_records(prompts)
         return [
             row_of(prompt, sample, group, record, job.prompts.texts[prompt], self.key)
@@ -69,14 +79,21 @@ class RunEnvironments:
         ]
 
     def transcript(self, columns: Mapping[str, Any], token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:
-        """The turns of an episode as text. columns: of its row; others: as of transcript.transcript."""
+        """Returns the turns of an episode as text.
+
+        columns: of its row.
+        others: as in transcript.transcript.
+        """
         found = chosen(self.environments, columns)
         name = next(name for name, one in self.environments.items() if one is found)
         return transcript(self.speeches[name], token_ids, drawn)
 
     def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout", *, keep: bool = True) -> Episodes:
-        """The episodes of a generate call. name: of its journal; keep: whether that is kept. Raises UserError for a
-        row of an unknown environment."""
+        """Returns the episodes of a generate call. Raises UserError for a row of an unknown environment.
+
+        name: of its journal.
+        keep: whether the journal is kept.
+        """
         if self._workers is None:
             self._workers = EnvironmentWorkers(self.spec, self.columns, num=self.num_workers, beat=self.beat)
         by_environment = {id(one): self.speeches[key] for key, one in self.environments.items()}
@@ -105,13 +122,19 @@ class RunEnvironments:
 
 @cache
 def _nowhere() -> str:
-    """A folder that ends with the process, for runs without a folder of their own."""
+    """Returns a folder that ends with the process, for runs without a folder of their own."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     return folder.name
 
 
 def row_of(prompt: int, sample: int, group: int, record: Mapping[str, Any], text: str, key: str) -> Row:
-    """A row to be drawn. prompt: its number in the data set. sample, group: see Row. record: its columns. text: the
-    prompt. key: the column of prompts."""
+    """Returns a row to be drawn.
+
+    prompt: its number in the data set.
+    sample, group: see Row.
+    record: its columns.
+    text: the prompt.
+    key: the column of prompts.
+    """
     return Row(prompt, sample, group, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")

@@ -13,9 +13,14 @@ Asking = Generator[dict[str, Any], Mapping[str, Any], None]  # messages to a wor
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row to be drawn. prompt: its number in the iteration; sample: its number among the rows of the prompt. group:
-    number of the rows that are dropped together. text, messages: of the prompt. where: of the row in the data, for
-    messages."""
+    """A row to be drawn.
+
+    prompt: its number in the iteration.
+    sample: its number among the rows of the prompt.
+    group: number of the rows that are dropped together.
+    text, messages: of the prompt.
+    where: of the row in the data, for messages.
+    """
 
     prompt: int
     sample: int
@@ -28,7 +33,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an episode; 0: none. calls: of tools. tool_s: seconds of a call; episode_s: of a whole episode."""
+    """The limits of an episode; 0: none.
+
+    calls: of tools.
+    tool_s: seconds of a call.
+    episode_s: of a whole episode.
+    """
 
     turns: int = 0
     calls: int = 0
@@ -38,9 +48,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an episode came to. rewards: of each turn, with that of the whole episode in the last. seconds: of each call
-    that was made now. num_broken: how often its environment broke. is_dropped: its environment, or that of another
-    episode of its group, broke too often."""
+    """What an episode came to.
+
+    rewards: of each turn, with that of the whole episode in the last.
+    seconds: of each call that was made now.
+    num_broken: how often its environment broke.
+    is_dropped: its environment, or that of another episode of its group, broke too often.
+    """
 
     rewards: tuple[float, ...]
     num_turns: int
@@ -56,7 +70,10 @@ class Result:
 
 @dataclass(slots=True)
 class Life:
-    """A row on its way. made: the calls so far with their answers, None for those whose time was over."""
+    """A row on its way.
+
+    made: the calls so far with their answers, None for those whose time was over.
+    """
 
     row: Row
     speech: Speech
@@ -86,5 +103,5 @@ class Life:
 
 
 def seed_of(*key: int) -> int:
-    """A number below 2**31 for random generators, the same on any machine."""
+    """Returns a number below 2**31 for random generators, the same on any machine."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big") >> 1

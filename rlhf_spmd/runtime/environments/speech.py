@@ -16,7 +16,10 @@ Render = Callable[..., str]  # as of model.hf.ChatTemplate.render
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How the rows of one environment are written. form: of tool calls; empty: there are none."""
+    """How the rows of one environment are written.
+
+    form: of tool calls; empty: there are none.
+    """
 
     environment: Environment
     tokenizer: Tokenizer
@@ -24,19 +27,22 @@ class Speech:
     form: str
 
     def said(self, drawn: Sequence[int]) -> str:
-        """The text of a turn, for the environment."""
+        """Returns the text of a turn, for the environment."""
         return self.tokenizer.decode(drawn)
 
     def calls(self, drawn: Sequence[int]) -> list[Call]:
-        """The tool calls of a turn, whose marks may be special tokens."""
+        """Returns the tool calls of a turn, whose marks may be special tokens."""
         return read_calls(self.text(drawn), self.form)
 
     def text(self, drawn: Sequence[int]) -> str:
-        """The text of a turn with its special tokens, but for those that end it."""
+        """Returns the text of a turn with its special tokens, but for those that end it."""
         return self.tokenizer.decode([one for one in drawn if one not in self.joins.stops], special=True)
 
     def first(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
-        """The tokens of a prompt as an environment opens it. where: of the row, for messages. Raises UserError."""
+        """Returns the tokens of a prompt as an environment opens it. Raises UserError.
+
+        where: of the row, for messages.
+        """
         if self.environment.speaks == "text":
             return self.tokenizer.encode(text if opening.text is None else opening.text, special=messages is None)
         messages = messages if opening.messages is None else opening.messages
@@ -53,7 +59,11 @@ class Speech:
         return self.joins.encode(self.joins.render(messages, True))
 
     def back(self, drawn: Sequence[int], calls: Sequence[Call], steps: Sequence[Step]) -> list[int]:
-        """The tokens that follow a turn. calls: of the turn; steps: what they, or the turn, were answered with."""
+        """Returns the tokens that follow a turn.
+
+        calls: of the turn.
+        steps: what they, or the turn, were answered with.
+        """
         if self.environment.speaks == "text":
             (step,) = steps
             assert isinstance(step.back, str)
@@ -71,7 +81,7 @@ class Speech:
 
 
 def _unicode(text: Any) -> str:
-    """A text without halves of surrogate pairs, which no tokenizer takes, and which models and tools do write."""
+    """Removes halves of surrogate pairs from a text, which no tokenizer takes, and which models and tools do write."""
     return str(text).encode(errors="replace").decode()
 
 
@@ -85,10 +95,15 @@ def speech_of(
     describe: Callable[[Callable[..., Any]], dict[str, Any]],
     form: str = "",
 ) -> Speech:
-    """How rows of an environment are written by a chat template. render: with the chat_template_kwargs of the run.
-    stops: the tokens that end a turn. template: its name, for messages. describe: see Environment.schemas. form: of
-    tool calls; empty: as the template writes them. Raises UserError for a template that changes earlier turns, or has
-    no known form of calls."""
+    """Returns how rows of an environment are written by a chat template. Raises UserError for a template that changes
+    earlier turns, or has no known form of calls.
+
+    render: with the chat_template_kwargs of the run.
+    stops: the tokens that end a turn.
+    template: its name, for messages.
+    describe: see Environment.schemas.
+    form: of tool calls; empty: as the template writes them.
+    """
     tools = environment.schemas(describe) or None
 
     def rendered(messages: list[Message], answers: bool) -> str:

@@ -13,7 +13,7 @@ Turn = dict[str, str | list[str]]  # model: what it says beside calls; calls; an
 
 
 def transcript(speech: Speech, token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:
-    """The turns of an episode. token_ids: of its response. drawn: which of them the model drew."""
+    """Returns the turns of an episode. token_ids: of its response. drawn: which of them the model drew."""
     turns: list[Turn] = []
     said: list[int] = []
     for is_drawn, ids in _parts(token_ids, drawn):
@@ -30,7 +30,7 @@ def transcript(speech: Speech, token_ids: Sequence[int], drawn: Sequence[bool]) 
 
 
 def _parts(token_ids: Sequence[int], drawn: Sequence[bool]) -> Iterator[tuple[bool, list[int]]]:
-    """The tokens of turns and, between them, those of answers."""
+    """Yields the tokens of turns and, between them, those of answers."""
     for is_drawn, part in groupby(zip(drawn, token_ids, strict=True), key=lambda pair: bool(pair[0])):
         yield is_drawn, [token for _, token in part]
 
@@ -40,14 +40,15 @@ def _written(call: Call) -> str:
 
 
 def _answers(speech: Speech, said: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """What came back, without what the chat template writes around it, as far as that can be told."""
+    """Returns what came back, without what the chat template writes around it, as far as that can be told."""
     text, around = speech.tokenizer.decode(ids, special=True), _around(speech, said)
     found = re.fullmatch(around, text, re.DOTALL) if around else None
     return [one.strip() for one in found.groups()] if found else [speech.tokenizer.decode(ids).strip()]
 
 
 def _around(speech: Speech, said: Sequence[int]) -> str:
-    """A regular expression of what follows a turn, with a group for each answer; empty: there is none to tell."""
+    """Returns a regular expression of what follows a turn, with a group for each answer; empty: there is none to
+    tell."""
     if speech.environment.speaks == "text":
         return ""
     calls = speech.calls(said) if speech.form else []

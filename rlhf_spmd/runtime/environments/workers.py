@@ -42,7 +42,11 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
     """Processes that hold environments. Raises UserError, also from the start, if one cannot load them."""
 
     def __init__(self, spec: str, columns: Sequence[str], *, num: int, beat: Callable[[], None] = lambda: None):
-        """spec, columns: as of load_environments. beat: see WorkerPool."""
+        """Starts the workers.
+
+        spec, columns: as in load_environments.
+        beat: see WorkerPool.
+        """
         super().__init__(EpisodeWorker, MODULE, {"environment": spec, "columns": list(columns)})
         self.spec, self.beat = spec, beat
         self._place: dict[int, EpisodeWorker] = {}
@@ -51,12 +55,12 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
         self.start(num)
 
     def new_episode(self) -> int:
-        """A number for an episode."""
+        """Returns a number for an episode."""
         self._num_episodes += 1
         return self._num_episodes
 
     def holds(self, episode: int) -> bool:
-        """Whether a worker holds the environment of an episode."""
+        """Returns whether a worker holds the environment of an episode."""
         return episode in self._place
 
     def ask(self, episode: int, message: Mapping[str, Any], *, timeout_s: float = 0.0) -> int:
@@ -87,8 +91,8 @@ class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
             self._start()
 
     def answers(self, wait_s: float, tickets: Container[int]) -> list[tuple[int, Mapping[str, Any]]]:
-        """What has come back since: numbers of questions, and answers, of these. Waits for so long at most if nothing
-        has. An answer may also be {"gone": True}: its worker has ended for what another episode did."""
+        """Returns what has come back since: numbers of questions, and answers, of these. Waits for so long at most if
+        nothing has. An answer may also be {"gone": True}: its worker has ended for what another episode did."""
         until_s = time.monotonic() + wait_s
         while not any(ticket in tickets for ticket, _ in self._answers):
             left_s = until_s - time.monotonic()

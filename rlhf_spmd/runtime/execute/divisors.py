@@ -14,8 +14,11 @@ CANCELLED = 1e-6  # times the sum of their sizes: a smaller sum of numbers is wh
 
 
 def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
-    """The divisor of the loss of these rows, float64 [1]: response tokens, responses that have tokens, or rows; or [2]:
-    the sum of the numbers of a key, and that of their sizes. rows: data key -> [B, ...]."""
+    """Returns the divisor of the loss of these rows, float64 [1]: response tokens, responses that have tokens, or rows;
+    or [2]: the sum of the numbers of a key, and that of their sizes.
+
+    rows: data key -> [B, ...].
+    """
     if call.divisor not in DIVISORS:
         numbers = rows[call.divisor].double()
         return torch.stack([numbers.sum(), numbers.abs().sum()])
@@ -27,9 +30,12 @@ def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
 
 
 def checked_divisor(found: Sequence[float], call: LossCall, page: str) -> float:
-    """The divisor of a global mini-batch, positive, or 0 where there is no row. found: of divisor_of, summed over
-    ranks. page: the algorithm's name. Raises UserError for a sum by which a loss cannot be divided, also for one of
-    numbers that cancel each other."""
+    """Returns the divisor of a global mini-batch, positive, or 0 where there is no row. Raises UserError for a sum by
+    which a loss cannot be divided, also for one of numbers that cancel each other.
+
+    found: of divisor_of, summed over ranks.
+    page: the algorithm's name.
+    """
     divisor, size = found[0], found[-1]
     if (divisor == 0 == size) or CANCELLED * size < divisor < math.inf:
         return divisor

@@ -26,8 +26,8 @@ from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 
 def launch_kernels(job: Job) -> None:
-    """A pass of two tokens for each call of this rank: forward, readout and, if it trains, backward; or two drawn
-    tokens, and attention in as many parts as any batch has. Local."""
+    """Launches the kernels of each call of this rank with a pass of two tokens: forward, readout and, if it trains,
+    backward; or two drawn tokens, and attention in as many parts as any batch has. Local."""
     for call in job.workload.workflow.placed_calls:
         if job.world.rank in job.layout(call).ranks and job.workload.models[call.model] is not None:
             model = job.models.model(call)
@@ -43,20 +43,24 @@ def launch_kernels(job: Job) -> None:
 
 
 def known_width(job: Job, model: Transformer) -> int:
-    """Columns of the logits that this rank computes with a model; of a slice without known tokens, all."""
+    """Returns the columns of the logits that this rank computes with a model; of a slice without known tokens, all."""
     ids = vocabulary_of(model.config, replace(model.parallel.shard, stage=0, pp=1))
     return job.known.width(ids) or len(ids)
 
 
 def windows_of(model: Transformer) -> list[int | None]:
-    """The windows that layers of this stage attend to, each once: the kinds of its layers."""
+    """Returns the windows that layers of this stage attend to, each once: the kinds of its layers."""
     layers = layers_of(model.config, model.parallel.shard)
     return list(dict.fromkeys(model.config.window(layer) for layer in layers))
 
 
 def attend_in_parts(job: Job, model: Transformer, windows: Sequence[int | None]) -> None:
-    """Attention of one token in as many parts as batches of any number of rows have: the number of parts is a constant
-    of the kernel. model: of a few layers. windows: those of the whole model."""
+    """Runs attention of one token in as many parts as batches of any number of rows have: the number of parts is a
+    constant of the kernel.
+
+    model: of a few layers.
+    windows: those of the whole model.
+    """
     config, device, dtype = model.config, job.world.device, model.dtype
     block_size = job.config.generation.block_size or GPU_BLOCK
     query_1Hd = torch.zeros(1, config.num_heads, config.head_dim, dtype=dtype, device=device)
@@ -70,7 +74,7 @@ def attend_in_parts(job: Job, model: Transformer, windows: Sequence[int | None])
 
 
 def parts_of_batches(job: Job, num_kv_heads: int, window: int | None, num_processors: int) -> list[int]:
-    """The numbers of parts that a row's attention has in batches of one row up to the most."""
+    """Returns the numbers of parts that a row's attention has in batches of one row up to the most."""
     generation, workload = job.config.generation, job.workload
     block_size = generation.block_size or GPU_BLOCK
     longest = -(-(workload.max_prompt + workload.max_response) // block_size) * block_size
@@ -80,9 +84,12 @@ def parts_of_batches(job: Job, num_kv_heads: int, window: int | None, num_proces
 
 
 def one_layer_of_each_kind(model: Transformer, vocab_size: int | None = None) -> Transformer:
-    """A whole model, all zeros, with the sizes of this rank's slice of a model; vocab_size: others. It has a layer with
-    full attention, one with a sliding window, or both, as this rank's stage. The window is one token, because a window
-    that is no smaller than a pass makes no difference to it, not even another kernel."""
+    """Makes a whole model, all zeros, with the sizes of this rank's slice of a model. It has a layer with full
+    attention, one with a sliding window, or both, as this rank's stage. The window is one token, because a window that
+    is at least as long as a pass makes no difference to it, not even another kernel.
+
+    vocab_size: others.
+    """
     config, shard, device = model.config, model.parallel.shard, next(model.parameters()).device
     slice_ = replace(shard, stage=0, pp=1)
     heads, kv_heads = (len(extent(config, what, slice_)) // config.head_dim for what in ("queries", "keys"))
@@ -135,5 +142,5 @@ def _draw(job: Job, call: Generate, model: Transformer) -> None:
 
 
 def _vocabulary(model: Transformer) -> dict[str, Any]:
-    """Options that name tokens, in the vocabulary of a slice."""
+    """Returns options that name tokens, in the vocabulary of a slice."""
     return {"eos_ids": (), "known": KnownTokens(model.config.vocab_size)}

@@ -26,7 +26,7 @@ class InstructionLoop(ABC):
         self.world.will_execute(self.program)
 
     def iteration(self, data: Any) -> list[dict[str, Any]]:
-        """One pass over the list -> the messages of all ranks at the closing Agree."""
+        """Executes the list once and returns the messages of all ranks at the closing Agree."""
         self.recorder.iteration = data.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
@@ -66,16 +66,16 @@ class InstructionLoop(ABC):
         return answers
 
     def steps(self) -> Iterable[tuple[int, Instruction]]:
-        """The instructions to execute, with their places in the list."""
+        """Returns the instructions to execute, with their places in the list."""
         return enumerate(self.instructions)
 
     def of_batch(self, instruction: Instruction, data: Any) -> dict[str, Any]:
-        """What a span says of the iteration for which an instruction works, if that is another one."""
+        """Returns what a span says of the iteration for which an instruction works, if that is another one."""
         return {}
 
     @abstractmethod
     def reset(self) -> None:
-        """What comes before the first instruction of an iteration."""
+        """Resets what an iteration begins with, before its first instruction."""
 
     @abstractmethod
     def run(self, run: Run, data: Any) -> Callable[[], None] | None:

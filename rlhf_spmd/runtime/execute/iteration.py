@@ -26,15 +26,22 @@ NUMBERS_AT_ONCE = 2**14  # random numbers: the generator's intermediate results 
 
 
 def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
-    """The tokens of responses that an algorithm sees: those that were drawn, which are all unless responses have
-    several turns, or that the data set gives: bool [..., G]. rows: by data key."""
+    """Returns the tokens of responses that an algorithm sees: those that were drawn, which are all unless responses
+    have several turns, or that the data set gives: bool [..., G].
+
+    rows: by data key.
+    """
     actions = rows.get(actions_of(key))
     return response_mask(rows[key]) if actions is None else actions > 0
 
 
 def kept_of(rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
-    """The rows that count: all but episodes that are dropped, which have no token that was drawn: bool [...]; None: all
-    do. rows: by data key. keys: those of what was drawn are looked at."""
+    """Returns the rows that count: all but episodes that are dropped, which have no token that was drawn: bool [...];
+    None: all do.
+
+    rows: by data key.
+    keys: those of what was drawn are looked at.
+    """
     drawn = [(rows[key] > 0).any(-1) for key in keys if key.endswith(ACTIONS)]
     kept = torch.stack(drawn).all(0) if drawn else None
     return None if kept is None or kept.all() else kept
@@ -48,20 +55,20 @@ class Store(dict[str, Tensor]):
         self.workload, self.columns, self.device = workload, columns, device
 
     def at(self, key: str, place: Place) -> Tensor:
-        """The rows at a place, [M', C', ...], to be read or written."""
+        """Returns the rows at a place, [M', C', ...], to be read or written."""
         if key not in self:
             self[key] = self.make(key)
         return self[key][place[0], self._local(key, place[1])]
 
     def make(self, key: str) -> Tensor:
-        """A tensor for all rows that this rank holds of a key."""
+        """Makes a tensor for all rows that this rank holds of a key."""
         workload, num_columns = self.workload, sum(map(len, self.columns.get(key, ())))
         fill, dtype = (-1, torch.int32) if workload.workflow.shapes[key] in TOKEN_SHAPES else (0.0, torch.float32)
         shape = (workload.num_mini_batches, num_columns, *workload.row_shape(key))
         return torch.full(shape, fill, dtype=dtype, device=self.device)
 
     def _local(self, key: str, columns: slice) -> slice:
-        """Consecutive columns of the whole matrix -> those of this rank's tensor of a key."""
+        """Converts consecutive columns of the whole matrix to those of this rank's tensor of a key."""
         if columns.start == columns.stop:
             return slice(0, 0)
         before = 0
@@ -103,9 +110,11 @@ class Iteration:
         values_MC[place] = np.array(values, dtype=float).reshape(values_MC[place].shape)
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
-        """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: the
-        purpose of the tokens (random_streams.py). Made for a few rows at a time: the generator needs ten times the
-        memory of its results."""
+        """Returns the random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. They
+        are made for a few rows at a time: the generator needs ten times the memory of its results.
+
+        stream: the purpose of the tokens (random_streams.py).
+        """
         prompt_B, sample_B = self.prompt_MC[:, columns].flatten(), self.sample_MC[:, columns].flatten()
         width, shape = self.store.workload.max_response, self.prompt_MC[:, columns].shape
         bits_BG, rows = np.empty((len(prompt_B), width), np.int64), max(1, NUMBERS_AT_ONCE // max(width, 1))

@@ -45,8 +45,11 @@ class RunState:
 
 @dataclass(slots=True)
 class Job:
-    """One rank's part of a job. functions: of the calls, by the name that a call gives. state: before the next
-    iteration."""
+    """One rank's part of a job.
+
+    functions: of the calls, by the name that a call gives.
+    state: before the next iteration.
+    """
 
     config: Config
     program: Program
@@ -106,16 +109,16 @@ class Job:
         return self.sampling | restricted | {"decode": self.tokenizer.decode, "adds_adapters": adds_adapters}
 
     def layout(self, call: ModelCall) -> Layout:
-        """The layout of a call."""
+        """Returns the layout of a call."""
         return self.program.placement.layouts[call.name]
 
     def micro_batch(self, layout: Layout) -> int:
-        """Sequences of a forward pass on one data-parallel shard."""
+        """Returns the sequences of a forward pass on one data-parallel shard."""
         return layout.micro_batch or self.workload.micro_batch
 
     def place(self, run: Run, *, seen: bool = False) -> Place:
-        """The rows that a Run computes on this rank, or (seen) that it reads for them: slices of mini-batches and of
-        columns."""
+        """Returns the rows that a Run computes on this rank, or (seen) that it reads for them: slices of mini-batches
+        and of columns."""
         rows, columns = self.program.mini_batches_of(run), self.program.columns_of(run, self.world.rank)
         if seen:
             columns = self.program.columns_seen(run, self.world.rank)
@@ -126,13 +129,13 @@ class Job:
         return data.meter if self.layout(call).reports(self.world.rank) else Meter()
 
     def reduced(self, tensor: Tensor, run: Run, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """The sum (or another reduction) of a tensor over the ranks of a Run, in place. Collective over them."""
+        """Sums a tensor over the ranks of a Run (or reduces it in another way), in place. Collective over them."""
         if run.group:
             dist.all_reduce(tensor, op=op, group=self.world.group(run.group))
         return tensor
 
     def ended(self, responses_BG: Tensor) -> Tensor:
-        """True where a response ended by itself, False where it was truncated: bool [B]."""
+        """Returns True where a response ended by itself, False where it was truncated: bool [B]."""
         ended_B, stop = ended(responses_BG, self.eos_ids), self.config.generation.stop
         if stop:
             ended_B |= responses_BG[:, -1] < 0
@@ -141,12 +144,15 @@ class Job:
         return ended_B
 
     def ended_of(self, rows: Mapping[str, Tensor], key: str) -> Tensor:
-        """True where a response ended by itself, or the episode that it is: bool [B]. rows: by data key."""
+        """Returns True where a response ended by itself, or the episode that it is: bool [B].
+
+        rows: by data key.
+        """
         actions_BG = rows.get(actions_of(key))
         return self.ended(rows[key]) if actions_BG is None else (actions_BG == LAST).any(-1)
 
     def masks(self, words: Mapping[str, tuple[str, str]], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The masks that functions may ask for. words: of algorithm.mask_words; rows: [B, G] by key."""
+        """Returns the masks that functions may ask for. words: of algorithm.mask_words; rows: [B, G] by key."""
         return {
             word: mask_of(rows, key) if what == MASK else self.ended_of(rows, key)
             for word, (key, what) in words.items()
@@ -154,6 +160,6 @@ class Job:
 
 
 def shape_of(place: Place) -> tuple[int, int]:
-    """Mini-batches and columns of a place."""
+    """Returns mini-batches and columns of a place."""
     rows, columns = place
     return rows.stop - rows.start, columns.stop - columns.start

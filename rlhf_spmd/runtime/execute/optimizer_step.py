@@ -46,8 +46,8 @@ from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 
 def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | None":
-    """The optimizer step of a Run on its global mini-batch. None if the model's steps have been stopped early, or if
-    there is no row to learn from. Collective over the Run's group."""
+    """Begins the optimizer step of a Run on its global mini-batch. None if the model's steps have been stopped early,
+    or if there is no row to learn from. Collective over the Run's group."""
     number = job.state.steps.get(call.model, 0)
     job.state.steps[call.model] = number + 1
     if call.model in data.stopped:
@@ -92,9 +92,13 @@ class OptimizerStep(Passes):
         stopped: set[str],
         lag: int = 0,
     ):
-        """Counts the rows of all ranks, and cuts those of this one. rows: this rank's part of the mini-batch. rate: the
-        learning rate. stopped: models whose further steps are left out, to which this step may add its own. lag: as of
-        Iteration. Collective over the Run's group."""
+        """Counts the rows of all ranks, and cuts those of this one. Collective over the Run's group.
+
+        rows: this rank's part of the mini-batch.
+        rate: the learning rate.
+        stopped: models whose further steps are left out, to which this step may add its own.
+        lag: as in Iteration.
+        """
         super().__init__(job, call, run, engine.model, [])
         self.engine, self.rate, self.stopped, self.lag = engine, rate, stopped, lag
         self.reports = job.layout(call).reports(job.world.rank)
@@ -127,17 +131,17 @@ class OptimizerStep(Passes):
         self.batches = [sequences_of(call, part) for part in self.micro_batches]
 
     def within(self) -> AbstractContextManager[object]:
-        """See `Passes.within`; an engine has its weights."""
+        """Implements `Passes.within`; an engine has its weights."""
         return nullcontext()
 
     def forward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """See `Passes.forward`; the last stage computes the micro-batch's share of the global loss."""
+        """Implements `Passes.forward`; the last stage computes the micro-batch's share of the global loss."""
         if received_nD is not None:
             self.inputs[index] = received_nD.requires_grad_(True)
         batch, is_last = self.batches[index], self.model.parallel.is_last
 
         def through(model: Transformer) -> Tensor:
-            """The output of this stage; of the last one the loss."""
+            """Returns the output of this stage; of the last one the loss."""
             output_nD = sequences.forward(model, batch, received_nD)
             if not is_last:
                 return output_nD
@@ -159,7 +163,7 @@ class OptimizerStep(Passes):
         return None if is_last else output.detach()
 
     def of_lag(self) -> dict[str, float]:
-        """What a loss that interpolates old logprobs gets (importance.proximal)."""
+        """Returns what a loss that interpolates old logprobs gets (importance.proximal)."""
         if not self.call.loglinear:
             return {}
         done = self.run.epoch * self.job.workload.num_mini_batches + (self.run.mini_batch or 0)
@@ -167,7 +171,7 @@ class OptimizerStep(Passes):
         return {LAG_SHARE: lag / (lag + done) if lag else 0.0}
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """See `Passes.backward`."""
+        """Implements `Passes.backward`."""
         self.engine.backward(self.outputs.pop(index), received_nD, last=index == len(self.batches) - 1)
         return self.inputs.pop(index).grad if index in self.inputs else None
 
@@ -198,8 +202,8 @@ class OptimizerStep(Passes):
             self.meter.add(f"{call.model}_lr", self.rate, 1)
 
     def should_stop(self) -> bool:
-        """Whether a mean of the step exceeds the call's limit, so that the model's other steps of the iteration are
-        left out; the same on every rank of the layout. NaN exceeds any limit."""
+        """Returns whether a mean of the step exceeds the call's limit, so that the model's other steps of the iteration
+        are left out; the same on every rank of the layout. NaN exceeds any limit."""
         if self.call.stop is None:
             return False
         (name, limit), device = self.call.stop, self.job.world.device

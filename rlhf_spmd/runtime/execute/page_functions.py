@@ -31,7 +31,8 @@ OWN_NAMES = re.compile(
 
 
 def sequences_of(call: LossCall, rows: Rows) -> Sequences:
-    """The sequences of some rows. If a call reads two responses to a prompt, all first ones come before the second."""
+    """Returns the sequences of some rows. If a call reads two responses to a prompt, all first ones come before the
+    second."""
     prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
     if len(call.responses) == 1:
         return Sequences.join(prompts_BP[0], responses_BG[0])
@@ -39,7 +40,7 @@ def sequences_of(call: LossCall, rows: Rows) -> Sequences:
 
 
 def row_lengths(call: LossCall, rows: Rows) -> list[int]:
-    """Tokens of each row: of the prompt with each response that the call reads."""
+    """Returns the tokens of each row: of the prompt with each response that the call reads."""
     of_each = (lengths_of(rows[call.prompts], rows[key]) for key in call.responses)
     return [sum(one) for one in zip(*of_each, strict=True)]
 
@@ -47,8 +48,10 @@ def row_lengths(call: LossCall, rows: Rows) -> list[int]:
 def read_output(
     job: Job, model: Transformer, batch: Sequences, output_nD: Tensor, asked: Collection[str], kept_BGK: Tensor | None
 ) -> Rows:
-    """What is asked of the output of the last stage, by word. An lm head always gives logprobs. kept_BGK: the sampling
-    support of the tokens, if sampling was restricted."""
+    """Reads what is asked of the output of the last stage, by word. An lm head always gives logprobs.
+
+    kept_BGK: the sampling support of the tokens, if sampling was restricted.
+    """
     if model.head == "scalar":
         return {word: OF_SCALARS[word](model, batch, output_nD) for word in asked}
     words = [LOGPROBS, *(word for word in (ENTROPY, MOST_LIKELY) if word in asked)]
@@ -58,13 +61,13 @@ def read_output(
 
 
 def stored_arguments(job: Job, call: LossCall, rows: Rows) -> Rows:
-    """The arguments of a loss and its companions that stored rows give."""
+    """Returns the arguments of a loss and its companions that stored rows give."""
     masks = job.masks(mask_words(job.workload.workflow, call), rows)
     return {name: rows[key] for name, key in call.arguments} | masks
 
 
 def called(job: Job, call: LossCall | Compute, given: Mapping[str, Any], companion: str = "") -> Any:
-    """What the function of a call, or its companion ("sums", "prepare", "finish"), returns for data, options and state.
+    """Calls the function of a call, or its companion ("sums", "prepare", "finish"), with data, options and state.
     Raises UserError naming the line if a user's function fails; an error in a page of the package is an error of the
     program."""
     functions, algorithm = job.functions[call.name], job.config.algorithm
@@ -83,8 +86,11 @@ def read_loss(
     rows: Rows,
     prepared: Mapping[str, Any],
 ) -> tuple[Tensor, Mapping[str, tuple], Rows]:
-    """The loss of some rows, its sums for the log, which it need not have, and what was read of the output of the last
-    stage. prepared: arguments in the place of stored ones. Raises UserError."""
+    """Computes the loss of some rows, its sums for the log, which it need not have, and what was read of the output of
+    the last stage. Raises UserError.
+
+    prepared: arguments in the place of stored ones.
+    """
     asked_for = job.functions[call.name].words
     words = {word: what for word, what in readout_words(job.workload.workflow, call).items() if word in asked_for}
     kept_BGK = rows[call.kept] if call.kept else None
@@ -115,8 +121,10 @@ def read_loss(
 def results_of(
     job: Job, call: Compute, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], companion: str = ""
 ) -> tuple[Rows, Mapping[str, tuple]]:
-    """The results of a compute or of its companion, and its sums for the log. shapes: of each result, by key, in order.
-    Raises UserError."""
+    """Computes the results of a compute or of its companion, and its sums for the log. Raises UserError.
+
+    shapes: of each result, by key, in order.
+    """
     made = called(job, call, given, companion)
     made = made if isinstance(made, tuple) else (made,)
     log = made[-1] if isinstance(made[-1], Mapping) else {}

@@ -33,8 +33,11 @@ def parity_gate(
     corrected: bool = False,
 ) -> None:
     """Raises UserError unless both passes agree on the drawn tokens (mask_BG); called while the weights are still those
-    that generated. corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a
-    logprob that is not a number."""
+    that generated.
+
+    corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that is
+        not a number.
+    """
     limit = PARITY_TOLERANCE[config.dtype] if config.parity_tolerance is None else config.parity_tolerance
     found = parity(old_BG, new_BG, mask_BG)
     meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
@@ -63,14 +66,17 @@ def parity_gate(
 
 
 def _apart(config: Config) -> str:
-    """What helps where copies with adapters were rounded; empty if there are none."""
+    """Returns what helps where copies with adapters were rounded; empty if there are none."""
     if config.lora.generate == "apart":
         return ""
     return f"; lora.generate=joined rounds W + s B A to {config.dtype}, and lora.generate=apart has no such difference"
 
 
 def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: int) -> None:
-    """Logs how far the generator is from the policy with which training begins. lag: iterations between them."""
+    """Logs how far the generator is from the policy with which training begins.
+
+    lag: iterations between them.
+    """
     found = parity(old_BG, new_BG, mask_BG)
     meter.maximum("lag", lag)
     if math.isfinite(found.max_abs):  # else the loss is not finite either, and says so
@@ -79,5 +85,6 @@ def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: 
 
 
 def corrects(call: LossCall) -> bool:
-    """Whether the loss of a call gets the generator's logprobs beside the old ones, to correct the difference."""
+    """Returns whether the loss of a call gets the generator's logprobs beside the old ones, to correct the
+    difference."""
     return (GENERATOR_LOGPROBS, call.drawn) in call.arguments

@@ -30,12 +30,16 @@ class Passes:
         self.job, self.call, self.run, self.model, self.batches = job, call, run, model, batches
 
     def within(self) -> AbstractContextManager[object]:
-        """A context in which the weights are there."""
+        """Returns a context in which the weights are there."""
         return self.job.models.weights(self.call)
 
     def forward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """One micro-batch through this stage. received_nD: the output of the previous stage. Returns this stage's, for
-        the next one; None on the last stage."""
+        """Runs one micro-batch through this stage.
+
+        received_nD: the output of the previous stage.
+
+        Returns this stage's, for the next one; None on the last stage.
+        """
         output_nD = forward(self.model, self.batches[index], received_nD)
         if not self.model.parallel.is_last:
             return output_nD
@@ -47,16 +51,20 @@ class Passes:
         raise NotImplementedError
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
-        """The backward pass of one micro-batch. received_nD: the gradient of this stage's output. Returns that of its
-        input; None on the first stage."""
+        """Runs the backward pass of one micro-batch.
+
+        received_nD: the gradient of this stage's output.
+
+        Returns that of its input; None on the first stage.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
-        """What comes after the last pass."""
+        """Ends the Run after its last pass."""
 
 
 def through_stages(passes: Passes, recorder: Tracer) -> None:
-    """All passes of a Run with stages, and the messages between them. The ranks have agreed on the number of
+    """Runs all passes of a Run with stages, and sends the messages between them. The ranks have agreed on the number of
     micro-batches."""
     run, model, rank, layout = passes.run, passes.model, passes.job.world.rank, passes.job.layout(passes.call)
     bare = replace(run, group=None, mini_batch=None, epoch=0)  # bodies differ in nothing else

@@ -37,8 +37,8 @@ class HostBuffers:
         return torch.empty(num_words, dtype=torch.int32, pin_memory=self._is_pinned)
 
     def take(self, num_words: int) -> torch.Tensor:
-        """A buffer that nothing reads any more. A new one if the device still has to copy all others: it may have to
-        wait for other ranks first, so this rank must not wait for it."""
+        """Takes a buffer that nothing reads any more; a new one if the device still has to copy all others: it may have
+        to wait for other ranks first, so this rank must not wait for it."""
         free = self._free[num_words]
         for place, (buffer, copied) in enumerate(free):
             if copied is None or copied.query():
@@ -47,14 +47,18 @@ class HostBuffers:
         return self._made(num_words)
 
     def give_back(self, buffer: torch.Tensor, copied: torch.cuda.Event | None = None) -> None:
-        """copied: when the device has read the buffer; None: it has. Torch keeps what is left over until then."""
+        """Gives a buffer back. Torch keeps what is left over until then.
+
+        copied: when the device has read the buffer; None: it has.
+        """
         free = self._free[len(buffer)]
         if len(free) < self._kept[len(buffer)]:
             free.append((buffer, copied))
 
 
 def most_under_way(program: Program, rank: int) -> Counter[int]:
-    """Words of a message through host memory -> how many such messages a rank has under way at one time, at most."""
+    """Returns, by the words of a message through host memory, how many such messages a rank has under way at one time,
+    at most."""
     sizes = {
         number: Counter(one.num_bytes // 4 for one in transfer.messages if rank in (one.source, one.destination))
         for number, transfer in enumerate(program.transfers)
@@ -113,8 +117,8 @@ class Transfers:
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving, leaving)
 
     def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
-        """The rows of a message as one buffer of 4-byte words, key after key. Contiguous rows of a single key are sent
-        from the store itself, because a row never changes once it is made."""
+        """Packs the rows of a message into one buffer of 4-byte words, key after key. Contiguous rows of a single key
+        are sent from the store itself, because a row never changes once it is made."""
         place = self._rows(transfer, message)
         if not message.keys:
             return torch.zeros(1, dtype=torch.int32, device=self.world.device)  # a notice, made behind the rows

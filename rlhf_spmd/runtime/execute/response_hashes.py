@@ -21,9 +21,10 @@ ROW = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("length", "<u4"), ("sha25
 
 
 def digests(prompt_MC: np.ndarray, sample_MC: np.ndarray, responses_MCG: Tensor) -> np.ndarray:
-    """A ROW for every response: [M * C]. Its sha256 is that of its tokens as int32, little-endian.
+    """Returns a ROW for every response: [M * C]. Its sha256 is that of its tokens as int32, little-endian.
 
-    responses_MCG: -1 after the end of each."""
+    responses_MCG: -1 after the end of each.
+    """
     rows_MC = np.zeros(prompt_MC.shape, ROW)
     rows_MC["prompt"], rows_MC["sample"] = prompt_MC, sample_MC
     for rows_C, responses_CG in zip(rows_MC, responses_MCG, strict=True):
@@ -35,7 +36,7 @@ def digests(prompt_MC: np.ndarray, sample_MC: np.ndarray, responses_MCG: Tensor)
 
 
 def tokens_sha256(said: Iterable[np.ndarray]) -> str:
-    """Hash of all response tokens, from the records of all ranks."""
+    """Returns a hash of all response tokens, from the records of all ranks."""
     rows = np.concatenate(list(said))
     rows = rows[np.lexsort((rows["sample"], rows["prompt"]))]
     return hashlib.sha256(np.ascontiguousarray(rows["sha256"]).tobytes()).hexdigest()
@@ -55,7 +56,8 @@ def responses_made(program: Program, rank: int, data: Iteration) -> np.ndarray:
 
 
 def reported_columns(program: Program, call: ModelCall, rank: int) -> slice:
-    """The columns whose responses to a call this rank makes and reports at the end of an iteration; may be empty."""
+    """Returns the columns whose responses to a call this rank makes and reports at the end of an iteration; may be
+    empty."""
     layout = program.placement.layouts[call.name]
     if rank not in layout.ranks or not layout.reports(rank):
         return slice(0, 0)

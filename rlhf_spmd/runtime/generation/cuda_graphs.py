@@ -30,7 +30,7 @@ PaddedStep = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def graph_size(num_rows: int) -> int:
-    """Rows of the graph that runs a batch of `num_rows`."""
+    """Returns rows of the graph that runs a batch of `num_rows`."""
     return max(1 << (num_rows - 1).bit_length(), FEWEST_ROWS)
 
 
@@ -109,13 +109,13 @@ def _without_collector() -> Iterator[None]:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS keeps a workspace of up to 32 MiB for every stream."""
+    """Returns one stream for all captures: cuBLAS keeps a workspace of up to 32 MiB for every stream."""
     return torch.cuda.Stream(device)
 
 
 def can_capture(model: Transformer, device: torch.device) -> bool:
-    """Whether a step can be captured: on a GPU, without pipeline stages, tp only over NCCL, and without reading data
-    back to the host."""
+    """Returns whether a step can be captured: on a GPU, without pipeline stages, tp only over NCCL, and without reading
+    data back to the host."""
     parallel = model.parallel
     if device.type != "cuda" or parallel.shard.pp > 1:
         return False

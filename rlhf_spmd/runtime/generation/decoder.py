@@ -50,11 +50,13 @@ class Decoder:
         blocks: Sequence[Sequence[int]],
         answered: Sequence[tuple[Sequence[int], int, Sequence[int]]] = (),
     ) -> Tensor | None:
-        """One pass over the current token of each of the B running rows and the prompts of A new rows, given with their
-        blocks -> hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last stage.
+        """Runs one pass over the current token of each of the B running rows and the prompts of A new rows, given with
+        their blocks. Returns hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last
+        stage.
 
-        cached_B: number of tokens before the current one. answered: rows that are in the cache and get more than one
-        token: these tokens, how many are in the cache, and the row's blocks; their hidden come before those of prompts.
+        cached_B: number of tokens before the current one.
+        answered: rows that are in the cache and get more than one token: these tokens, how many are in the cache, and
+            the row's blocks; their hidden come before those of prompts.
         """
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
         tables_BM = self._tables(num_rows)
@@ -79,13 +81,13 @@ class Decoder:
         return torch.cat((hidden[:num_rows], hidden[last_A]))
 
     def _continued(self, more: Sequence[int], cached: Sequence[int], tables: Sequence[Sequence[int]]) -> Continued:
-        """The attention context of rows with some tokens in the cache that get more."""
+        """Returns the attention context of rows with some tokens in the cache that get more."""
         totals = [before + new for before, new in zip(cached, more, strict=True)]
         slots = slots_of(tables, totals, self.cache.block_size).to(self.device).split(totals)
         return Continued(more, self.cache, slots)
 
     def _tables(self, num_rows: int) -> Tensor:
-        """The blocks of the first rows, int32 [B, M], on the device."""
+        """Returns the blocks of the first rows, int32 [B, M], on the device."""
         if self._has_copy and self.scheduler.has_new_tables:
             used = len(self.scheduler.rows)  # includes new rows, which are decoded from the next round on
             self._tables_BM[:used].copy_(self._written_BM[:used], non_blocking=True)
@@ -93,7 +95,7 @@ class Decoder:
         return self._tables_BM[:num_rows]
 
     def _step(self, positions_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> DecodeStep:
-        """The attention context of rows with `cached_B` tokens in the cache (-1: no row)."""
+        """Returns the attention context of rows with `cached_B` tokens in the cache (-1: no row)."""
         size = self.cache.block_size
         if self.scheduler.one_block:
             slots_B = torch.arange(len(cached_B), device=self.device) * size + cached_B
@@ -104,7 +106,7 @@ class Decoder:
         return DecodeStep(self.cache, positions_B, slots_B, attended)
 
     def _padded(self, tokens_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> Tensor:
-        """The decode step that a graph captures; missing rows have cached_B = -1."""
+        """Returns the decode step that a graph captures; missing rows have cached_B = -1."""
         step = self._step(cached_B.clamp_min(0), cached_B, tables_BM)
         step.slots_B = torch.where(cached_B < 0, -1, step.slots_B)  # missing rows are not stored
         return self.model.through_stages(tokens_B, Round(step, None, self.copies.joined))

@@ -65,12 +65,18 @@ class Engine:
         turns: Turns | None = None,
         adds_adapters: bool = False,
     ):
-        """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
-        max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
-        a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
-        largest sampling support to store for replay; 0: none. num_steps: expected, which must earn the packing of
-        weights. decode: of a Tokenizer, for stop texts. turns: of episodes, on a rank that has the whole model; None:
-        a response is one turn. adds_adapters: multiply with copies of the weights to which these are added.
+        """Sets up an engine for a model.
+
+        longest: limit of prompt + response, in tokens.
+        known: the tokens that may be drawn; None: all.
+        max_sequences: decoded at the same time.
+        block_size: tokens per block; 0: `longest` on a CPU, so that a batch is a slice of the cache, else GPU_BLOCK.
+        num_blocks: 0: enough for all rows, limited by free_bytes.
+        num_stored: largest sampling support to store for replay; 0: none.
+        num_steps: expected, which must earn the packing of weights.
+        decode: of a Tokenizer, for stop texts.
+        turns: of episodes, on a rank that has the whole model; None: a response is one turn.
+        adds_adapters: multiply with copies of the weights to which these are added.
         """
         self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
         assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
@@ -107,8 +113,12 @@ class Engine:
     def submit(
         self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
     ) -> range:
-        """Queues requests -> their numbers. prompts: token ids, at least one each. bits_RG: random bits of each token,
-        int64 (philox.random_bits). sampling: for all requests, or one per request."""
+        """Queues requests and returns their numbers.
+
+        prompts: token ids, at least one each.
+        bits_RG: random bits of each token, int64 (philox.random_bits).
+        sampling: for all requests, or one per request.
+        """
         numbers = self.requests.add(prompts, bits_RG, sampling)
         keys = self.requests.keys(numbers)
         first: dict[int, int] = {}
@@ -142,8 +152,8 @@ class Engine:
                     progress(len(ended), num_tokens)
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
-        """responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end) and, if
-        num_stored, support_RGK int32 (padded with -1). Collective over the stages."""
+        """Returns responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end)
+        and, if num_stored, support_RGK int32 (padded with -1). Collective over the stages."""
         responses_RG, logprobs_RG, support_RGK = self.requests.results(numbers)
         self._from_last_stage(logprobs_RG)
         if support_RGK is not None:
@@ -151,7 +161,8 @@ class Engine:
         return responses_RG, logprobs_RG, support_RGK
 
     def _round(self) -> tuple[list[int], int]:
-        """One pass: draws a token for every row, including new ones -> the requests that ended, number of tokens."""
+        """Runs one pass: draws a token for every row, including new ones. Returns the requests that ended, and the
+        number of tokens."""
         over, answers = self._answers() if self.scheduler.outside else ([], [])
         preempted = self.scheduler.grow()
         if preempted:
@@ -172,7 +183,8 @@ class Engine:
         return over + self._draw(hidden_BD), num_tokens
 
     def _answers(self) -> tuple[list[int], list[Answer]]:
-        """What has come back to rows outside: the requests that it ends, and the answers with which others go on."""
+        """Takes what has come back to rows outside: the requests that it ends, and the answers with which others go
+        on."""
         assert self.turns is not None
         over: list[int] = []
         going_on: list[Answer] = []
@@ -278,7 +290,7 @@ class Engine:
         return [row.request for row in ended]
 
     def _logits(self, hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
-        """The logits of the known tokens of this rank's slice, -inf for holes between them."""
+        """Returns the logits of the known tokens of this rank's slice, -inf for holes between them."""
         logits_BV = product(hidden_BD, self._copies.head_VD or weight_VD[: self._width])
         logits_BV = logits_BV[:, : len(self._slices[self.parallel.shard.tp_index])]
         return logits_BV if self._holes_H is None else logits_BV.index_fill_(1, self._holes_H, -math.inf)
@@ -296,7 +308,7 @@ class Engine:
         return sample_shard(logits_BV, bits_B, slices=self._slices, group=self.parallel.group, **options)
 
     def _stopped(self, batch: Batch) -> Tensor:
-        """The rows that have just completed one of their stop texts: bool [B]."""
+        """Returns the rows that have just completed one of their stop texts: bool [B]."""
         assert self.decode is not None, "stop texts need a tokenizer"
         requests = self.requests
         stops = [requests.sampling[row.request - requests.first].stop for row in self.scheduler.rows]
@@ -322,13 +334,13 @@ class Engine:
 
 
 def _reach(stop: Sequence[str]) -> int:
-    """Number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per byte), and
-    some decoders change the first characters of a text."""
+    """Returns the number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per
+    byte), and some decoders change the first characters of a text."""
     return 4 * max(map(len, stop)) + 8 if stop else 0
 
 
 def _smallest(number: int, parallel: Parallel, device: torch.device) -> int:
-    """The minimum over all ranks of one copy."""
+    """Returns the minimum over all ranks of one copy."""
     smallest = torch.tensor(number, device=device)
     for group in (parallel.group, parallel.stages):
         if group is not None:

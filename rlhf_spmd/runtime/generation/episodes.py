@@ -34,25 +34,26 @@ class Outside(Protocol):
     """What an engine asks. row: the number of a request among those of the call."""
 
     def drew(self, row: int, token_ids: list[int]) -> None:
-        """The model ended a turn of this row with these drawn ids, the stop token included, if it drew one. A row that
-        reaches a limit in the middle of a turn is over without this call."""
+        """Notes that the model ended a turn of this row with these drawn ids, the stop token included, if it drew one.
+        A row that reaches a limit in the middle of a turn is over without this call."""
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """What has come back since; waits up to wait_s if nothing has."""
+        """Returns the answers that have come back since; waits up to wait_s if nothing has."""
 
 
 class Episodes(Outside, Protocol):
     """The outside of a generate call, with what the call begins with and the rewards that training reads."""
 
     def openings(self) -> list[list[int]]:
-        """The tokens of each row's prompt, as its environment opens it; asked once, before all else."""
+        """Returns the tokens of each row's prompt, as its environment opens it; asked once, before all else."""
 
     def rewards(self, row: int, reason: str) -> Sequence[float]:
-        """The reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own reward
-        in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
+        """Returns the reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own
+        reward in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
 
     def is_dropped(self, row: int) -> bool:
-        """Whether a row must not be trained on, nor counted. Asked after the rewards of its group have been read."""
+        """Returns whether a row must not be trained on, nor counted. Asked after the rewards of its group have been
+        read."""
         return False
 
     def counts(self) -> Mapping[str, tuple[float, int]]:
@@ -60,7 +61,7 @@ class Episodes(Outside, Protocol):
         return {}
 
     def seconds(self) -> Sequence[float]:
-        """Those of each answer that was not known from a journal."""
+        """Returns the seconds of each answer that was not known from a journal."""
         return ()
 
     def close(self) -> None:
@@ -85,30 +86,30 @@ class Turns:
         self._rows: dict[int, _Episode] = {}
 
     def begin_of(self, row: int) -> int:
-        """Where the turn under way begins in the response."""
+        """Returns where the turn under way begins in the response."""
         return self._rows.setdefault(row, _Episode()).begin
 
     def most_of(self, row: int) -> int:
-        """The length of the response at which a limit ends the episode."""
+        """Returns the length of the response at which a limit ends the episode."""
         return min(self.max_row_tokens, self.begin_of(row) + self.max_new_tokens - self._num_drawn(row))
 
     def _num_drawn(self, row: int) -> int:
-        """Drawn tokens of the turns that have ended."""
+        """Returns the drawn tokens of the turns that have ended."""
         return sum(end - begin for begin, end in self._rows[row].turns)
 
     def end_turn(self, row: int, end: int) -> None:
-        """A turn ends before token `end` of the response."""
+        """Ends a turn before token `end` of the response."""
         begin = self.begin_of(row)
         self._rows[row].turns.append((begin, end))
 
     def cut(self, row: int, end: int) -> None:
-        """A limit ends the episode in the middle of a turn."""
+        """Ends the episode at a limit in the middle of a turn."""
         self.end_turn(row, end)
         self._rows[row].reason = DRAWN_OUT if self._num_drawn(row) >= self.max_new_tokens else TOO_LONG
 
     def goes_on(self, answer: Answer, length: int) -> bool:
-        """Whether an episode whose response has this length goes on with an answer: it does not if no token could be
-        drawn after it."""
+        """Returns whether an episode whose response has this length goes on with an answer: it does not if no token
+        could be drawn after it."""
         one = self._rows[answer.row]
         if answer.token_ids is None:
             assert answer.reason in REASONS, answer
@@ -122,7 +123,7 @@ class Turns:
         return not one.reason
 
     def reason(self, row: int) -> str:
-        """Why the episode ended."""
+        """Returns why the episode ended."""
         return self._rows[row].reason
 
     def num_turns(self, row: int) -> int:
@@ -130,7 +131,7 @@ class Turns:
         return len(self._rows[row].turns)
 
     def actions(self, rows: range) -> Tensor:
-        """Which tokens of the responses were drawn: actions_RG float32, 0 elsewhere (DRAWN, LAST)."""
+        """Returns which tokens of the responses were drawn: actions_RG float32, 0 elsewhere (DRAWN, LAST)."""
         actions_RG = torch.zeros(len(rows), self.max_row_tokens)
         for actions_G, row in zip(actions_RG, rows, strict=True):
             one = self._rows[row]
@@ -141,7 +142,7 @@ class Turns:
         return actions_RG
 
     def rewards(self, rows: range, episodes: Episodes) -> Tensor:
-        """The rewards of turns, each on the last token that it drew: rewards_RG float32, 0 elsewhere."""
+        """Returns the rewards of turns, each on the last token that it drew: rewards_RG float32, 0 elsewhere."""
         rewards_RG = torch.zeros(len(rows), self.max_row_tokens)
         for rewards_G, row in zip(rewards_RG, rows, strict=True):
             turns = self._rows[row].turns
@@ -151,8 +152,10 @@ class Turns:
 
 
 def last_turns(responses_BG: Tensor, actions_BG: Tensor) -> Tensor:
-    """The last turn of each episode, [B, G] padded with -1: what reward functions get as the response. actions_BG: not
-    0 where a token was drawn."""
+    """Returns the last turn of each episode, [B, G] padded with -1: what reward functions get as the response.
+
+    actions_BG: not 0 where a token was drawn.
+    """
     found_BG = torch.full_like(responses_BG, -1)
     for found_G, tokens_G, drawn_G in zip(found_BG, responses_BG, actions_BG > 0, strict=True):
         places = torch.nonzero(drawn_G).flatten().tolist()

@@ -33,7 +33,7 @@ class KVCache:
         self.values_LnKsd = make(shape, dtype=model.dtype, device=device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
+        """Returns keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
         return self.keys_LnKsd[layer - self.first_layer], self.values_LnKsd[layer - self.first_layer]
 
     def copy(self, copies: Copies, num_tokens: int) -> None:
@@ -59,7 +59,7 @@ class KVCache:
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> float:
-    """Free memory of a device, divided by the number of ranks that compute on it (RankDevice.num_ranks).
+    """Returns the free memory of a device, divided by the number of ranks that compute on it (RankDevice.num_ranks).
 
     On a GPU this excludes memory that torch has reserved: none of its pieces may be large enough for a cache, and
     releasing it now (empty_cache) would synchronise the device, including messages posted early that may never
@@ -78,15 +78,15 @@ def release_unused(device: torch.device) -> None:
 
 
 def token_bytes(model: Transformer) -> int:
-    """Bytes per token in the cache on this rank."""
+    """Returns bytes per token in the cache on this rank."""
     config, shard = model.config, model.parallel.shard
     layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
     return 2 * len(layers) * len(heads) * config.head_dim * model.dtype.itemsize
 
 
 def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: int, free_bytes: float) -> int:
-    """How many of the `wanted` blocks fit into free_bytes. Raises UserError if one sequence of `longest` tokens does
-    not fit."""
+    """Returns how many of the `wanted` blocks fit into free_bytes. Raises UserError if one sequence of `longest` tokens
+    does not fit."""
     fit = int(min(free_bytes / (block_size * token_bytes(model)), wanted))
     least = -(-longest // block_size)
     if free_bytes < least * block_size * token_bytes(model):
@@ -99,7 +99,7 @@ def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: i
 
 
 def slots_of(blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> Tensor:
-    """The slot of each token of packed sequences: block * s + offset, int64 [N]. blocks: of each sequence."""
+    """Returns the slot of each token of packed sequences: block * s + offset, int64 [N]. blocks: of each sequence."""
     widest = max(map(len, blocks))
     tables_AM = torch.tensor([[*row, *[0] * (widest - len(row))] for row in blocks])
     lengths_A = torch.tensor(lengths)

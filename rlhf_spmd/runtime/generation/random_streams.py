@@ -17,7 +17,7 @@ OFFLINE = 130  # generation outside a run: the generate verb, tools make-embedde
 
 
 def of_call(workflow: Workflow, call: Generate) -> int:
-    """The stream of a generate call."""
+    """Returns the stream of a generate call."""
     index = workflow.generate_calls.index(call)
     assert index < NUM_ROLLOUTS, f"{call.name} is generate call {index}, but only {NUM_ROLLOUTS} have streams"
     return index

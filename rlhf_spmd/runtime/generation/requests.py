@@ -15,8 +15,11 @@ from rlhf_spmd.runtime.generation.scheduler import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of a request are drawn. temperature 0: the most likely token. stop: texts that end a response, and
-    are part of it. A response ends with an EOS id, a stop text, or after max_new_tokens."""
+    """How the tokens of a request are drawn. temperature 0: the most likely token.
+
+    stop: texts that end a response, and are part of it. A response ends with an EOS id, a stop text, or after
+        max_new_tokens.
+    """
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -90,16 +93,16 @@ class Requests:
             self._limits[name] = values[0] if alike else torch.tensor(values, device=self.device)
 
     def limits(self, index_B: Tensor) -> dict[str, float | Tensor]:
-        """Temperature, top-k, top-p and min-p of these requests, as numbers where possible: reading from a tensor
-        whether a rule is off would wait for the GPU."""
+        """Returns temperature, top-k, top-p and min-p of these requests, as numbers where possible: reading from a
+        tensor whether a rule is off would wait for the GPU."""
         return {name: x[index_B] if isinstance(x, Tensor) else x for name, x in self._limits.items()}
 
     def keys(self, numbers: range) -> list[int]:
-        """A key for the prompt of each request, the same for equal prompts."""
+        """Returns a key for the prompt of each request, the same for equal prompts."""
         return [self._keys.setdefault(tuple(self.prompts[n - self.first]), n) for n in numbers]
 
     def tokens(self, number: int, count: int) -> list[int]:
-        """A prompt and the first `count` tokens of its response."""
+        """Returns a prompt and the first `count` tokens of its response."""
         row = number - self.first
         return self.prompts[row] + (self.responses_RG[row, :count].tolist() if count else [])
 
@@ -115,7 +118,7 @@ class Requests:
         return self.lengths[number - self.first] is not None
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
-        """responses_RG, logprobs_RG, support_RGK of requests that have ended."""
+        """Returns responses_RG, logprobs_RG, support_RGK of requests that have ended."""
         part = slice(numbers.start - self.first, numbers.stop - self.first)
         assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
         return self.responses_RG[part], self.logprobs_RG[part], self.support_RGK[part] if self.num_stored else None
@@ -161,5 +164,5 @@ class Batch:
         return Batch(torch.cat((self.rows_FB, torch.tensor(new).T.to(self.rows_FB.device)), 1))
 
     def picked(self, order: Sequence[int]) -> "Batch":
-        """The rows `order`, in that order."""
+        """Returns the rows `order`, in that order."""
         return Batch(self.rows_FB[:, torch.tensor(order, dtype=torch.int64, device=self.rows_FB.device)])

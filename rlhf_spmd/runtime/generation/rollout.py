@@ -25,9 +25,14 @@ class Rollout:
         max_new_tokens: int = 0,
         **options,
     ):
-        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. episodes: what
-        answers to turns, if responses have several. max_new_tokens: drawn tokens of a response; 0: all may be. options:
-        of Sampling, and of the engine."""
+        """Sets up the generation of rows.
+
+        prompts_MBP: int64, padded with -1 on the right.
+        bits_MBG: random bits of each token, int64.
+        episodes: what answers to turns, if responses have several.
+        max_new_tokens: drawn tokens of a response; 0: all may be.
+        options: of Sampling, and of the engine.
+        """
         self.prompts_MBP = prompts_MBP
         self.num_rows, max_response = bits_MBG.shape[1:]
         self.episodes, max_new_tokens = episodes, min(max_new_tokens or max_response, max_response)
@@ -42,14 +47,14 @@ class Rollout:
         self.num = len(self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling))
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The responses of these mini-batches, as `generate_rows` returns them."""
+        """Returns the responses of these mini-batches, as `generate_rows` returns them."""
         requests = self._requests(mini_batches)
         self.engine.run(requests)
         return self.engine.results(requests)
 
     def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
-        """Of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of turns on
-        their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""
+        """Returns, of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of
+        turns on their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""
         assert self.turns is not None and self.episodes is not None
         requests, device = self._requests(mini_batches), self.engine.device
         rewards_BG, actions_BG = self.turns.rewards(requests, self.episodes), self.turns.actions(requests)
@@ -57,8 +62,8 @@ class Rollout:
         return actions_BG.to(device), rewards_BG.to(device)
 
     def ends(self, mini_batches: slice) -> list[tuple[str, int]]:
-        """Why each episode of these mini-batches ended that is not dropped, and its number of turns; empty where
-        responses have one."""
+        """Returns why each episode of these mini-batches ended that is not dropped, and its number of turns; empty
+        where responses have one."""
         turns, episodes = self.turns, self.episodes
         if turns is None or episodes is None:
             return []
@@ -66,12 +71,12 @@ class Rollout:
         return [(turns.reason(row), turns.num_turns(row)) for row in kept]
 
     def reasons(self, mini_batches: slice) -> list[str]:
-        """Why each episode of these mini-batches ended, of all rows."""
+        """Returns why each episode of these mini-batches ended, of all rows."""
         assert self.turns is not None
         return [self.turns.reason(row) for row in self._requests(mini_batches)]
 
     def _requests(self, mini_batches: slice) -> range:
-        """The requests of some mini-batches."""
+        """Returns the requests of some mini-batches."""
         return range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
 
     @property
@@ -91,9 +96,10 @@ def generate_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one response per row. Collective over the ranks of one copy of the model, which pass the same rows.
 
-    prompts_BP, bits_BG, options: as of Rollout. Returns responses_BG int64 (-1 after the end; includes the EOS),
-    logprobs_BG float32 under the distribution sampled from (0 after the end), and, if top_k is on, support_BGK int32,
-    the sampling support of each token (padded with -1).
+    prompts_BP, bits_BG, options: as in Rollout.
+
+    Returns responses_BG int64 (-1 after the end; includes the EOS), logprobs_BG float32 under the distribution sampled
+    from (0 after the end), and, if top_k is on, support_BGK int32, the sampling support of each token (padded with -1).
     """
     options = {"max_sequences": max(len(prompts_BP), 1)} | options
     return Rollout(model, prompts_BP[None], bits_BG[None], **options).of(slice(0, 1))

@@ -36,7 +36,7 @@ class Blocks:
         return len(self._free)
 
     def needed(self, num_tokens: int) -> int:
-        """Number of blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.size)
 
     def take(self, count: int) -> list[int]:
@@ -55,13 +55,13 @@ class Blocks:
         return block
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more row uses these blocks."""
+        """Notes that one more row uses these blocks."""
         for block in blocks:
             assert self._uses[block] > 0, block
             self._uses[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """One row fewer uses these blocks."""
+        """Notes that one row fewer uses these blocks."""
         for block in blocks:
             assert self._uses[block] > 0, block
             self._uses[block] -= 1
@@ -71,8 +71,10 @@ class Blocks:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request in the batch, or outside, where it has `base` tokens in the cache. key: identifies its prompt; requests
-    with the same prompt have the same key."""
+    """A request in the batch, or outside, where it has `base` tokens in the cache.
+
+    key: identifies its prompt; requests with the same prompt have the same key.
+    """
 
     request: int
     key: int
@@ -84,7 +86,10 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request in the queue. num_tokens: of the prompt, plus those of its response before it was preempted."""
+    """A request in the queue.
+
+    num_tokens: of the prompt, plus those of its response before it was preempted.
+    """
 
     request: int
     key: int
@@ -94,8 +99,11 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that gets the next row. donor: index of a row with the same prompt, already in the cache or admitted in
-    this round; None: prefill. copy: (from, to) for the donor's last, partly filled block."""
+    """A request that gets the next row.
+
+    donor: index of a row with the same prompt, already in the cache or admitted in this round; None: prefill.
+    copy: (from, to) for the donor's last, partly filled block.
+    """
 
     waiting: WaitingRequest
     row: RunningRequest
@@ -105,8 +113,11 @@ class Admission:
 
 @dataclass(slots=True)
 class Scheduler:
-    """The queue and the batch. max_rows: limit of sequences decoded at the same time; prefill_tokens: limit of tokens
-    in one prefill; blocks_per_row: limit of blocks per row (0: none).
+    """The queue and the batch.
+
+    max_rows: limit of sequences decoded at the same time.
+    prefill_tokens: limit of tokens in one prefill.
+    blocks_per_row: limit of blocks per row (0: none).
 
     tables_BM holds the blocks of `rows` (int32; entries beyond a row's blocks are undefined). It is updated in place
     and never rebuilt: a batch of 256 rows gets about twenty new blocks per step.
@@ -130,7 +141,7 @@ class Scheduler:
         self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
 
     def num_cached(self, row: RunningRequest) -> int:
-        """Number of a row's tokens in the cache."""
+        """Returns the number of a row's tokens in the cache."""
         return row.base + self._steps - row.joined
 
     def admit(self) -> list[Admission]:
@@ -167,7 +178,7 @@ class Scheduler:
         return admitted
 
     def _clear(self, index: int) -> None:
-        """With one block for each row: frees the block of the next row of the batch if a row outside has it."""
+        """Frees, with one block for each row, the block of the next row of the batch if a row outside has it."""
         for row in self.outside:
             if row.blocks == [index]:
                 row.blocks = [self.blocks.take_last()]
@@ -175,8 +186,9 @@ class Scheduler:
                 self.moves.append([(index, row.blocks[0], row.base)])
 
     def resume(self, request: int, num_new: int) -> RunningRequest | None:
-        """A row outside gets num_new more tokens and becomes the last of the batch. None if no blocks are free for
-        them: then it is the first of the queue, and all its tokens will be prefilled again."""
+        """Gives a row outside num_new more tokens and makes it the last of the batch. Returns None if no blocks are
+        free for them: then it is the first of the queue, and all its tokens will be prefilled again.
+        """
         row = self._leave(request)
         cached, row.base = row.base, row.base + num_new
         fresh = self.blocks.needed(row.base) - len(row.blocks)
@@ -217,7 +229,8 @@ class Scheduler:
         self.has_new_tables = True
 
     def _donor(self, head: WaitingRequest) -> int | None:
-        """The first row that was prefilled with exactly this request's prompt; None if it has drawn tokens already."""
+        """Returns the first row that was prefilled with exactly this request's prompt; None if it has drawn tokens
+        already."""
         if head.num_tokens > head.num_prompt:
             return None
         fits = (i for i, row in enumerate(self.rows) if row.key == head.key and row.base == row.num_prompt)
@@ -246,7 +259,7 @@ class Scheduler:
         return preempted
 
     def _room(self, row: RunningRequest) -> int:
-        """Number of further tokens that the row's blocks can hold."""
+        """Returns the number of further tokens that the row's blocks can hold."""
         return len(row.blocks) * self.blocks.size - self.num_cached(row)
 
     def _preempt(self) -> int:

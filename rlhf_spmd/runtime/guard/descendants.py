@@ -16,7 +16,7 @@ PAUSE_S = 0.001
 
 
 def adopt() -> None:
-    """From now on this process is the parent of orphans below it. Its children have to call this for themselves."""
+    """Makes this process the parent of orphans below it. Its children have to call this for themselves."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -36,7 +36,7 @@ def end_all() -> None:
 
 
 def below(process: int) -> list[int]:
-    """The process ids of all descendants that a process has now, without those of a child that has ended."""
+    """Returns the process ids of all descendants that a process has now, without those of a child that has ended."""
     parents, found = _parents(), [process]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
@@ -44,12 +44,12 @@ def below(process: int) -> list[int]:
 
 
 def children_of(process: int) -> list[int]:
-    """The process ids of the children of a process, those that have ended and were not waited for included."""
+    """Returns the process ids of the children of a process, those that have ended and were not waited for included."""
     return [child for child, parent in _parents().items() if parent == process]
 
 
 def _parents() -> dict[int, int]:
-    """Process id -> that of its parent. Not every kernel has /proc/PID/task/*/children."""
+    """Returns the id of the parent of every process. Not every kernel has /proc/PID/task/*/children."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it has ended

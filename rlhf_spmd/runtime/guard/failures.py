@@ -54,7 +54,8 @@ class PeerError(UserError):
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether torch.distributed raised this because of another rank, and not for lack of something on this one."""
+    """Returns whether torch.distributed raised this because of another rank, and not for lack of something on this
+    one."""
     text = str(error)
     if not isinstance(error, RuntimeError) or any(word in text for word in (*NO_DESCRIPTOR, *NO_THREAD, *NO_DEVICE)):
         return False
@@ -62,13 +63,15 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a connection broke; otherwise a deadline passed."""
+    """Returns whether a connection broke; otherwise a deadline passed."""
     return not any(word in str(error).lower() for word in LATE_ERRORS)
 
 
 def explain(error: BaseException, *, alone: bool = False) -> str | None:
-    """A message for foreign errors that a user can fix: memory, limits, disk, network; None for all others. alone: of a
-    verb in one process, which holds no model."""
+    """Explains foreign errors that a user can fix: memory, limits, disk, network; None for all others.
+
+    alone: of a subcommand in one process, which holds no model.
+    """
     first = str(error).partition("\n")[0][:200]
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in first for word in NO_MEMORY):
@@ -109,7 +112,7 @@ def explain(error: BaseException, *, alone: bool = False) -> str | None:
 
 
 def no_right(error: PermissionError) -> str:
-    """The message about a file that this user may not open."""
+    """Returns the message about a file that this user may not open."""
     return (
         f"{error.filename} can't be opened: {error.strerror}; ask its owner for the rights (chmod g+rX, also for the "
         "folders around it), or name another one"
@@ -117,7 +120,7 @@ def no_right(error: PermissionError) -> str:
 
 
 def advice(error: OSError) -> str:
-    """What makes it possible to write a file."""
+    """Advises how to make it possible to write a file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (`ulimit -n`)"
     if error.errno == errno.EFBIG:
@@ -126,7 +129,11 @@ def advice(error: OSError) -> str:
 
 
 def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:
-    """For a rank that waited too long in a control message; last: the last known positions of the late ranks."""
+    """Returns the error of a rank that waited too long in a control message.
+
+    late: the ranks that it waited for.
+    last: the last known positions of these ranks.
+    """
     me = name_ranks([rank], hosts or [socket.gethostname()] * (rank + 1))
     if not late.ranks:
         text = "all ranks arrived, but their messages did not get through: check the network between the hosts"
@@ -138,7 +145,7 @@ def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[in
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """For messages: `ranks 1, 3 (host a) and 5 (host b)`, or `ranks 1, 3` without hosts."""
+    """Names ranks in messages: `ranks 1, 3 (host a) and 5 (host b)`, or `ranks 1, 3` without hosts."""
     by_host: dict[str, list[str]] = {}
     for rank in sorted(ranks):
         by_host.setdefault(hosts[rank] if hosts else "", []).append(str(rank))
@@ -147,7 +154,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
-    """The message by which ranks compare texts: name -> [digest, the text itself if it is short]."""
+    """Returns the message by which ranks compare texts: name -> [digest, the text itself if it is short]."""
     # a word of the command line may hold surrogates, for bytes that the locale's encoding lacks
     digests = {
         name: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16] for name, text in values.items()
@@ -156,7 +163,7 @@ def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
 
 
 def difference(what: str, views: Sequence[Mapping], hosts: Sequence[str]) -> str | None:
-    """The error message if the ranks' views (view_of) differ; None if they agree."""
+    """Returns the error message if the ranks' views (view_of) differ; None if they agree."""
     for name in sorted({name for view in views for name in view}):
         holders: dict[str, list[int]] = {}
         for rank, view in enumerate(views):
@@ -179,7 +186,7 @@ def _format(view: list | None) -> str:
 
 
 def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """One message from those of all ranks that failed in the same block."""
+    """Merges the messages of all ranks that failed in the same block."""
     crashed = [rank for rank, failure in failures.items() if "crash" in failure]
     if crashed:
         return failures[crashed[0]]["crash"].rstrip() + f"\n(on {name_ranks(crashed, hosts)} of {len(hosts)})"
@@ -194,7 +201,11 @@ def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[st
 
 
 def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
-    """The message about one rank's failure. reporter: this rank, if the message must name it; where: its position."""
+    """Returns the message about one rank's failure.
+
+    reporter: this rank, if the message must name it.
+    where: its position.
+    """
     text = str(error) if isinstance(error, UserError) else explain(error)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted by SIGINT"

@@ -68,8 +68,8 @@ class Reporter:
                 self.board = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def may_report(self) -> bool:
-        """Whether no other rank of this node has reported. Until ranks share a board, supervisors of one launcher
-        compete for a name; a loser waits to be ended by the winner."""
+        """Returns whether no other rank of this node has reported. Until ranks share a board, supervisors of one
+        launcher compete for a name; a loser waits to be ended by the winner."""
         if self.board is not None:
             return take_claim(self.board, mmap.mmap(self.board, 1))
         if self.launcher is None:
@@ -95,7 +95,7 @@ def pause(seconds: float) -> None:
 
 
 def name_of(record: Record) -> str:
-    """For messages: rank 1 of 4 (host a, process 123)."""
+    """Names a rank in messages: rank 1 of 4 (host a, process 123)."""
     rank, size = record.rank, record.size
     if not record.host:  # it has not joined the others yet, but the launcher has numbered it
         place = launcher.launched(os.environ)
@@ -104,7 +104,7 @@ def name_of(record: Record) -> str:
 
 
 def place_of(record: Record) -> str:
-    """For messages: where a rank ended."""
+    """Says where a rank ended."""
     if not record.num_begun:
         return "before it had joined the other ranks"
     after = record.where.startswith("after ")  # between two actions
@@ -112,7 +112,7 @@ def place_of(record: Record) -> str:
 
 
 def lost_message(record: Record) -> str:
-    """The message about a rank whose supervisor, or the front of that, was killed."""
+    """Returns the message about a rank whose supervisor, or the front of that, was killed."""
     go_on = resume_hint(record.run, record.size)
     text = f"the supervisor of {name_of(record)} was killed (SIGKILL), and the rank with it, {place_of(record)}"
     return f"{text}: a user or the batch system did it" + (f".\n{go_on}" if go_on else "")
@@ -152,7 +152,8 @@ class Front:
 
 
 def is_alone(front: int, launcher_process: int) -> bool:
-    """Whether the launcher still has other processes, so that it is not ending the job: only this front has ended."""
+    """Returns whether the launcher still has other processes, so that it is not ending the job: only this front has
+    ended."""
     time.sleep(TICK_S / 2)
     return any(_lives(process) for process in descendants.children_of(launcher_process) if process != front)
 

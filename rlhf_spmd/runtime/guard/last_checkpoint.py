@@ -15,14 +15,14 @@ NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """All complete checkpoints, oldest first. Raises OSError if the folder can't be read."""
+    """Returns all complete checkpoints, oldest first. Raises OSError if the folder can't be read."""
     folders = [path for path in paths_in(root, "iteration-*") if NAME.fullmatch(path.name) and has_manifest(path)]
     return sorted(folders, key=number_of)
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether a folder has a manifest, also one that can't be read, e.g. a folder or a broken link: who reads it says
-    so. Raises OSError."""
+    """Returns whether a folder has a manifest, also one that can't be read, e.g. a folder or a broken link: who reads
+    it says so. Raises OSError."""
     try:
         (folder / MANIFEST).lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -31,26 +31,26 @@ def has_manifest(folder: Path) -> bool:
 
 
 def number_of(folder: Path) -> int:
-    """The number of iterations after which a checkpoint was made."""
+    """Returns the number of iterations after which a checkpoint was made."""
     found = NAME.fullmatch(folder.name)
     assert found is not None, f"{folder} is not a checkpoint"
     return int(found[1])
 
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, from which `--resume` continues."""
+    """Returns the newest complete checkpoint of a run folder, from which `--resume` continues."""
     folders = complete_checkpoints(Path(folder) / "checkpoints")
     return folders[-1] if folders else None
 
 
 def resume_command(folder: str | Path, num_ranks: int) -> str:
-    """The command that resumes a run."""
+    """Returns the command that resumes a run."""
     launcher = f"mpirun -n {num_ranks} " if num_ranks > 1 else ""
     return f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(str(folder))}"
 
 
 def resume_hint(folder: str, num_ranks: int) -> str:
-    """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
+    """Returns the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not folder:
         return ""
     try:

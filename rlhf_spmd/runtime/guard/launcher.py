@@ -43,14 +43,14 @@ class Launched(NamedTuple):
 
 
 def number_in(environment: Mapping[str, str], name: str) -> int | None:
-    """The whole number in a variable; None if it is not set, empty, or anything else."""
+    """Returns the whole number in a variable; None if it is not set, empty, or anything else."""
     text = environment.get(name, "").strip()
     return int(text) if NUMBER.fullmatch(text) else None
 
 
 def launched(environment: Mapping[str, str]) -> Launched:
-    """By the innermost launcher; without one, a process alone. Variables that name no place in a world, because some
-    are left over from another launcher, count as not set."""
+    """Returns this process's place in the world of the innermost launcher; without one, of a process alone. Variables
+    that name no place in a world, because some are left over from another launcher, count as not set."""
     known = dict(environment)
     in_step = number_in(known, "SLURM_STEP_ID") is not None  # otherwise SLURM_NTASKS belongs to the batch script
     if in_step and number_in(known, SLURM[0]) is None:
@@ -68,24 +68,24 @@ def launched(environment: Mapping[str, str]) -> Launched:
 
 
 def num_launched(environment: Mapping[str, str]) -> int:
-    """How many processes the innermost launcher started; 1 without a launcher."""
+    """Returns how many processes the innermost launcher started; 1 without a launcher."""
     return launched(environment).num
 
 
 def num_on_node(environment: Mapping[str, str]) -> int:
-    """How many of the processes are on this node; all of them if the launcher does not tell."""
+    """Returns how many of the processes are on this node; all of them if the launcher does not tell."""
     told = (number_in(environment, here) for everywhere, here in ON_NODE if number_in(environment, everywhere))
     return next((num for num in told if num is not None), num_launched(environment))
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that a rank starts and that is no rank: an MPI library that it loads by accident
-    finds no world to join."""
+    """Returns the environment of a process that a rank starts and that is not a rank: an MPI library that it loads by
+    accident finds no world to join."""
     return {name: text for name, text in environment.items() if not name.startswith(OF_A_RANK)}
 
 
 def without_library(error: Exception) -> UserError:
-    """The message of a process that could not load an MPI library."""
+    """Returns the message of a process that could not load an MPI library."""
     reason = str(error).split("\n")[0]
     return UserError(
         f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
@@ -113,14 +113,15 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> None:
 
 
 def alone(environment: Mapping[str, str]) -> str:
-    """For messages: the beginning of a command that does not see the place a launcher gave to this shell."""
+    """Returns the beginning of a command, for messages, that does not see the place a launcher gave to this shell."""
     return " ".join(["env", *(f"-u {rank}" for _, rank, _ in LAUNCHERS if rank in environment)])
 
 
 def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
-    """Whether this process reports an error that every process has found, before they have met: the first does, or the
-    first on this node. Another one waits for SECOND_REPORT_S, in which srun and Open MPI's mpiexec end it, and reports
-    then: perhaps it is the only one. MPICH's mpiexec ends no process, but has a connection to those that it started.
+    """Returns whether this process reports an error that every process has found, before they have met: the first does,
+    or the first on this node. Another one waits for SECOND_REPORT_S, in which srun and Open MPI's mpiexec end it, and
+    then reports: perhaps it is the only one. MPICH's mpiexec ends no process, but has a connection to those that it
+    started.
     """
     place = launched(environment)
     if place.num == 1 or not (place.local if on_node else place.rank):
@@ -132,7 +133,7 @@ def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher stands behind this process that may end it: of several processes, or MPICH's of one."""
+    """Returns whether a launcher may end this process: a launcher of several processes, or MPICH's of one."""
     return num_launched(environment) > 1 or _connection(environment) is not None
 
 
@@ -150,7 +151,7 @@ def abort(environment: Mapping[str, str], status: int) -> bool:
 
 
 def _connection(environment: Mapping[str, str]) -> int | None:
-    """The descriptor of this process's connection to MPICH's mpiexec; None without one."""
+    """Returns the descriptor of this process's connection to MPICH's mpiexec; None without one."""
     descriptor = number_in(environment, "PMI_FD")
     if descriptor is None or "MPI_LOCALRANKID" not in environment:  # Slurm's PMI 2 has another protocol
         return None
@@ -161,8 +162,8 @@ def _connection(environment: Mapping[str, str]) -> int | None:
 
 
 def forget_leftovers(environment: MutableMapping[str, str]) -> None:
-    """Removes MPICH's variables if no launcher stands behind them, because their connection is closed, as in a process
-    that a rank has started, or because they are no numbers. MPICH would end the process."""
+    """Removes MPICH's variables if their launcher is gone, so that the connection is closed, as in a process
+    that a rank has started, or because they are not numbers. MPICH would end the process."""
     numbers = [number_in(environment, name) for name in OF_MPICH if name in environment]
     descriptor = number_in(environment, "PMI_FD")
     with suppress(OSError):

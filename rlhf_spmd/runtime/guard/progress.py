@@ -24,8 +24,11 @@ _text: Callable[[], str] = str
 
 
 def start(text: str, *, only_in_place: bool = False) -> None:
-    """From now on, until `stop`, this process says what it does. text: see `say`; in a shared terminal it is printed at
-    once. only_in_place: does nothing unless the line can be replaced."""
+    """Shows what this process does, from now on until `stop`.
+
+    text: see `say`; in a shared terminal it is printed at once.
+    only_in_place: does nothing unless the line can be replaced.
+    """
     global _over
     found = terminal.terminal()
     if only_in_place and not (found and found.moves):
@@ -39,7 +42,8 @@ def start(text: str, *, only_in_place: bool = False) -> None:
 
 
 def say(text: str | Callable[[], str]) -> None:
-    """What this process does from now on; a function is called, from another thread, whenever it is to be shown."""
+    """Sets what this process does from now on; a function is called, from another thread, whenever it is to be
+    shown."""
     global _text
     began_s = time.monotonic()
     _text = text if callable(text) else lambda: f"{text}, {time.monotonic() - began_s:.0f} s"
@@ -47,7 +51,7 @@ def say(text: str | Callable[[], str]) -> None:
 
 @contextmanager
 def during(text: str) -> Iterator[None]:
-    """What this process does in a block, after which it does again what it did before."""
+    """Sets what this process does in a block, and afterwards what it did before."""
     global _text
     before = _text
     say(text)
@@ -58,18 +62,18 @@ def during(text: str) -> Iterator[None]:
 
 
 def end() -> None:
-    """From now on this process says nothing of its own; what is printed next takes the last line away. Never waits."""
+    """Stops saying what this process does; what is printed next takes the last line away. Never waits."""
     _over.set()
 
 
 def stop() -> None:
-    """From now on this process says nothing of its own, and its last line is away."""
+    """Stops saying what this process does, and takes its last line away."""
     end()
     streams.show_passing("")
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people in six places: `45 s`, `12 min`, `3.4 h`, `5 d`, `years`."""
+    """Formats seconds for people in six places: `45 s`, `12 min`, `3.4 h`, `5 d`, `years`."""
     for size, unit, digits, most in ((1, "s", 0, 99.5), (60, "min", 0, 99.5), (3600, "h", 1, 48)):
         if seconds < most * size:
             return f"{seconds / size:.{digits}f} {unit}"
@@ -89,7 +93,7 @@ def _run(over: threading.Event, found: terminal.Terminal | None) -> None:
 
 
 def _shown(columns: int) -> str:
-    """The text on one line."""
+    """Returns the text on one line."""
     text = ""
     with suppress(Exception):  # what it reads may be half made
         text = " ".join(_text().split())

@@ -63,11 +63,11 @@ class Asked:
         self._seen: set[str] = set()
 
     def listen(self, number: Signals) -> None:
-        """From now on this signal is only recorded; call it in the main thread."""
+        """Records this signal from now on, and does nothing else; call it in the main thread."""
         handle(number, lambda number, frame: self._seen.add(Signals(number).name))
 
     def take(self) -> list[str]:
-        """The names of the signals received since the last call."""
+        """Returns the names of the signals received since the last call."""
         names = sorted(self._seen)
         self._seen.difference_update(names)
         return names
@@ -77,7 +77,7 @@ _interrupts: list[int] = []  # SIGINTs that this process has received
 
 
 def remember_interrupts() -> None:
-    """From now on `interrupted` tells whether a SIGINT arrived; call it in the main thread. SIGINT still raises
+    """Lets `interrupted` tell from now on whether a SIGINT arrived; call it in the main thread. SIGINT still raises
     KeyboardInterrupt, unless this process was started to ignore it."""
     if getsignal(SIGINT) is default_int_handler:
         signal(SIGINT, _interrupt)
@@ -89,12 +89,12 @@ def _interrupt(number, frame) -> None:
 
 
 def interrupted() -> bool:
-    """Whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
+    """Returns whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
     return bool(_interrupts) or getsignal(SIGINT) is default_int_handler
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
+    """Returns the name of a signal: `SIGKILL` for 9."""
     try:
         return Signals(number).name
     except ValueError:

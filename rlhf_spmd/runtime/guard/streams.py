@@ -64,7 +64,7 @@ def without(reason: str, *, speaks: bool = True) -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is open and shows on a terminal."""
+    """Returns whether a stream is open and shows on a terminal."""
     with suppress(OSError, ValueError):
         return stream is not None and stream.isatty()
     return False
@@ -75,12 +75,12 @@ class Styled(str):
 
     @classmethod
     def of(cls, text: str, style: str, reset: str) -> "Styled":
-        """A text between two escapes."""
+        """Returns a text between two escapes."""
         return cls(style + printable(text) + reset)
 
     @classmethod
     def joined(cls, *parts: str) -> "Styled":
-        """Styled and other texts behind each other."""
+        """Joins styled and other texts."""
         return cls("".join(part if isinstance(part, Styled) else printable(part) for part in parts))
 
 
@@ -112,12 +112,12 @@ def show_passing(text: str) -> None:
 
 
 def silent_s() -> float:
-    """For how many seconds our streams have not been written to, but for the passing line."""
+    """Returns the seconds for which our streams have not been written to, except for the passing line."""
     return time.monotonic() - _wrote_s
 
 
 def _in_child() -> None:
-    """Another thread may have held the lock at a fork. The parent takes its line away."""
+    """Renews the lock after a fork, since another thread may have held it. The parent takes its line away."""
     global _lock, _passing
     _lock, _passing = threading.RLock(), ""
 
@@ -137,7 +137,7 @@ def flush() -> None:
 
 
 def kept() -> tuple[Identity, ...]:
-    """What descriptors 0 to 2 are, for `restored`; each is kept open by a copy."""
+    """Returns what descriptors 0 to 2 are, for `restored`; each is kept open by a copy."""
     found = tuple(map(_identity, (INPUT, OUTPUT, ERRORS)))
     for descriptor, identity in enumerate(found):
         if identity is not None and identity not in _copies:
@@ -240,7 +240,7 @@ class _Text(io.TextIOWrapper):
 
 
 def _stream(descriptor: int, lost: Callable[[OSError], None], before: TextIO | None) -> TextIO:
-    """The text stream of a descriptor. before: Python's own, None if the descriptor was closed."""
+    """Returns the text stream of a descriptor. before: Python's own, None if the descriptor was closed."""
     raw = _Output(descriptor, lost)
     at_once = getattr(before, "write_through", False)  # python -u
     return _Text(
@@ -267,7 +267,7 @@ def _open_nowhere(descriptor: int) -> None:
 
 
 def _silence(descriptor: int) -> None:
-    """From now on what is written to a descriptor is dropped."""
+    """Drops from now on what is written to a descriptor."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)

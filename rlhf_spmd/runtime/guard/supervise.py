@@ -91,7 +91,7 @@ def supervised() -> Flight:
 
 
 def _end_with(parent: int, number: int) -> None:
-    """From now on this process gets a signal when its parent ends."""
+    """Makes this process get a signal when its parent ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before that
         os._exit(1)
@@ -112,8 +112,8 @@ def leave(status: int) -> NoReturn:
 
 
 def _refuse_exits() -> None:
-    """From now on os._exit raises SystemExit in this process, which Python reports and goes on: MPI has not taken leave
-    of its launcher yet, and the launcher would kill the other ranks."""
+    """Makes os._exit raise SystemExit in this process, which Python reports and goes on: MPI has not taken leave of its
+    launcher yet, and the launcher would kill the other ranks."""
     rank, end = os.getpid(), os._exit
 
     def refuse(status: int) -> NoReturn:
@@ -219,7 +219,7 @@ class Supervisor:
             os._exit(status)
 
     def _end_late(self) -> NoReturn:
-        """The rank has done its work and announced its status, but something keeps it, perhaps MPI."""
+        """Ends a rank that has done its work and announced its status, but that something keeps, perhaps MPI."""
         status = record_in(self.memory).status
         try:
             os.kill(self.child, signal.SIGKILL)
@@ -234,7 +234,8 @@ class Supervisor:
             os._exit(status)
 
     def _end_without_front(self) -> NoReturn:
-        """The launcher ends the job; or somebody has killed the front alone, and no rank will tell."""
+        """Ends without the front: the launcher ends the job; or somebody has killed the front alone, and no rank will
+        tell."""
         try:
             self._keep()
             launcher.unlink_shared_memory(self.child)  # the job ends, perhaps before its ranks have met
@@ -251,7 +252,7 @@ class Supervisor:
         node_files.remove()
 
     def _stack(self) -> str:
-        """The Python stack at a fatal signal, from faulthandler."""
+        """Returns the Python stack at a fatal signal, from faulthandler."""
         with suppress(OSError):
             lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").split("\n")
             start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), None)
@@ -261,8 +262,11 @@ class Supervisor:
 
 
 def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_memory: tuple[int, int] = (0, 0)) -> str:
-    """The message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of memory.
-    shared_memory: size and free bytes on this node before MPI was loaded."""
+    """Returns the message about a rank that ended by a signal or its own exit.
+
+    by_kernel: perhaps killed for lack of memory.
+    shared_memory: size and free bytes on this node before MPI was loaded.
+    """
     lack = "" if record.host else lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
     if record.signal == signal.SIGABRT:  # libraries end the process if a thread can't be started
         lack = lack or lack_of_threads()
@@ -286,8 +290,8 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
 
 
 def process_fields(process: int) -> tuple[str, float, int] | None:
-    """State, processor seconds (without those of `spun_s`) and bytes of memory of a process; None if it does not
-    exist."""
+    """Returns state, processor seconds (without those of `spun_s`) and bytes of memory of a process; None if it does
+    not exist."""
     spun = spun_s(process)  # first: with what it uses in between, the process looks busy, never idle
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
@@ -298,18 +302,18 @@ def process_fields(process: int) -> tuple[str, float, int] | None:
 
 
 def spun_s(process: int | str = "self") -> float:
-    """Processor seconds of those threads of a process that use it to wait: NCCL's, between nodes for as long as a
-    message is pending, those of torch that look after them, and those of CUDA's driver."""
+    """Returns processor seconds of those threads of a process that use it to wait: NCCL's, between nodes for as long as
+    a message is pending, those of torch that look after them, and those of CUDA's driver."""
     return sum(_processor_s(fields) for name, fields in _threads(process) if name.startswith(SPINNING))
 
 
 def waits_for_disk() -> bool:
-    """Whether a thread of this process is in uninterruptible sleep, e.g. while a file is written."""
+    """Returns whether a thread of this process is in uninterruptible sleep, e.g. while a file is written."""
     return any(fields[0] == "D" for _, fields in _threads("self"))
 
 
 def _threads(process: int | str) -> Iterator[tuple[str, list[str]]]:
-    """Name and fields of every thread of a process."""
+    """Yields name and fields of every thread of a process."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
     except OSError:  # the process has ended
@@ -321,7 +325,7 @@ def _threads(process: int | str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _name_and_fields(text: str) -> tuple[str, list[str]]:
-    """The name in a file of the kernel's named `stat`, which may hold anything, and the fields behind it."""
+    """Returns the name in a file of the kernel's named `stat`, which may hold anything, and the fields after it."""
     start, _, rest = text.rpartition(")")
     return start.partition("(")[2], rest.split()
 
@@ -331,7 +335,8 @@ def _processor_s(fields: Sequence[str]) -> float:
 
 
 def _num_oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory, on this host and, if known, in this container."""
+    """Returns how many processes the kernel has killed for lack of memory, on this host and, if known, in this
+    container."""
     num = 0
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:

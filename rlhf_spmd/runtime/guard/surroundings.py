@@ -19,7 +19,7 @@ ANSWER_S = 10.0
 
 
 def without_folder() -> str:
-    """The reason why relative paths mean nothing in this process; empty if they do."""
+    """Returns the reason why relative paths mean nothing in this process; empty if they do."""
     try:
         os.getcwd()
     except OSError as error:
@@ -34,7 +34,7 @@ def check_folder() -> None:
 
 
 def working_folder() -> tuple[str, int]:
-    """Path and inode of the working folder, for check_common_folder."""
+    """Returns path and inode of the working folder, for check_common_folder."""
     return os.getcwd(), os.stat(".").st_ino
 
 
@@ -68,7 +68,8 @@ def check_open_files(num_connections: int) -> None:
 
 
 def lack_of_threads() -> str:
-    """The reason why compiled code may have failed to start a thread. Empty if this user may start enough of them."""
+    """Returns the reason why compiled code may have failed to start a thread. Empty if this user may start enough of
+    them."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     user = os.getuid()
     if limit == resource.RLIM_INFINITY or user == 0:  # root has no limit
@@ -83,7 +84,7 @@ def lack_of_threads() -> str:
 
 
 def _num_threads(process: str, user: int) -> int:
-    """The threads of a process of this user; 0 if it is another's, or has ended."""
+    """Returns the threads of a process of this user; 0 if it is another's, or has ended."""
     try:
         with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -93,7 +94,7 @@ def _num_threads(process: str, user: int) -> int:
 
 
 def _num_open() -> int:
-    """How many descriptors are in use; all of them if none is left to count with."""
+    """Returns how many descriptors are in use; all of them if none is left to count with."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -118,7 +119,7 @@ def reach(address: str, port: int) -> None:
 
 
 def shared_memory_bytes() -> tuple[int, int]:
-    """The size of shared memory on this machine, and how much of it is free."""
+    """Returns the size of shared memory on this machine, and how much of it is free."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -127,8 +128,8 @@ def shared_memory_bytes() -> tuple[int, int]:
 
 
 def lack_of_shared_memory(num_ranks: int, num_bytes: int, num_free: int) -> str:
-    """The reason why MPI may have failed at its start with so many ranks on this node: size and free bytes of its
-    shared memory then. Empty if they suffice."""
+    """Returns the reason why MPI may have failed at its start with so many ranks on this node: size and free bytes of
+    its shared memory then. Empty if they suffice."""
     needed = max(MPI_LEAST, MPI_BYTES * num_ranks)
     if not num_ranks or num_free >= needed:
         return ""

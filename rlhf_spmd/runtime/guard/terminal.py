@@ -29,7 +29,7 @@ class Terminal(NamedTuple):
 
 
 def terminal(stream: TextIO | None = None) -> Terminal | None:
-    """The terminal of a stream (default: standard output); None if there is none, or if that can't be told."""
+    """Returns the terminal of a stream (default: standard output); None if there is none, or if that can't be told."""
     stream = stream or sys.stdout
     here = streams.is_terminal(stream)
     path = _output_of_launcher() if launcher.is_launched(os.environ) and (here or _is_pipe(stream)) else None
@@ -46,14 +46,14 @@ def terminal(stream: TextIO | None = None) -> Terminal | None:
 
 
 def width(stream: TextIO | None = None) -> int:
-    """How many columns a line may have: COLUMNS, else those of the terminal, else 80."""
+    """Returns how many columns a line may have: COLUMNS, else those of the terminal, else 80."""
     found = terminal(stream)
     return found.columns if found else _columns(0)
 
 
 def table_width() -> int | None:
-    """How many columns a table may have on standard output; None: any number, because it is a file or a pipe. Messages
-    are not wrapped: they hold commands and paths, which stay whole where the terminal breaks their lines."""
+    """Returns how many columns a table may have on standard output; None: any number, because it is a file or a pipe.
+    Messages are not wrapped: they hold commands and paths, which stay whole where the terminal breaks their lines."""
     found = terminal()
     return found.columns if found else None
 
@@ -65,7 +65,8 @@ def print_json(values: Mapping[str, Any], asked: bool | None = None) -> None:
 
 
 def wants_json(asked: bool | None, found: Terminal | None) -> bool:
-    """Whether the line of JSON is printed. asked: --json or --no-json; None: neither, so a terminal gets none."""
+    """Returns whether the line of JSON is printed. asked: --json or --no-json; None: neither, so a terminal gets
+    none."""
     return found is None if asked is None else asked
 
 
@@ -82,7 +83,7 @@ def _is_pipe(stream: TextIO) -> bool:
 
 
 def _output_of_launcher() -> str | None:
-    """The standard output of the nearest launcher above this process; None: there is none on this machine."""
+    """Returns the standard output of the nearest launcher above this process; None: there is none on this machine."""
     process = os.getppid()
     with suppress(OSError, ValueError, IndexError):  # it has ended, or /proc is hidden
         while process > 1:
@@ -95,7 +96,7 @@ def _output_of_launcher() -> str | None:
 
 
 def _columns_of(path: str) -> int | None:
-    """The columns of the terminal that is this file (0: it does not tell); None if it is no terminal."""
+    """Returns the columns of the terminal that is this file (0: it does not tell); None if it is not a terminal."""
     with suppress(OSError):
         if not stat.S_ISCHR(os.stat(path).st_mode):  # the launcher's pipe must not be opened
             return None

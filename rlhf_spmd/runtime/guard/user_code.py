@@ -28,8 +28,10 @@ NOT_KNOWN = object()  # the first value of something that depends on the machine
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Something that code may change. read, write: its value. Of torch, they also get the module, and first is the
-    value that torch starts with."""
+    """Something that code may change.
+
+    read, write: its value. Of torch, they also get the module, and first is the value that torch starts with.
+    """
 
     what: str
     read: Callable[..., Any]
@@ -78,7 +80,7 @@ OF_PROCESS = (
 
 
 def _device(torch: ModuleType) -> str:
-    """Where a new tensor is made; a default device may be one that this machine lacks."""
+    """Returns where a new tensor is made; a default device may be one that this machine lacks."""
     try:
         return torch.empty(0).device.type
     except (RuntimeError, AssertionError):
@@ -91,7 +93,7 @@ def _set_inference(torch: ModuleType, is_on: bool) -> None:
 
 
 def _flag(path: str, first: bool) -> Setting:
-    """An attribute of a module of torch."""
+    """Returns an attribute of a module of torch."""
     module, _, name = path.rpartition(".")
     owner = attrgetter(module)
     return Setting(f"torch.{path}", attrgetter(path), lambda torch, value: setattr(owner(torch), name, value), first)
@@ -179,7 +181,7 @@ class Notes:
         self.say_if(lambda text: True)
 
     def say_if(self, may: Callable[[str], bool]) -> None:
-        """From now on notes are said that `may` allows."""
+        """Sets which notes are said: those that `may` allows."""
         self.tell: Callable[[str], None] = lambda text: streams.say(NOTE + text) if may(text) else None
 
     def changed(self, who: str, what: list[str]) -> None:
@@ -205,7 +207,7 @@ class Children:
         self.dead: set[int] = set()
 
     def expect(self) -> None:
-        """From now on children can tell."""
+        """Lets children tell from now on."""
         with suppress(OSError):
             self.pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             os.register_at_fork(after_in_parent=lambda: setattr(self, "has_forked", True))
@@ -278,7 +280,7 @@ def guarded(who: str) -> Iterator[None]:
 
 
 def _torch() -> ModuleType | None:
-    """torch, if it has been imported and not only begun to be."""
+    """Returns torch, if it has been imported and not only begun to be."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "get_float32_matmul_precision") and hasattr(torch, "backends") else None
 

@@ -30,8 +30,8 @@ class DeviceClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """When the device reached these marks, in seconds of perf_counter. Synchronises the device, so call it while no
-        message is pending."""
+        """Returns when the device reached these marks, in seconds of perf_counter. Synchronises the device, so call it
+        while no message is pending."""
         torch.cuda.synchronize(self._device)
         times_s = [self._first_s + self._first.elapsed_time(mark) / 1e3 for mark in marks]
         self._align()
@@ -39,5 +39,5 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> DeviceClock | None:
-    """The clock of a GPU; None for a CPU, whose work is complete when the call returns."""
+    """Returns the clock of a GPU; None for a CPU, whose work is complete when the call returns."""
     return DeviceClock(device) if device.type == "cuda" else None

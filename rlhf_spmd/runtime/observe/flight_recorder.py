@@ -174,31 +174,31 @@ def _are_times(*seconds: float) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    """Bytes as text, without their padding; numbers as they are."""
+    """Returns bytes as text, without their padding; numbers as they are."""
     return value.rstrip(b"\0").decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def record_path(memory: mmap.mmap) -> Path | None:
-    """The file for the record in this memory; None while the run folder is unknown. Does not parse the rest, which
-    would take most of a millisecond."""
+    """Returns the file for the record in this memory; None while the run folder is unknown. Does not parse the rest,
+    which would take most of a millisecond."""
     run, rank = _run_of(memory), WHO.unpack_from(memory, 0)[1]
     return file_of(run, rank) if run else None
 
 
 def _run_of(memory: bytes | mmap.mmap) -> str:
-    """The path of the run folder, whatever the locale."""
+    """Returns the path of the run folder, whatever the locale."""
     path = memory[PATH_AT:SIZE] if len(memory) >= SIZE else WHO.unpack_from(memory, 0)[5]
     return os.fsdecode(path.rstrip(b"\0"))
 
 
 def file_of(folder: str | Path, rank: int) -> Path:
-    """The file of a rank's record."""
+    """Returns the file of a rank's record."""
     return Path(folder) / FOLDER / f"rank-{rank:04d}.bin"
 
 
 def read_records(folder: str | Path) -> list[Record]:
-    """The records of a run folder, by rank; what is none is left out. Raises OSError and UserError for what can't be
-    read."""
+    """Returns the records of a run folder, by rank; files that are not records are left out. Raises OSError and
+    UserError for what can't be read."""
     records = []
     for path in paths_in(Path(folder) / FOLDER, "rank-*.bin"):
         with suppress(FileNotFoundError):
@@ -222,7 +222,7 @@ def keep_message(folder: str, text: str) -> None:
 
 
 def read_message(folder: str | Path) -> str | None:
-    """The error message of a failed job; None if there is none. Raises OSError if it can't be read."""
+    """Returns the error message of a failed job; None if there is none. Raises OSError if it can't be read."""
     try:
         return read_bytes(Path(folder) / FOLDER / MESSAGE).decode(errors="replace").rstrip()
     except FileNotFoundError:

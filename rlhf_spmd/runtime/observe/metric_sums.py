@@ -24,7 +24,10 @@ class Meter:
         self.minima[name] = min(self.minima.get(name, float(value)), float(value))
 
     def log(self, name: str, total: float, weight: float, over: str) -> None:
-        """Adds what a function of a page returned for the log. over: `mean`, `max` or `min` (page.Metric)."""
+        """Adds what a function of a page returned for the log.
+
+        over: `mean`, `max` or `min` (page.Metric).
+        """
         if over == "mean":
             self.add(name, total, weight)
         elif weight:
@@ -35,8 +38,8 @@ class Meter:
 
 
 def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
-    """Global means, maxima and minima, and the weight of each mean. Summed in rank order, so all ranks get the same
-    bits."""
+    """Combines the sums of all ranks to global means, maxima and minima, and the weight of each mean. Summed in rank
+    order, so all ranks get the same bits."""
     total = Meter()
     for message in messages:
         for name, (value, weight) in message["sums"].items():

@@ -29,11 +29,15 @@ def remove() -> None:
 def share_file(
     num_bytes: int, rank: int, creator: int, gather: Callable[[list], list[list]], *, is_empty: bool = False
 ) -> tuple[int | None, list[list]]:
-    """Makes a file on one rank of a node and opens it on all of them -> this rank's descriptor, None if it does not see
-    the file, as in a container of its own; and of every rank its creator and whether it sees the file. Collective.
+    """Makes a file on one rank of a node and opens it on all of them. Returns this rank's descriptor, None if it does
+    not see the file, as in a container of its own; and of every rank its creator and whether it sees the file.
+    Collective.
 
-    The file is never on a disk, which may be a network's. creator: the rank that makes it. gather: returns every rank's
-    value. is_empty: there is room for the bytes, but the file has none yet.
+    creator: the rank that makes it.
+    gather: returns every rank's value.
+    is_empty: there is room for the bytes, but the file has none yet.
+
+    The file is never on a disk, which may be a network's.
     """
     path, inode = new_file(num_bytes, is_empty=is_empty) if rank == creator else ("", 0)
     try:
@@ -69,7 +73,7 @@ def _reserved(descriptor: int, num_bytes: int, is_empty: bool) -> int:
 
 
 def open_file(path: str, inode: int) -> int | None:
-    """This process's descriptor of the file; None if it does not see it."""
+    """Returns this process's descriptor of the file; None if it does not see it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -29,13 +29,13 @@ TURN_S = 2.0  # the first rank ends the job in less
 
 
 def board_bytes(num_ranks: int) -> int:
-    """The size of the board of a node: the first slot holds the claim and what was said."""
+    """Returns the size of the board of a node: the first slot holds the claim and what was said."""
     return SLOT_BYTES * (num_ranks + 1)
 
 
 def take_claim(descriptor: int, memory: mmap.mmap) -> bool:
-    """Whether no rank of this node has reported a failure yet; sets the first byte, which records this. `memory` maps
-    the file: a write to it could fail, e.g. at a limit of file sizes."""
+    """Returns whether no rank of this node has reported a failure yet; sets the first byte, which records this.
+    `memory` maps the file: a write to it could fail, e.g. at a limit of file sizes."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     taken, memory[0] = memory[0], 1
     fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -91,16 +91,18 @@ class Board:
                 store.set(f"life/{self.rank}", self._slot(self.rank))
 
     def statuses(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
-        """The status of these ranks at their last report, for the watch's thread; ranks without one are left out."""
+        """Returns the status of these ranks at their last report, for the watch's thread; ranks without one are left
+        out."""
         store = None if self._query.is_alive() else self.second_store
         return {rank: one for rank, one in self._read(ranks, store, "life").items() if one.process}
 
     def read(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
-        """The last position of each rank, as it posted it; ranks that cannot be read are left out."""
+        """Returns the last position of each rank, as it posted it; ranks that cannot be read are left out."""
         return self._read(ranks, self.store, "at")
 
     def _read(self, ranks: tuple[int, ...], store: Any, kind: str) -> dict[int, RankStatus]:
-        """Statuses by rank: those of this node from the shared memory, the others from the store, if there is one."""
+        """Returns statuses by rank: those of this node from the shared memory, the others from the store, if there is
+        one."""
         statuses = {rank: _parse(self._slot(rank)) for rank in ranks if rank in self.slots}
         elsewhere = [rank for rank in ranks if rank not in statuses]
         if elsewhere and store is not None:
@@ -111,8 +113,8 @@ class Board:
         return dict(sorted(statuses.items()))
 
     def claim(self) -> bool:
-        """True on the one rank that reports why the job ends: the first to ask on its node and, among those, the first
-        to reach the store. If the store does not answer, the nodes take turns, TURN_S apart."""
+        """Returns True on the one rank that reports why the job ends: the first to ask on its node and, among those,
+        the first to reach the store. If the store does not answer, the nodes take turns, TURN_S apart."""
         if self.shared and not take_claim(self.descriptor, self.memory):
             return False
         if self.num_nodes == 1 and self.shared:
@@ -123,7 +125,7 @@ class Board:
         return number in (None, 1)
 
     def first_to_say(self, text: str) -> bool:
-        """Whether no rank of this node has said this text. Behind the claim, the first slot has its hashes."""
+        """Returns whether no rank of this node has said this text. After the claim, the first slot has its hashes."""
         said, number = memoryview(self.memory)[:SLOT_BYTES].cast("I"), zlib.crc32(text.encode(errors="replace")) or 1
         if self.shared:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)

@@ -52,7 +52,7 @@ class Tracer:
         self._offset_s = _wall_clock_offset()
 
     def now(self, category: Category) -> object:
-        """Seconds of perf_counter, or a mark of the device; control messages always use the host's clock."""
+        """Returns seconds of perf_counter, or a mark of the device; control messages always use the host's clock."""
         return time.perf_counter() if self.clock is None or category == "control" else self.clock.mark()
 
     def read_marks(self) -> None:
@@ -66,8 +66,8 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, category: Category = "compute", **args: object) -> Iterator[dict[str, object]]:
-        """`with tracer.span("actor_generate", tokens=128): ...`; costs a few microseconds. The block may add to the
-        args; a span that ends with an exception is recorded too."""
+        """Records a span: `with tracer.span("actor_generate", tokens=128): ...`; costs a few microseconds. The block
+        may add to the args; a span that ends with an exception is recorded too."""
         start = self.now(category)
         try:
             yield args
@@ -81,9 +81,11 @@ class Tracer:
             self.spans.popleft()
 
     def to_records(self, iterations: Iterable[int] | None = None) -> dict[str, object]:
-        """JSON-able {"rank", "host", "spans": [[name, category, start_s, end_s, iteration, args], ...]}.
+        """Returns JSON-able {"rank", "host", "spans": [[name, category, start_s, end_s, iteration, args], ...]}.
 
-        Times are of the wall clock. iterations: only their spans, to gather less on rank 0.
+        Times are of the wall clock.
+
+        iterations: only their spans, to gather less on rank 0.
         """
         self.read_marks()
         wanted = None if iterations is None else set(iterations)
@@ -97,7 +99,7 @@ class Tracer:
 
 
 def _wall_clock_offset() -> float:
-    """Seconds to add to perf_counter to get the wall clock: the most precise of a few measurements."""
+    """Returns seconds to add to perf_counter to get the wall clock: the most precise of a few measurements."""
     brackets = []
     for _ in range(5):
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
@@ -115,7 +117,7 @@ class Lane:
 
 
 def lanes(records: Sequence[Mapping[str, Any]]) -> tuple[Lane, ...]:
-    """Lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
+    """Returns lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
     by_rank = []
     for record in sorted(records, key=lambda record: record["rank"]):
         spans = sorted((Span(*row) for row in record["spans"]), key=lambda span: (span.start_s, -span.end_s))
@@ -152,8 +154,8 @@ def write_chrome(
 
 
 def read_chrome(path: Path) -> list[dict[str, Any]]:
-    """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond. None of a file
-    that is not there or no trace; events that are none are left out. Raises OSError and UserError."""
+    """Reads the records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond. Returns
+    None for a file that is not there or not a trace; malformed events are left out. Raises OSError and UserError."""
     records: dict[int, dict[str, Any]] = {}
     events = json_object(path).get("traceEvents")
     for event in events if isinstance(events, list) else ():
@@ -179,7 +181,8 @@ def _event(name: str, rank: int, track: int = 0, **fields: object) -> dict[str, 
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
-    """For spans ordered by start: the first track (from 1) on which each span nests in, or follows, earlier spans."""
+    """Returns, for spans ordered by start, the first track (from 1) on which each span nests in, or follows, earlier
+    spans."""
     open_ends: list[list[float]] = []  # for every track, the ends of the spans still open
     chosen = []
     for span in spans:
@@ -195,7 +198,7 @@ def _tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def busy_fraction(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """Share of [start_s, end_s] during which at least one compute span and no wait span runs."""
+    """Returns the share of [start_s, end_s] during which at least one compute span and no wait span runs."""
     changes = []
     for span in spans:
         first, last = max(span.start_s, start_s), min(span.end_s, end_s)

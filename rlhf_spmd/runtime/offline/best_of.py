@@ -43,7 +43,11 @@ class Judge:
         device: torch.device,
         started: str = "",
     ):
-        """model, tokenizer: of generation. started: the time that chat templates write."""
+        """Prepares the choice of the best responses.
+
+        model, tokenizer: of generation.
+        started: the time that chat templates write.
+        """
         reward, self.device, self.of_responses = options.best_of, device, tokenizer
         self.function = self.model = self.texts = None
         self.key = options.data.key or "prompt"
@@ -66,7 +70,7 @@ class Judge:
     def scores(
         self, prompts: Sequence[Prompt], lines: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]
     ) -> list[float]:
-        """One score for each response. lines, tokens: of the responses, with `response` and `finish`."""
+        """Returns one score for each response. lines, tokens: of the responses, with `response` and `finish`."""
         responses = [line["response"] for line in lines]
         if self.function is not None:
             columns = [prompt.columns for prompt in prompts]
@@ -87,7 +91,7 @@ class Judge:
         return found
 
     def _of_text(self, texts: RewardTexts, prompt: Prompt, line: Mapping[str, Any], tokens: Sequence[int]) -> list[int]:
-        """The tokens of a reward model with another tokenizer."""
+        """Returns the tokens of a reward model with another tokenizer."""
         text = self.of_responses.decode_pair(prompt.tokens, tokens)[0]
         return texts.tokens(text, line["response"], ended=line["finish"] != "length", columns=prompt.columns)
 
@@ -98,9 +102,11 @@ class Judge:
 
 
 def best_lines(lines: Sequence[Mapping[str, Any]], scores_R: Sequence[float], samples: int) -> list[dict[str, Any]]:
-    """For each prompt the line with the highest score, the first of equal ones, with `completion` in the place of
-    `response`. A response that was cut is taken only if all samples of its prompt were. lines: samples of a prompt are
-    neighbours."""
+    """Returns, for each prompt, the line with the highest score, the first of equal ones, with `completion` in the
+    place of `response`. A response that was cut is taken only if all samples of its prompt were.
+
+    lines: samples of a prompt are neighbours.
+    """
     best = []
     for start in range(0, len(lines), samples):
         group = range(start, start + samples)

@@ -111,7 +111,7 @@ class Estimate:
         self.tokens += num_tokens
 
     def text(self) -> str:
-        """What is done, and the time that the rest takes."""
+        """Returns what is done, and the time that the rest takes."""
         done, seconds = min(round(self.ended / self.share), self.total), time.perf_counter() - self.started
         left = f", about {progress.duration((self.total - done) / done * seconds)} left" if done else ""
         return f"{done:,} of {self.total:,} responses, {self.tokens / self.share / seconds:,.0f} tokens/s{left}"
@@ -123,7 +123,7 @@ class Estimate:
 def line_of(
     prompt: Prompt, response: Sequence[int], logprob: float, tokenizer: Tokenizer, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """A line of the file. num_tokens includes the EOS; logprob is under the distribution sampled from."""
+    """Returns a line of the file. num_tokens includes the EOS; logprob is under the distribution sampled from."""
     sampling = prompt.sampling
     stopped = len(response) < sampling.max_new_tokens or has_stop(tokenizer.decode, response, sampling.stop)
     return {
@@ -148,7 +148,7 @@ class Replica:
     _queue: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
 
     def next_window(self, estimate: Estimate) -> list[dict[str, Any]]:
-        """Lines of the next window, samples of a prompt adjacent, or only the best one; [] if there is none."""
+        """Returns lines of the next window, samples of a prompt adjacent, or only the best one; [] if there is none."""
         while len(self._queue) < AHEAD and (window := next(self.windows, None)):
             self._queue.append(self._submit(window))
         if not self._queue:
@@ -184,13 +184,13 @@ class Replica:
 
 
 def deal(prompts: Sequence[Prompt], copy: int, num_copies: int, window: int) -> Iterator[Sequence[Prompt]]:
-    """The windows of a copy: every num_copies-th prompt, `window` at a time."""
+    """Deals the prompts out: returns the windows of a copy: every num_copies-th prompt, `window` at a time."""
     mine = prompts[copy::num_copies]
     return (mine[start : start + window] for start in range(0, len(mine), window))
 
 
 def merge_in_order(lines: Sequence[Sequence[dict]], samples: int) -> list[dict]:
-    """The lines of all copies for one window, in the order of the prompts: the inverse of `deal`."""
+    """Returns the lines of all copies for one window, in the order of the prompts: the inverse of `deal`."""
     longest = max(map(len, lines))
     return [
         line for start in range(0, longest, samples) for of_copy in lines for line in of_copy[start : start + samples]
@@ -209,8 +209,12 @@ def make_replica(
     options: GenerateOptions,
     started: str = "",
 ) -> Replica | None:
-    """This rank's copy of the model with its share of the prompts; None without prompts. folder: of the model, or of an
-    adapter. started: the time that chat templates write. Collective over the copy."""
+    """Loads this rank's copy of the model with its share of the prompts; None without prompts. Collective over the
+    copy.
+
+    folder: of the model, or of an adapter.
+    started: the time that chat templates write.
+    """
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
         parallel = Parallel(layout.shard(world.rank), group=world.group(group_name(group)) if len(group) > 1 else None)
@@ -240,7 +244,7 @@ def make_replica(
 
 
 def window_of(options: GenerateOptions) -> int:
-    """Number of prompts in a window, the same on every copy."""
+    """Returns the number of prompts in a window, the same on every copy."""
     return max(WINDOW * options.generation.max_sequences // options.samples_per_prompt, 1)
 
 

@@ -58,7 +58,10 @@ OPTIONS = options_of(GenerateOptions())
 
 
 def load_options(words: Iterable[str], given: Iterable[Setting] = ()) -> GenerateOptions:
-    """The options of KEY=VALUE words; given: of a file, over which words win. Raises UserError."""
+    """Reads the options of KEY=VALUE arguments. Raises UserError.
+
+    given: of a file, over which the arguments take precedence.
+    """
     return with_settings(GenerateOptions(), [*given, *settings_of(words)])
 
 

@@ -54,7 +54,7 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
 
 
 def _batch(job: Job, number: int) -> Iteration:
-    """The next rows in the order of the files. The last batch is filled up with the last row."""
+    """Returns the next rows in the order of the files. The last batch is filled up with the last row."""
     workload = job.program.workload
     first = number * workload.mini_batch
     prompt_MC = np.minimum(np.arange(first, first + workload.mini_batch), len(job.prompts) - 1)[None]
@@ -70,7 +70,7 @@ def _batch(job: Job, number: int) -> Iteration:
 
 
 def _rows(job: Job, call: ModelCall, data: Iteration) -> list[np.ndarray]:
-    """The numbers of each row of a batch, without those that fill it up; on rank 0. Collective."""
+    """Returns the numbers of each row of a batch, without those that fill it up; on rank 0. Collective."""
     world, program, key = job.world, job.program, call.outputs[0]
     columns = reported_columns(program, call, world.rank)
     mine = b""

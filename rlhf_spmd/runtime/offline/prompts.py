@@ -31,7 +31,11 @@ JSON_KINDS = (".jsonl", ".json")  # whose rows may set sampling parameters
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An entry of the file. index: its place in the file, from 0, counting dropped prompts. columns: its others."""
+    """An entry of the file.
+
+    index: its place in the file, from 0, counting dropped prompts.
+    columns: its others.
+    """
 
     index: int
     text: str
@@ -41,7 +45,8 @@ class Prompt:
 
 
 def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = None) -> Sampling:
-    """The sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is ignored)."""
+    """Returns the sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is
+    ignored)."""
     values = {name: getattr(generation, name) for name in SAMPLING_KEYS}
     for name, value in (own or {}).items():
         if name not in SAMPLING_KEYS or value is None:
@@ -55,7 +60,7 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
 
 
 def _entries(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Place (file and line or row) and, in JSON, columns of every entry that load_prompts has accepted."""
+    """Yields place (file and line or row) and, in JSON, columns of every entry that load_prompts has accepted."""
     for file in files_of(path):
         has_columns = kind_of_file(file) in JSON_KINDS
         for place, record in read_records(file, key):
@@ -63,7 +68,7 @@ def _entries(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _samplings(path: Path, key: str, generation: OfflineGeneration, num: int) -> list[Sampling]:
-    """The sampling parameters of every entry. Raises UserError naming file and line."""
+    """Returns the sampling parameters of every entry. Raises UserError naming file and line."""
     common = sampling_of(generation)  # its errors are about options, not about a line
     if not {*JSON_KINDS} & {*map(kind_of_file, files_of(path))}:
         return [common] * num
@@ -78,7 +83,7 @@ def _samplings(path: Path, key: str, generation: OfflineGeneration, num: int) ->
 
 
 def _place(path: Path, key: str, index: int) -> str:
-    """File and place of an entry, for messages."""
+    """Returns file and place of an entry, for messages."""
     return next(islice(_entries(path, key), index, None))[0]
 
 
@@ -90,10 +95,11 @@ def read_offline_prompts(
     world: World | None = None,
     template: ChatTemplate | None = None,
 ) -> list[Prompt]:
-    """The prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
+    """Reads the prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 
     world: if given, one rank of each node tokenises for the node; collective, in a block of World.together.
-    template: of conversations; None: there are none."""
+    template: of conversations; None: there are none.
+    """
     data, context, key = options.data, model.max_position_embeddings, options.data.key or "prompt"
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:

@@ -16,7 +16,7 @@ class Tick(NamedTuple):
 
 
 def ticks_around(low: float, high: float, most: int = 6) -> list[Tick]:
-    """From the last round number up to `low` to the first one from `high` on."""
+    """Returns the ticks from the last round number up to `low` to the first one from `high` on."""
     low, high = _apart(low, high)
     for step in _steps(high - low, STEPS):
         first, last = math.floor(Decimal(low) / step), math.ceil(Decimal(high) / step)
@@ -26,7 +26,7 @@ def ticks_around(low: float, high: float, most: int = 6) -> list[Tick]:
 
 
 def ticks_between(low: float, high: float, most: int = 8) -> list[Tick]:
-    """The round whole numbers from `low` to `high`, which are whole numbers, too, at least 2 apart."""
+    """Returns the round whole numbers from `low` to `high`, which are whole numbers, too, at least 2 apart."""
     low, high = _apart(low, high)
     for step in _steps(high - low, ("1", "2", "5")):
         first, last = math.ceil(Decimal(low) / step), math.floor(Decimal(high) / step)
@@ -36,7 +36,7 @@ def ticks_between(low: float, high: float, most: int = 8) -> list[Tick]:
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """A range that floats can divide, around the two numbers if they are (almost) the same."""
+    """Returns a range that floats can divide, around the two numbers if they are (almost) the same."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     half = max(abs(low), abs(high)) * 0.1 or 1.0
@@ -44,7 +44,7 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _steps(width: float, of_ten: tuple[str, ...]) -> Iterator[Decimal]:
-    """Round numbers, from one that is far smaller than a width on."""
+    """Yields round numbers, from one that is far smaller than a width on."""
     exponent = math.floor(math.log10(width)) - 2
     while True:
         yield from (Decimal(step).scaleb(exponent) for step in of_ten)
@@ -52,7 +52,7 @@ def _steps(width: float, of_ten: tuple[str, ...]) -> Iterator[Decimal]:
 
 
 def _labelled(first: int, last: int, step: Decimal) -> list[Tick]:
-    """The multiples of a step, all with as many digits after the point."""
+    """Returns the multiples of a step, all with as many digits after the point."""
     values = [number * step for number in range(first, last + 1)]
     largest = max(map(abs, values))
     if PLAIN[0] <= largest < PLAIN[1]:

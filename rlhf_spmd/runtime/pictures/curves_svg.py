@@ -53,13 +53,16 @@ class Axes(NamedTuple):
 
 
 def finite_points(pairs: Sequence[tuple[object, object]]) -> list[Point]:
-    """The pairs of finite numbers among (x, y)."""
+    """Returns the pairs of finite numbers among (x, y)."""
     numbers = [(x, y) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [(float(x), float(y)) for x, y in numbers if abs(x) < MOST and abs(y) < MOST]
 
 
 def curves(title: str, series: Sequence[Series]) -> str:
-    """The picture. series: of the runs that have this metric; each has a point."""
+    """Draws the curves of a metric.
+
+    series: of the runs that have this metric; each has a point.
+    """
     points = [point for one in series for point in (*one.line, *one.dots)]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     xs = first, max(last, first + 2.0)
@@ -79,7 +82,10 @@ def curves(title: str, series: Sequence[Series]) -> str:
 
 
 def picture(label: str, width: float, height: float, parts: Sequence[str]) -> str:
-    """An SVG element. label: what it shows, for readers that don't see it."""
+    """Returns an SVG element.
+
+    label: what it shows, for readers that don't see it.
+    """
     return (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}">{"".join(parts)}</svg>'
@@ -87,13 +93,13 @@ def picture(label: str, width: float, height: float, parts: Sequence[str]) -> st
 
 
 def text(x: float, y: float, words: str, colour: str, anchor: str = "start", *, bold: bool = False) -> str:
-    """Words whose base line is at y; they begin (start), lie in the middle or end at x."""
+    """Draws words whose base line is at y; they begin (start), lie in the middle or end at x."""
     look = f'fill="{colour}" text-anchor="{anchor}" font-weight="{"bold" if bold else "normal"}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{SIZE}" {look}>{escape(words)}</text>'
 
 
 def width_of(words: str, *, bold: bool = False) -> float:
-    """Pixels that words need at most, in DejaVu Sans and narrower fonts."""
+    """Returns pixels that words need at most, in DejaVu Sans and narrower fonts."""
     ems = (
         1.0 if char in WIDE or ord(char) > 0x2E7F else 0.42 if char in NARROW else 0.78 if char.isupper() else 0.64
         for char in words
@@ -102,7 +108,7 @@ def width_of(words: str, *, bold: bool = False) -> float:
 
 
 def shortened(words: str, width: float, *, bold: bool = False) -> str:
-    """Words that fit into so many pixels, with an ellipsis for their end if they don't."""
+    """Shortens words to so many pixels, with an ellipsis for their end if they don't fit."""
     kept = words
     while kept and width_of(kept + "…" * (kept != words), bold=bold) > width:
         kept = kept[:-1]
@@ -110,8 +116,11 @@ def shortened(words: str, width: float, *, bold: bool = False) -> str:
 
 
 def legend_marks(names: Sequence[str], top: float, wide: float) -> tuple[list[tuple[float, float]], float]:
-    """Where the entries of a legend begin, in as many lines as it needs, and the base line of the last one. Words are
-    18 pixels behind their mark. wide: pixels of the picture."""
+    """Returns where the entries of a legend begin, in as many lines as it needs, and the base line of the last one.
+    Words are 18 pixels to the right of their mark.
+
+    wide: pixels of the picture.
+    """
     marks, x, y = [], float(EDGE), top + LINE
     for name in names:
         needed = 18 + width_of(name)
@@ -123,7 +132,7 @@ def legend_marks(names: Sequence[str], top: float, wide: float) -> tuple[list[tu
 
 
 def _legend(series: Sequence[Series], top: float) -> tuple[list[str], float]:
-    """The runs with their first and last values, and the base line of the last one."""
+    """Draws a legend: the runs with their first and last values. Returns the base line of the last one, too."""
     names = [f"{shortened(one.name, WIDTH / 2)}: {one.ends}" for one in series]
     marks, bottom = legend_marks(names, top, WIDTH)
     parts = []
@@ -134,7 +143,7 @@ def _legend(series: Sequence[Series], top: float) -> tuple[list[str], float]:
 
 
 def _frame(axes: Axes, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> list[str]:
-    """Rules at the ticks of y, marks at those of x, and the labels of both."""
+    """Returns rules at the ticks of y, marks at those of x, and the labels of both."""
     parts, bottom = [], axes.top + PLOT_HEIGHT
     for tick in y_ticks:
         y = axes.y(tick.value)
@@ -148,7 +157,7 @@ def _frame(axes: Axes, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> list
 
 
 def _look_alike(one: Series, other: Series, axes: Axes) -> bool:
-    """Whether the second line would cover the first one."""
+    """Returns whether the second line would cover the first one."""
     near = zip(one.line, other.line, strict=False)
     return bool(one.line and other.line) and all(
         a[0] == b[0] and abs(axes.y(a[1]) - axes.y(b[1])) < 1.5 for a, b in near
@@ -156,7 +165,10 @@ def _look_alike(one: Series, other: Series, axes: Axes) -> bool:
 
 
 def _drawn(one: Series, axes: Axes, width: float) -> list[str]:
-    """width: of its line; one that others cover is wider, and so remains visible."""
+    """Draws a curve.
+
+    width: of its line; one that others cover is wider, and so remains visible.
+    """
     parts = [_line(one.line, axes, one.colour, f'stroke-width="{width:g}"')] if len(one.line) > 1 else []
     if len(one.dots) > 1:
         parts.append(_line(one.dots, axes, one.colour, 'stroke-dasharray="4 3" stroke-width="1.2"'))
@@ -173,7 +185,8 @@ def _line(points: Sequence[Point], axes: Axes, colour: str, look: str) -> str:
 
 
 def thinned(points: Sequence[Point], columns: int = WIDTH) -> list[Point]:
-    """Points that look the same in so many columns of pixels: first, lowest, highest and last of each."""
+    """Thins points to those that look the same in so many columns of pixels: first, lowest, highest and last of
+    each."""
     if len(points) <= 4 * columns:
         return list(points)
     found, step = [], math.ceil(len(points) / columns)

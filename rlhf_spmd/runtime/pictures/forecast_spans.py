@@ -6,7 +6,7 @@ from rlhf_spmd.plan.program.instructions import Agree, Load, Run, Wait
 
 
 def spans_of_forecast(found: Forecast) -> list[dict[str, object]]:
-    """A forecast in the form of trace.Tracer.to_records, so that it is drawn like a measured run."""
+    """Returns a forecast in the form of trace.Tracer.to_records, so that it is drawn like a measured run."""
     cluster, spans_of = found.program.cluster, []
     began = iter(runs(found))
     for rank, (instructions, times) in enumerate(zip(found.program.instructions, found.times, strict=True)):

@@ -43,27 +43,27 @@ IDLE_STYLE = Style("idle", IDLE)
 
 
 def run_colours(number: int) -> list[str]:
-    """A colour for each of so many runs: those of the palette, then hues at the golden angle."""
+    """Returns a colour for each of so many runs: those of the palette, then hues at the golden angle."""
     more = (hsv_to_rgb(0.618034 * index % 1.0, 0.65, 0.7) for index in range(len(RUNS), number))
     return [*RUNS[:number], *("#" + "".join(f"{round(255 * part):02x}" for part in rgb) for rgb in more)]
 
 
 def mix(colour: str, other: str, share: float) -> str:
-    """A colour with this share of another one."""
+    """Mixes a colour with this share of another one."""
     pairs = [(int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
 def shade(hue: str, kind: str) -> str:
-    """The shade of a model's hue for a kind of call: inference is light, training dark."""
+    """Returns the shade of a model's hue for a kind of call: inference is light, training dark."""
     if kind == "infer":
         return mix(hue, "#ffffff", 0.56)
     return mix(hue, "#000000", 0.42) if kind == "train" else hue
 
 
 def styles_of(workflow: Workflow) -> dict[str, Style]:
-    """Call -> its style, the same for all calls of one model and kind. In the legend's order: by model, each from
-    generation to training, then calls without a model."""
+    """Returns the style of each call, the same for all calls of one model and kind. In the legend's order: by model,
+    each from generation to training, then calls without a model."""
     order = {model: number for number, model in enumerate(workflow.models)}
 
     def place(call: Call) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def styles_of(workflow: Workflow) -> dict[str, Style]:
 
 
 def style_of_span(name: str, category: str, models: Sequence[str]) -> Style:
-    """The style of a span where only the names of calls are known. models: in the order of their hues."""
+    """Returns the style of a span where only the names of calls are known. models: in the order of their hues."""
     if category in SPANS:
         return SPANS[category]
     kind = kind_of_name(name)
@@ -86,12 +86,12 @@ def style_of_span(name: str, category: str, models: Sequence[str]) -> Style:
 
 
 def kind_of_name(name: str) -> str:
-    """The kind of a call by its name, such as generate of actor_generate_greedy; empty if the name has none."""
+    """Returns the kind of a call by its name, such as generate of actor_generate_greedy; empty if the name has none."""
     return next((word for word in name.split("_")[1:] if word in KINDS), "")
 
 
 def model_of_name(name: str) -> str:
-    """The model of a call by its name."""
+    """Returns the model of a call by its name."""
     return name.partition(f"_{kind_of_name(name)}")[0]
 
 
@@ -109,6 +109,6 @@ def _style_of(call: Call, order: dict[str, int]) -> Style:
 
 
 def other(name: str) -> Style:
-    """A computation without a model."""
+    """Returns the style of a computation without a model."""
     label = name.replace("_", " ")
     return Style(label, NEUTRAL, words=(label,))

@@ -41,13 +41,16 @@ class Area:
         fontweight: str = "normal",
         ha: str = "left",
     ) -> None:
-        """Writes words at x from the left and y from the top. ha: which side of the words is at x."""
+        """Writes words at x from the left and y from the top.
+
+        ha: which side of the words is at x.
+        """
         width, height = self.figure.get_size_inches()
         at = x / width, (self.bottom + self.height - y) / height
         self.figure.text(*at, words, fontsize=size, color=colour, fontweight=fontweight, ha=ha, va="center")
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes whose corner is at left and top."""
+        """Returns axes whose corner is at left and top."""
         page_width, page_height = self.figure.get_size_inches()
         bottom = self.bottom + self.height - top - height
         return self.figure.add_axes((left / page_width, bottom / page_height, width / page_width, height / page_height))
@@ -68,7 +71,7 @@ class Picture:
         self.parts.append((height, part))
 
     def title(self, title: str, subtitle: str = "") -> None:
-        """A heading, and below it the source of the numbers."""
+        """Writes a heading, and below it the source of the numbers."""
 
         def part(area: Area) -> None:
             area.text(MARGIN, 0.24, title, size=TITLE, fontweight="bold")
@@ -77,7 +80,7 @@ class Picture:
         self.add(0.62 if subtitle else 0.42, part)
 
     def legend(self, styles: Iterable[Style]) -> None:
-        """The meaning of the colours, in columns of equal width."""
+        """Writes the meaning of the colours, in columns of equal width."""
         from matplotlib.patches import Patch
 
         found = list(styles)
@@ -100,7 +103,7 @@ class Picture:
         self.add(0.12 + 0.19 * rows, part)
 
     def draw(self) -> Figure:
-        """The figure."""
+        """Draws the figure."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -119,7 +122,7 @@ class Picture:
 
 
 def halo(colour: str) -> list[Any]:
-    """Path effects of words on a colour: a rim of it, so that lines behind them do not cross the letters."""
+    """Returns path effects of words on a colour: a rim of it, so that lines behind them do not cross the letters."""
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=2.4, foreground=colour)]

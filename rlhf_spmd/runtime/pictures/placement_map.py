@@ -60,7 +60,7 @@ def add_maps(picture: Picture, maps: Sequence[Map]) -> None:
 
 
 def _draw(axes: Axes, program: Program, calls: Sequence[tuple[str, Style]], inches: float) -> None:
-    """One map."""
+    """Draws one map."""
     size = program.cluster.num_devices
     cell = inches / size
     axes.set_xlim(0, size)
@@ -82,7 +82,7 @@ def _draw(axes: Axes, program: Program, calls: Sequence[tuple[str, Style]], inch
 
 
 def _draw_boxes(axes: Axes, row: int, layout: Layout, style: Style, edge: float) -> None:
-    """A cell for each rank; white edges between copies, thin ones between the ranks of a copy."""
+    """Draws a cell for each rank; white edges between copies, thin ones between the ranks of a copy."""
     owner = {rank: layout.dp_index(rank) for rank in layout.ranks}
     for rank in layout.ranks:
         _, stage, _ = layout.coordinates(rank)

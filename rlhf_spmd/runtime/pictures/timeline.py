@@ -63,8 +63,10 @@ def write_png(
     num_iterations: int = 2,
     most_lanes: int | None = None,
 ) -> None:
-    """Draws the last iterations in the records that `Tracer.to_records` of every rank returned. most_lanes: if there
-    are more ranks, those that do the same share a lane."""
+    """Draws the last iterations in the records that `Tracer.to_records` of every rank returned.
+
+    most_lanes: if there are more ranks, those that do the same share a lane.
+    """
     shown = last_iterations(lanes(records), num_iterations)
     start_s, end_s = ends_of(shown)
     starts: dict[int, float] = {}  # iteration, from 1 -> seconds when its first rank began it
@@ -93,8 +95,11 @@ def write_png(
 def add_stack(
     picture: Picture, panels: Sequence[Panel], *, workflow: Workflow, most_lanes: int | None = None
 ) -> list[Style]:
-    """Timelines of one iteration each, below each other on one axis of seconds. Returns the styles for the legend.
-    most_lanes: of the whole stack; if there are more ranks, those of a timeline that do the same share a lane."""
+    """Draws timelines of one iteration each, below each other on one axis of seconds. Returns the styles for the
+    legend.
+
+    most_lanes: of the whole stack; if there are more ranks, those of a timeline that do the same share a lane.
+    """
     found = [lanes(panel.records) for panel in panels]
     stack = _Stack(workflow, found, most_lanes, STACK_INCH)
     beside = LEFT + CHARACTER * TEXT * 1.2 * (max(len(panel.title) for panel in panels) + 1)
@@ -107,8 +112,8 @@ def add_stack(
 
 
 def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane]:
-    """The lanes cut to the last iterations; spans without an iteration stay if they fall between them. The last step of
-    a run that draws ahead draws nothing, and is left out unless it is the only one."""
+    """Returns the lanes cut to the last iterations; spans without an iteration stay if they fall between them. The last
+    step of a run that draws ahead draws nothing, and is left out unless it is the only one."""
     known = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     if not known:
         return list(all_lanes)
@@ -127,7 +132,7 @@ def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane
 
 
 def ends_of(shown: Sequence[Lane]) -> tuple[float, float]:
-    """When the first span begins and the last one ends."""
+    """Returns when the first span begins and the last one ends."""
     spans = [span for lane in shown for span in lane.spans]
     return min((span.start_s for span in spans), default=0.0), max((span.end_s for span in spans), default=1.0)
 
@@ -155,13 +160,13 @@ class _Stack:
         return palette.SPANS.get(span.category) or self.calls.get(span.name) or palette.other(span.name)
 
     def legend(self) -> list[Style]:
-        """Every style that occurs: calls in their order, then other computation, then the rest."""
+        """Returns every style that occurs: calls in their order, then other computation, then the rest."""
         calls = [style for style in dict.fromkeys(self.calls.values()) if style in self.styles]
         rest = [style for style in (palette.CONTROL, TRANSFER, WAITING) if style in self.styles]
         return [*calls, *sorted(self.styles.difference(calls, rest)), *rest, palette.IDLE_STYLE]
 
     def _rows(self, shown: Sequence[Lane], together: bool) -> list[DrawnLane]:
-        """A row for each lane, or one for all lanes that do the same at the same time."""
+        """Returns a row for each lane, or one for all lanes that do the same at the same time."""
         if not together:
             return [DrawnLane((lane.rank,), lane.host, lane.spans) for lane in shown]
         groups: dict[tuple, list[tuple[list[float], list[Lane]]]] = {}  # by the calls, then by their times
@@ -180,7 +185,7 @@ class _Stack:
         return [DrawnLane(tuple(lane.rank for lane in group), "", group[0].spans) for group in found]
 
     def _runs(self, spans: Sequence[Span]) -> list[tuple[Style, float, float]]:
-        """(style, start, end) of spans; neighbours of the same style, such as mini-batches, are joined."""
+        """Returns (style, start, end) of spans; neighbours of the same style, such as mini-batches, are joined."""
         runs: list[tuple[Style, float, float]] = []
         for span in spans:
             style = self.style_of(span)
@@ -199,7 +204,11 @@ class _Stack:
         heading: Sequence[tuple[float, str]] = (),
         starts: Mapping[str, float] = {},
     ) -> None:
-        """Adds a timeline. heading: its title and facts, with their x; starts: of iterations, marked by lines."""
+        """Adds a timeline.
+
+        heading: its title and facts, with their x.
+        starts: of iterations, marked by lines.
+        """
 
         def part(area: Area) -> None:
             looks = ("bold", INK), ("normal", FAINT_INK)
@@ -213,7 +222,7 @@ class _Stack:
         picture.add(top + self.lane_inch * max(1, len(self.rows[number])), part)
 
     def add_axis(self, picture: Picture, label: str) -> None:
-        """The axis of seconds below all lanes."""
+        """Draws the axis of seconds below all lanes."""
 
         def part(area: Area) -> None:
             axes = area.axes(LEFT, 0.03, WIDTH - LEFT - RIGHT, 0.001)

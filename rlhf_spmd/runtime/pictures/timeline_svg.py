@@ -46,7 +46,7 @@ class Iteration(NamedTuple):
 
 
 def last_iteration(name: str, records: Sequence[Mapping[str, object]]) -> Iteration | None:
-    """Of a run, from the records of its trace; None if they have no span."""
+    """Returns the last iteration of a run, from the records of its trace; None if they have no span."""
     found = last_iterations(lanes(records), 1)
     spans = [span for lane in found for span in lane.spans]
     numbers = [span.iteration for span in spans if span.iteration is not None]
@@ -60,7 +60,7 @@ def last_iteration(name: str, records: Sequence[Mapping[str, object]]) -> Iterat
 
 
 def timelines(iterations: Sequence[Iteration]) -> str:
-    """The picture, of one iteration at least."""
+    """Draws timelines of one iteration each, at least one."""
     spans = [span for one in iterations for lane in one.lanes for span in lane.spans]
     models = models_of(spans)
     ticks = ticks_around(0.0, max(one.seconds for one in iterations), most=9)
@@ -95,13 +95,13 @@ def timelines(iterations: Sequence[Iteration]) -> str:
 
 
 def models_of(spans: Iterable[Span]) -> list[str]:
-    """The models of calls, in the order in which their first calls begin."""
+    """Returns the models of calls, in the order in which their first calls begin."""
     calls = [span for span in sorted(spans, key=lambda span: span.start_s) if span.category == "compute"]
     return list(dict.fromkeys(model_of_name(span.name) for span in calls if kind_of_name(span.name)))
 
 
 def _joined(spans: Sequence[Span], models: Sequence[str], gap_s: float) -> list[tuple[Style, float, float]]:
-    """(style, start, end) of spans, in the order in which they are drawn; neighbours of one style are one."""
+    """Returns (style, start, end) of spans, in the order in which they are drawn; neighbours of one style are one."""
     layers: dict[Style, list[tuple[Style, float, float]]] = {}
     for span in spans:
         style = style_of_span(span.name, span.category, models)
@@ -115,7 +115,7 @@ def _joined(spans: Sequence[Span], models: Sequence[str], gap_s: float) -> list[
 
 
 def _bar(x: float, y: float, width: float, style: Style) -> str:
-    """A span. Transfers may run beside a call, so they are low; waiting is white with an edge."""
+    """Draws a span. Transfers may run beside a call, so they are low; waiting is white with an edge."""
     top, height = (y + LANE - 5, 3) if style == TRANSFER else (y + 1, LANE - 3)
     edge = f' stroke="{style.edge}" stroke-width="0.5"' if style == WAITING else ""
     place = f'x="{x:.1f}" y="{top:.1f}" width="{max(width, 0.5):.1f}" height="{height}"'

@@ -54,8 +54,11 @@ NAMES: dict[int, Literal["float32", "bfloat16"]] = {4: "float32", 2: "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class AtHand:
-    """A calibration for the current machine, and the given one. scale: the factors of its seconds, after a probe of
-    probe_s seconds; None: it was not scaled, because it was made on this machine or for the reason why_not."""
+    """A calibration for the current machine, and the given one.
+
+    scale: the factors of its seconds, after a probe of probe_s seconds; None: it was not scaled, because it was made on
+        this machine or for the reason why_not.
+    """
 
     given: Calibration
     calibration: Calibration
@@ -66,8 +69,10 @@ class AtHand:
 
 
 def at_hand(world: World, config: Config, program: Program, calibration: Calibration, trained_s: float) -> AtHand:
-    """The calibration, scaled to the ranks of this world unless it was made on such a machine. trained_s: seconds of
-    the run's iterations; the value of rank 0 counts. Collective."""
+    """Returns the calibration, scaled to the ranks of this world unless it was made on such a machine. Collective.
+
+    trained_s: seconds of the run's iterations; the value of rank 0 counts.
+    """
     every = machines(world)
     began = time.perf_counter()
     unscaled = AtHand(calibration, calibration, every[0])
@@ -99,9 +104,11 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
 
 
 def num_workers(nodes: Sequence[int], shares: Sequence[float], every: Sequence[Machine]) -> float:
-    """How many ranks of a node compute at full speed at the same time, the mean over all nodes. nodes, shares, every:
-    for each rank its node, the share of time for which it had its cores, and its machine. Limited by the machine's
-    cores, because ranks do not begin and end at exactly the same time."""
+    """Returns how many ranks of a node compute at full speed at the same time, the mean over all nodes. It is limited
+    by the machine's cores, because ranks do not begin and end at exactly the same time.
+
+    nodes, shares, every: for each rank its node, the share of time for which it had its cores, and its machine.
+    """
     of_node: dict[int, float] = {}
     for node, share in zip(nodes, shares, strict=True):
         of_node[node] = of_node.get(node, 0.0) + share
@@ -110,8 +117,8 @@ def num_workers(nodes: Sequence[int], shares: Sequence[float], every: Sequence[M
 
 
 def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:
-    """The measurements to repeat: a table, the lengths that it was measured with, and the rows of a round, as many as
-    there is time for according to the table; None without such a table."""
+    """Returns the measurements to repeat: a table, the lengths that it was measured with, and the rows of a round, as
+    many as there is time for according to the table; None without such a table."""
     table = probed_table(device)
     if table is None:
         return None
@@ -128,8 +135,11 @@ def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:
 def measure_pieces(
     world: World, config: Config, workload: Workload, table: Measured, grid: Grid, rows: Lengths, *, until: float
 ) -> tuple[Pieces | None, float]:
-    """Seconds of the pieces on this rank with its own cores (None: there was no time for all), and the share of time
-    for which it had them. until: of time.perf_counter. Collective."""
+    """Returns the seconds of the pieces on this rank with its own cores (None: there was no time for all), and the
+    share of time for which it had them. Collective.
+
+    until: of time.perf_counter.
+    """
     dtype = config.dtype if DTYPES[config.dtype].itemsize == table.param_bytes else NAMES[table.param_bytes]
     grid = replace(grid, max_response=max(grid.max_response, NUM_TOKENS))
     drawn, trained = (

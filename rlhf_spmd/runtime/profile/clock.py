@@ -24,8 +24,11 @@ class Clock:
     num_points: int = 0  # measurements so far
 
     def seconds(self, *works: Callable[[], object], idle: bool = False, together: int = 0) -> tuple[float, ...]:
-        """Seconds of each work on a rank with its own core, the mean over all ranks that do it. The works are repeated
-        in turns. idle: this rank only waits. together: number of ranks of a node that wait for each other in it.
+        """Measures the seconds of each work on a rank with its own core, the mean over all ranks that do it. The works
+        are repeated in turns.
+
+        idle: this rank only waits.
+        together: number of ranks of a node that wait for each other in it.
 
         If ranks share cores, these are processor seconds, because other ranks use the time that a rank waits; their
         mean, because an iteration is a sum. Where ranks wait for each other, the time in which processors had nothing
@@ -64,7 +67,7 @@ class Clock:
 
 
 def last_level_cache_bytes(index: int | None) -> int:
-    """Size of the last-level cache of a GPU (None: of the CPU)."""
+    """Returns the size of the last-level cache of a GPU (None: of the CPU)."""
     import torch
 
     return CPU_CACHE_BYTES if index is None else torch.cuda.get_device_properties(index).L2_cache_size

@@ -16,7 +16,7 @@ NUMBERS = {2: torch.bfloat16, 4: torch.float32}  # by bytes of a weight
 
 
 def constants(clock: Clock, param_bytes: int) -> dict[str, float]:
-    """matrix_flops, memory_bytes_per_s and host_bytes_per_s of a Device."""
+    """Measures matrix_flops, memory_bytes_per_s and host_bytes_per_s of a Device."""
     device, dtype = clock.world.device, NUMBERS[param_bytes]
     size, num_bytes = SIZE[device.type], READ_BYTES[device.type]
     matrix = torch.ones(size, size, dtype=dtype, device=device)
@@ -33,8 +33,8 @@ def constants(clock: Clock, param_bytes: int) -> dict[str, float]:
 
 
 def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float, float]]:
-    """(ranks, bytes, seconds) of all-gathers, and of equivalent operations: half an all-reduce; between two ranks, one
-    message."""
+    """Measures (ranks, bytes, seconds) of all-gathers, and of equivalent operations: half an all-reduce; between two
+    ranks, one message."""
     world = clock.world
     points: list[tuple[int, float, float]] = []
     for ranks in groups:
@@ -55,7 +55,7 @@ def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float,
 
 
 def host_messages(clock: Clock, ranks: tuple[int, ...]) -> list[tuple[int, float, float]]:
-    """The same of messages through host memory between two ranks."""
+    """Measures (ranks, bytes, seconds) of messages through host memory between two ranks."""
     world = clock.world
     points: list[tuple[int, float, float]] = []
     group = world.group(group_name(range(world.size), HOST))
@@ -68,7 +68,10 @@ def host_messages(clock: Clock, ranks: tuple[int, ...]) -> list[tuple[int, float
 
 
 def _ping_pong(buffer: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup | None = None) -> None:
-    """A message from the first to the second rank, and one back. group: of all ranks; None: the world."""
+    """Sends a message from the first to the second rank, and one back.
+
+    group: of all ranks; None: the world.
+    """
     first = dist.get_rank() == ranks[0]
     peer = ranks[1] if first else ranks[0]
     for operation in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):

@@ -19,7 +19,8 @@ CPU_INFO, CGROUPS, OWN_CGROUPS = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), 
 
 
 def machines(world: "World") -> list[Machine]:
-    """The machine of every rank, with the cores of all ranks of its node. Collective; call it after start_torch."""
+    """Returns the machine of every rank, with the cores of all ranks of its node. Collective; call it after
+    start_torch."""
     import torch
 
     index = world.computes.index
@@ -40,7 +41,10 @@ def machines(world: "World") -> list[Machine]:
 
 
 def kind_of_machine(*, name: bool = True) -> str:
-    """What machines with equal calibrations have in common. name: with the processor's. Imports torch."""
+    """Returns what machines with equal calibrations have in common. Imports torch.
+
+    name: with the processor's.
+    """
     import torch
 
     parts = [*details(cpu_info()), torch.backends.cpu.get_cpu_capability()]
@@ -48,7 +52,7 @@ def kind_of_machine(*, name: bool = True) -> str:
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Returns the name of this machine's processor."""
     return cpu_info().get("model name") or platform.machine()
 
 
@@ -65,7 +69,7 @@ def details(info: Mapping[str, str]) -> list[str]:
 
 
 def cpu_info() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; empty if there is no such file."""
+    """Returns the fields of the first processor in /proc/cpuinfo; empty if there is no such file."""
     try:
         first = CPU_INFO.read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
@@ -75,17 +79,17 @@ def cpu_info() -> dict[str, str]:
 
 
 def cpu_quota() -> float:
-    """The CPU quota of this process's control groups, in cores; inf without a quota."""
+    """Returns the CPU quota of this process's control groups, in cores; inf without a quota."""
     return min(map(_quota, _groups("cpu")), default=inf)
 
 
 def free_memory() -> float:
-    """Bytes that this process may still take: of the machine, and of its control groups."""
+    """Returns bytes that this process may still take: of the machine, and of its control groups."""
     return min([psutil.virtual_memory().available, *map(_room, _groups("memory"))])
 
 
 def _groups(controller: str) -> list[Path]:
-    """The folders of the control groups that limit this process, up to their roots."""
+    """Returns the folders of the control groups that limit this process, up to their roots."""
     try:
         lines = OWN_CGROUPS.read_text(encoding="utf-8", errors="replace").split("\n")
         groups = [line.split(":", 2) for line in lines if line]
@@ -104,7 +108,8 @@ def _groups(controller: str) -> list[Path]:
 
 
 def _quota(folder: Path) -> float:
-    """The quota of one control group: version 2 has `cpu.max` with quota and period, version 1 a file for each."""
+    """Returns the quota of one control group: version 2 has `cpu.max` with quota and period, version 1 a file for
+    each."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
@@ -118,7 +123,7 @@ def _quota(folder: Path) -> float:
 
 
 def _room(folder: Path) -> float:
-    """The bytes that one control group may still take, files in memory that nobody uses included: version 2 has
+    """Returns the bytes that one control group may still take, files in memory that nobody uses included: version 2 has
     `memory.max`, version 1 another name."""
     for most, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):

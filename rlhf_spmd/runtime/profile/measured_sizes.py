@@ -11,9 +11,14 @@ MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The sizes to measure. max_prompt, max_response: tokens of the longest sequence. shares: mean lengths relative to
-    that. most_rows: rows of full length in one forward. most_places: rows decoded at the same time. tps: numbers of
-    tensor-parallel ranks."""
+    """The sizes to measure.
+
+    max_prompt, max_response: tokens of the longest sequence.
+    shares: mean lengths relative to that.
+    most_rows: rows of full length in one forward.
+    most_places: rows decoded at the same time.
+    tps: numbers of tensor-parallel ranks.
+    """
 
     max_prompt: int
     max_response: int
@@ -24,7 +29,7 @@ class Grid:
 
     @classmethod
     def of(cls, workload: Workload, size: int, devices: int) -> "Grid":
-        """The sizes that the calls of a workload can have on `size` ranks with `devices` per node."""
+        """Returns the sizes that the calls of a workload can have on `size` ranks with `devices` per node."""
         heads = min(shape.num_kv_heads for shape in workload.models.values() if shape)
         return cls(
             max_prompt=workload.max_prompt,
@@ -41,8 +46,8 @@ class Grid:
         return self.max_prompt + self.max_response
 
     def rows(self, share: float, num_rows: int) -> list[tuple[int, int]]:
-        """Tokens of the prompt and the response of each row. They vary around the mean, as in an iteration, because
-        rows of equal length are cheaper."""
+        """Returns tokens of the prompt and the response of each row. They vary around the mean, as in an iteration,
+        because rows of equal length are cheaper."""
         return [
             (spread(share, self.max_prompt, i * GOLDEN), spread(share, self.max_response, i * SILVER))
             for i in range(num_rows)
@@ -50,13 +55,13 @@ class Grid:
 
 
 def spread(share: float, most: int, place: float) -> int:
-    """A length around share * most: from 1/3 to 5/3 of it, but at most `most`; `place` modulo 1 selects it."""
+    """Returns a length around share * most: from 1/3 to 5/3 of it, but at most `most`; `place` modulo 1 selects it."""
     width = min(share, 1 - share) * 2 / 3
     return max(1, round(most * (share + width * (2 * (place % 1) - 1))))
 
 
 def rows_up_to(most: int) -> tuple[int, ...]:
-    """At least two numbers of rows, in growing steps, e.g. 1, 4, 16, 32."""
+    """Returns at least two numbers of rows, in growing steps, e.g. 1, 4, 16, 32."""
     numbers = [1]
     while numbers[-1] * STEP < most:
         numbers.append(numbers[-1] * STEP)

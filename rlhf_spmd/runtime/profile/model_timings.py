@@ -48,7 +48,7 @@ Points = dict[float, tuple[float, ...]]  # amount -> seconds with few and with m
 
 
 def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
-    """The config of a model with this shape, of the family with the same biases and norms."""
+    """Returns the config of a model with this shape, of the family with the same biases and norms."""
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
     return ModelConfig(
         family,
@@ -93,8 +93,8 @@ class TimedModel:
         self.job = _job_of(world, config, workload, self.call, self.layout, shape.vocab_size)
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> Rows:
-        """The inputs of a call, for sequences with prompts and responses of these lengths. A call that reads pairs gets
-        half as many rows."""
+        """Returns the inputs of a call, for sequences with prompts and responses of these lengths. A call that reads
+        pairs gets half as many rows."""
         device, pairs = self.world.device, self.call.num_sequences
         num_prompts, num_responses = zip(*lengths[: max(1, len(lengths) // pairs)], strict=True)
         responses_BG = self.tokens(num_responses)
@@ -115,8 +115,8 @@ class TimedModel:
         return rows
 
     def tokens(self, lengths: Sequence[int]) -> Tensor:
-        """Random rows of tokens, padded with -1 on the right. Rows differ, because the engine computes equal prompts
-        only once."""
+        """Returns random rows of tokens, padded with -1 on the right. Rows differ, because the engine computes equal
+        prompts only once."""
         size = len(lengths), max(lengths)
         tokens = torch.randint(self.shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
         real = torch.arange(size[1]) < torch.tensor(lengths)[:, None]
@@ -124,13 +124,13 @@ class TimedModel:
 
     @torch.no_grad()
     def infer(self, rows: Rows) -> None:
-        """One micro-batch of an inference call."""
+        """Runs one micro-batch of an inference call."""
         batch, kept = sequences_of(self.call, rows), rows[self.call.kept] if self.call.kept else None
         what = VALUES if self.shape.scalar_head else LOGPROBS
         read_output(self.job, self.model, batch, forward(self.model, batch), [what], kept)
 
     def train(self, engine: TrainEngine, rows: Rows, *, update: bool = False) -> None:
-        """One optimizer step of one micro-batch without the update; or only the update."""
+        """Runs one optimizer step of one micro-batch without the update; or only the update."""
         group = group_name(self.layout.ranks) if self.group is not None else None
         run = Run(self.call.name, group, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
         num, program = len(rows[self.call.prompts]), self.job.program
@@ -172,7 +172,7 @@ class TimedModel:
 
 
 def _job_of(world: World, config: Config, workload: Workload, call: Train, layout: Layout, num_tokens: int) -> Job:
-    """What a readout and an optimizer step of one call need of a job: neither prompts nor models of a run."""
+    """Returns what a readout and an optimizer step of one call need of a job: neither prompts nor models of a run."""
     nothing: Any = None
     return Job(
         replace(config, generation=replace(config.generation, min_new_tokens=0, stop=())),
@@ -191,7 +191,7 @@ def _job_of(world: World, config: Config, workload: Workload, call: Train, layou
 
 
 def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
-    """The tables of a shape in tp slices. Collective over all ranks."""
+    """Measures the tables of a shape in tp slices. Collective over all ranks."""
     few, many = both = tuple(TimedModel(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
     # in tensor-parallel passes, the ranks of a node wait for each other
     seconds = partial(clock.seconds, together=clock.world.nodes.count(clock.world.node) if tp > 1 else 0)
@@ -203,7 +203,10 @@ def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, 
     ]
 
     def table(works: Callable[[dict[str, Tensor]], list[Callable]]) -> ByLength:
-        """Seconds of passes, up to the tokens of the largest micro-batch. works: of both models, for some rows."""
+        """Measures the seconds of passes, up to the tokens of the largest micro-batch.
+
+        works: of both models, for some rows.
+        """
         points: dict[float, Points] = {}
         for share, lengths in passes:
             points.setdefault(share, {})[float(sum(map(sum, lengths)))] = seconds(*works(few.rows(lengths)))
@@ -220,8 +223,8 @@ def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, 
 
 
 def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[TimedModel, ...]) -> dict:
-    """Tables of a pass over prompts, by length and tokens; of a decode step, by rows; of the extra time of a step in
-    which rows end."""
+    """Measures tables of a pass over prompts, by length and tokens; of a decode step, by rows; of the extra time of a
+    step in which rows end."""
     prefill: dict[float, Points] = {}
     for share in grid.shares:
         for num_rows in rows_up_to(grid.most_places):
@@ -250,12 +253,13 @@ def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tupl
 
 
 def by_length(by_share: dict[float, Points], longest: int) -> ByLength:
-    """Tables over tokens, for each mean length."""
+    """Returns tables over tokens, for each mean length."""
     return ByLength(tuple(share * longest for share in by_share), tuple(map(layered, by_share.values())))
 
 
 def layered(points: Points) -> Layered:
-    """Time per layer: the difference of the two models, divided by the difference of their layers; and the rest."""
+    """Returns the time per layer: the difference of the two models, divided by the difference of their layers; and the
+    rest."""
     layer = {amount: max(0.0, many_s - few_s) / (MANY - FEW) for amount, (few_s, many_s) in points.items()}
     rest = {amount: max(0.0, few_s - FEW * layer[amount]) for amount, (few_s, _) in points.items()}
     return Layered(*(Curve(tuple(part), tuple(part.values())) for part in (layer, rest)))

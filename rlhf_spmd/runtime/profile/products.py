@@ -56,7 +56,7 @@ class Table:
         return Choice(self.library, self.backward, self.plain_s, self.packed_s, self.pack_s)
 
     def exists(self) -> bool:
-        """Whether this machine has these libraries."""
+        """Returns whether this machine has these libraries."""
         return all(LIBRARIES[name].exists(DTYPES[self.dtype]) for name in (self.library, self.backward))
 
     @property
@@ -66,7 +66,7 @@ class Table:
 
 
 def table_of(values: Any, source: str = "the user's cache folder") -> Table:
-    """The table that a file holds. Raises UserError naming `source`."""
+    """Reads the table that a file holds. Raises UserError naming `source`."""
     names = {part.name: part.type for part in fields(Table)}
     kinds: dict[object, type | tuple[type, ...]] = {float: (int, float), int: int, str: str}
     is_table = isinstance(values, Mapping) and values.keys() == names.keys()
@@ -83,9 +83,12 @@ def table_of(values: Any, source: str = "the user's cache folder") -> Table:
 def choose(
     world: World, wanted: str, dtype: str, shapes: Iterable[ModelShape | None], recorded: Recorded | None = None
 ) -> tuple[Table | None, str]:
-    """Makes all ranks use one library -> the table to record, and a note for the user (empty: none). None: F.linear,
-    because the job computes on GPUs or its matrices are small. wanted: the option `products`. recorded: by the run that
-    is resumed. Collective; raises UserError."""
+    """Makes all ranks use one library. Returns the table to record, and a note for the user (empty: none). None:
+    F.linear, because the job computes on GPUs or its matrices are small. Collective; raises UserError.
+
+    wanted: the option `products`.
+    recorded: by the run that is resumed.
+    """
     use({})
     matters = any(shape.has_large_matrices for shape in shapes if shape) and world.computes.index is None
     if not matters or wanted == LINEAR.name or dtype not in DTYPES:
@@ -146,7 +149,8 @@ def limit_packing(world: World, table: Table | None, num_bytes: int) -> str:
 
 
 def _fixed(library: str, dtype: str) -> Table:
-    """A library that the user names, also for backward products where it can, as if it took the default seconds."""
+    """Returns a library that the user names, also for backward products where it can, as if it took the default
+    seconds."""
     one = Choice(library, backward=library if library in BACKWARD else LINEAR.name)
     seconds = one.plain_s, one.packed_s, one.pack_s
     return Table(dtype, one.library, one.backward, *seconds, *_kind())
@@ -156,8 +160,8 @@ def _fixed(library: str, dtype: str) -> Table:
 
 
 def of_this_machine(dtype: str) -> Table:
-    """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
-    new, such as kernels that were compiled meanwhile, is another case."""
+    """Returns the fastest library here: as it was measured before, else measured now, and kept for the next time. A new
+    library, such as kernels that were compiled meanwhile, is measured again."""
     if known := _recall(dtype):
         return known
     measured = measure(DTYPES[dtype])
@@ -174,7 +178,7 @@ def _kind() -> tuple[str, str, int]:
 
 
 def _name(dtype: str) -> str:
-    """The name of what is known of this kind of machine."""
+    """Returns the name under which results on this kind of machine are kept."""
     here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
     return hashlib.sha256(repr([RULES, dtype, *_kind(), here]).encode()).hexdigest()
 
@@ -188,7 +192,10 @@ def _recall(dtype: str) -> Table | None:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of a library per byte of weights. depends: whether the bits of a row depend on the rows beside it."""
+    """Seconds of a library per byte of weights.
+
+    depends: whether the bits of a row depend on the rows beside it.
+    """
 
     plain_s: float  # a decode step with plain weights
     packed_s: float  # and with packed ones
@@ -203,8 +210,8 @@ class Seconds:
 
 
 def fastest(measured: Mapping[str, Seconds]) -> str:
-    """The library with the fewest seconds of a token, F.linear unless another one is faster by MARGIN. Of those that
-    are as fast within MARGIN, one whose rows do not depend on each other."""
+    """Returns the library with the fewest seconds of a token, F.linear unless another one is faster by MARGIN. Of those
+    that are as fast within MARGIN, one whose rows do not depend on each other."""
     linear_s = measured[LINEAR.name].token_s
     faster = {name: one for name, one in measured.items() if one.token_s * MARGIN < linear_s}
     least = min((one.token_s for one in faster.values()), default=0.0)
@@ -214,8 +221,8 @@ def fastest(measured: Mapping[str, Seconds]) -> str:
 
 @torch.inference_mode()
 def measure(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, Seconds]:
-    """The seconds of all libraries that this machine has: the fewest of some repetitions, in which they take turns.
-    Nothing is timed if F.linear is the only one."""
+    """Measures the seconds of all libraries that this machine has: the fewest of some repetitions, in which they take
+    turns. Nothing is timed if F.linear is the only one."""
     libraries = [one for one in LIBRARIES.values() if one.exists(dtype)]
     if libraries == [LINEAR]:
         return {LINEAR.name: Seconds(0.0, 0.0, 0.0)}
@@ -255,7 +262,10 @@ class _Trial:
         )
 
     def _per_byte(self, num_rows: int, own: Sequence) -> float:
-        """own: the first weights, plain or packed."""
+        """Returns the seconds per byte of weights.
+
+        own: the first weights, plain or packed.
+        """
         part = self.weights[: len(own)]
         x = {num_in: torch.ones(num_rows, num_in, dtype=part[0].dtype) for _, num_in in LAYER}
         began = self._clock()
@@ -265,14 +275,15 @@ class _Trial:
 
 
 def fastest_backward(seconds: Mapping[str, float]) -> str:
-    """torch.mm, unless another library is faster by MARGIN."""
+    """Returns torch.mm, unless another library is faster by MARGIN."""
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] * MARGIN < seconds[LINEAR.name] else LINEAR.name
 
 
 @torch.inference_mode()
 def measure_backward(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """The seconds of the backward products of some layers after a pass over given tokens, as `measure` has them."""
+    """Measures the seconds of the backward products of some layers after a pass over given tokens, as `measure` has
+    them."""
     seconds = {name: math.inf for name in BACKWARD if LIBRARIES[name].exists(dtype)}
     weights = _weights(dtype)
     grads = {num: torch.ones(PASS_ROWS, num, dtype=dtype) for layer in LAYER for num in layer}
@@ -288,7 +299,7 @@ def measure_backward(dtype: torch.dtype, clock: Callable[[], float] = time.perf_
 
 
 def _weights(dtype: torch.dtype) -> list[Tensor]:
-    """Matrices of equal layers, as they lie in memory one after the other."""
+    """Returns matrices of equal layers, as they lie in memory one after the other."""
     generator = torch.Generator().manual_seed(1)
     layer = [torch.randn(shape, generator=generator).to(dtype) for shape in LAYER]
     num_layers = -(-TIMED_BYTES // sum(weight.nbytes for weight in layer))
@@ -296,7 +307,7 @@ def _weights(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _depends(library: Library, weight_OI: Tensor) -> bool:
-    """Whether the bits of a row depend on the rows beside it."""
+    """Returns whether the bits of a row depend on the rows beside it."""
     x_NI = torch.randn(PASS_ROWS, weight_OI.shape[1], generator=torch.Generator().manual_seed(2)).to(weight_OI.dtype)
     wanted_O = library.multiply(x_NI, weight_OI, None)[0]
     return any(not library.multiply(x_NI[:num], weight_OI, None)[0].equal(wanted_O) for num in (2, STEP_ROWS))

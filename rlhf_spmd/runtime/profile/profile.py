@@ -34,26 +34,27 @@ PACKAGES = ("rlhf-spmd", "torch")
 
 
 def groups_of(world: World, tps: Iterable[int]) -> dict[str, tuple[int, ...]]:
-    """The groups for the measurements: adjacent ranks in tp slices, the first n ranks, and one rank of each node."""
+    """Returns the groups for the measurements: adjacent ranks in tp slices, the first n ranks, and one rank of each
+    node."""
     named = [Layout.grid_of(range(world.size), tp=tp) for tp in tps]
     tensor = [layout.tensor_ranks(rank) for layout in named for rank in layout.ranks]
     return {group_name(ranks): ranks for ranks in (*tensor, *inside_ranks(world), *between_ranks(world))}
 
 
 def inside_ranks(world: World) -> list[tuple[int, ...]]:
-    """2, 4, 8, ... and all ranks of the first node."""
+    """Returns 2, 4, 8, ... and all ranks of the first node."""
     ranks = tuple(rank for rank, node in enumerate(world.nodes) if node == 0)
     sizes = [size for size in (2**power for power in range(1, 12)) if size < len(ranks)]
     return [ranks[:size] for size in (*sizes, len(ranks)) if size > 1]
 
 
 def between_ranks(world: World) -> list[tuple[int, ...]]:
-    """The first rank of every node."""
+    """Returns the first rank of every node."""
     return [tuple(world.nodes.index(node) for node in range(world.num_nodes))] if world.num_nodes > 1 else []
 
 
 def host_group(world: World) -> dict[str, tuple[int, ...]]:
-    """The group for messages through host memory, if GPUs of the first node need one."""
+    """Returns the group for messages through host memory, if GPUs of the first node need one."""
     ranks = tuple(range(world.size))
     return {group_name(ranks, HOST): ranks} if world.computes.index is not None and inside_ranks(world) else {}
 
@@ -61,9 +62,11 @@ def host_group(world: World) -> dict[str, tuple[int, ...]]:
 def profile(
     world: World, config: Config, *, name: str, grid: Grid | None = None, budget_s: float = BUDGET_S
 ) -> Calibration:
-    """The calibration of this machine for the models of a configuration, the same on every rank. Starts torch.
+    """Measures the calibration of this machine for the models of a configuration, the same on every rank. Starts torch.
+    Collective.
 
-    grid: the sizes to measure, by default those of the configuration's batches. budget_s: per measurement. Collective.
+    grid: the sizes to measure, by default those of the configuration's batches.
+    budget_s: per measurement.
     """
     with world.together("choosing what to measure"):
         workload = make_workload(config)
@@ -114,15 +117,17 @@ def profile(
 
 
 def sources_of(device: Device, links: Mapping[str, bool]) -> dict[str, str]:
-    """Where each constant comes from; links: whether each was measured. An all-reduce of a decode step is assumed to
-    take what its link does."""
+    """Returns where each constant comes from. An all-reduce of a decode step is assumed to take what its link does.
+
+    links: whether each was measured.
+    """
     found = {name: "measured" for name in OF_DEVICE if getattr(device, name) is not None}
     found |= {name: "measured" if links[name.partition(".")[0]] else "assumed" for name in OF_LINKS}
     return found | {"decode_reduce_s": "assumed"}
 
 
 def provenance(world: World, config: Config, num_threads: int, has_between: bool) -> str:
-    """Machine, versions, date, and missing measurements."""
+    """Returns machine, versions, date, and missing measurements."""
     versions = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES)
     ranks = f"{world.size} ranks on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}, {num_threads} thread"
     ranks += "s each" if num_threads > 1 else " each"
@@ -136,7 +141,7 @@ def provenance(world: World, config: Config, num_threads: int, has_between: bool
 
 
 def version_of(package: str) -> str:
-    """The version of a package, if installed."""
+    """Returns the version of a package, if installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -144,7 +149,7 @@ def version_of(package: str) -> str:
 
 
 def summary(calibration: Calibration) -> str:
-    """A readable summary of a calibration."""
+    """Returns a readable summary of a calibration."""
     lines = []
     for kind, device in calibration.devices.items():
         lines.append(f"{kind}: {device.matrix_flops:.3g} FLOP/s, memory {device.memory_bytes_per_s:.3g} B/s")
@@ -164,7 +169,7 @@ def summary(calibration: Calibration) -> str:
 
 
 def last_line(calibration: Calibration, path: str, wall_s: float) -> Mapping[str, object]:
-    """The values of the last line of standard output."""
+    """Returns the values of the last line of standard output."""
     return {
         "calibration": path,
         "devices": list(calibration.devices),

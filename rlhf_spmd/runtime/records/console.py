@@ -36,8 +36,8 @@ RECENT = 10  # iterations by whose seconds the time that is left is estimated
 class Result:
     """The last line of standard output, for machines. NaN, which becomes null, stands for a value not measured.
 
-    iteration_s, forecast_s: measured and forecast seconds of an iteration; scaled_by: the scale of the calibration in
-    the forecast (forecast_report.py).
+    iteration_s, forecast_s: measured and forecast seconds of an iteration.
+    scaled_by: the scale of the calibration in the forecast (forecast_report.py).
     """
 
     strategy: str
@@ -65,7 +65,11 @@ class Result:
 
 
 class Column(NamedTuple):
-    """A column of the table. name: its metric, NUMBER or LEFT. leaves: as in Metric."""
+    """A column of the table.
+
+    name: its metric, NUMBER or LEFT.
+    leaves: as in Metric.
+    """
 
     name: str
     heading: str
@@ -75,7 +79,7 @@ class Column(NamedTuple):
 
 
 def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns that are shown in so many places, with two spaces between them. The first one always is."""
+    """Returns the columns that are shown in so many places, with two spaces between them. The first one always is."""
     shown = list(columns)
     while len(shown) > 1 and sum(column.width + 2 for column in shown) - 2 > width:
         last = max(range(1, len(shown)), key=lambda index: (shown[index].leaves, index))
@@ -84,7 +88,7 @@ def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 def cell(value: float, form: str, width: int) -> str:
-    """A number in so many places: with fewer digits if the format takes more."""
+    """Formats a number for so many places: with fewer digits if the format takes more."""
     scale, unit = (100.0, "%") if form.endswith("%}") else (1.0, "")
     forms = [f"{{:.{digits}g}}" for digits in (6, 5, 4, 3, 2, 1)]
     texts = [formatted(value, form), *(f"{formatted(value * scale, one)}{unit}" for one in ("{:.0f}", *forms))]
@@ -103,8 +107,12 @@ class Console:
         stream: TextIO | None = None,
         as_json: bool | None = None,
     ) -> None:
-        """metrics: of the run. columns: the names of those that are shown, in their order. as_json: --json or
-        --no-json."""
+        """Prepares the console.
+
+        metrics: of the run.
+        columns: the names of those that are shown, in their order.
+        as_json: --json or --no-json.
+        """
         self.metrics, self.columns, self.enabled = metrics, columns, enabled
         self.stream, self.as_json = stream or sys.stdout, as_json
         self.terminal = terminal.terminal(self.stream)
@@ -113,17 +121,21 @@ class Console:
         self._ended_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last iterations ended
 
     def heading(self, title: str, facts: Mapping[str, object]) -> None:
-        """A title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from p.jsonl"}."""
+        """Prints a title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from
+        p.jsonl"}."""
         self._print(self._style(title, BOLD))
         self._print_facts(facts)
 
     def note(self, text: str) -> None:
-        """A line between others, unless it is empty."""
+        """Prints a line between others, unless it is empty."""
         if text:
             self._print(text)
 
     def iteration(self, number: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line of the progress table; the first call also prints the headings. number: from 1."""
+        """Prints one line of the progress table; the first call also prints the headings.
+
+        number: from 1.
+        """
         if not self._columns:
             places = max(len(NUMBER), len(str(total)) * 2 + 1)
             self._columns = [Column(NUMBER, NUMBER, "", places, 0)]
@@ -144,14 +156,14 @@ class Console:
         self._print("  ".join(cells))
 
     def left_s(self, number: int, total: int, metrics: Mapping[str, float]) -> float:
-        """Estimated seconds that the iterations after this one take, with what is done between them."""
+        """Returns estimated seconds that the iterations after this one take, with what is done between them."""
         each_s = metrics.get("iteration_s", 0.0)
         if len(self._ended_s) > 1:
             each_s = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
         return max(total - number, 0) * max(each_s, 0.0)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Responses before and after training, one below the other."""
+        """Prints responses before and after training, one below the other."""
         if not samples:
             return
         width = min(MOST_TEXT, terminal.width(self.stream))
@@ -198,7 +210,7 @@ class Console:
             self._print(result.to_json())
 
     def _print_facts(self, facts: Mapping[str, object]) -> None:
-        """One line for each; in a terminal it is wrapped between words."""
+        """Prints one line for each fact; in a terminal it is wrapped between words."""
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             lines = [str(value)]

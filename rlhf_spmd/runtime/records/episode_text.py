@@ -11,8 +11,11 @@ INDENT = 10  # columns before what was said
 
 
 def episode_text(turns: Sequence[Mapping[str, Any]], reason: str, width: int = 80) -> str:
-    """Lines of at most `width` columns. turns: as of environments/transcript.py. reason: why the episode ended; empty:
-    it is not known."""
+    """Returns an episode as lines of at most `width` columns.
+
+    turns: as in environments/transcript.py.
+    reason: why the episode ended; empty: it is not known.
+    """
     lines: list[str] = []
     for number, turn in enumerate(turns, start=1):
         before = f"{number:>2} "

@@ -30,7 +30,7 @@ Types = Mapping[str, Any]  # column of the data set -> its Arrow type; None: the
 
 
 def pyarrow_modules() -> tuple[Any, Any]:
-    """pyarrow and its module for Parquet. Raises UserError if they are missing."""
+    """Imports pyarrow and its module for Parquet. Raises UserError if they are missing."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -40,8 +40,8 @@ def pyarrow_modules() -> tuple[Any, Any]:
 
 
 def other_names(columns: Iterable[str], own: Iterable[str]) -> dict[str, str]:
-    """Columns of the data set whose name is that of one of a run's own, or no text (half a surrogate pair) -> what they
-    are called in rollouts."""
+    """Returns, for columns of the data set whose name is that of one of a run's own, or not text (half a surrogate
+    pair), what they are called in rollouts."""
     columns, own = list(columns), {*own}
     taken, found = own | {*columns}, {}
     for name in columns:
@@ -56,7 +56,7 @@ def other_names(columns: Iterable[str], own: Iterable[str]) -> dict[str, str]:
 
 
 def types_of(parts: Iterable[Sequence[Record]], names: Sequence[str]) -> Types:
-    """The types of the columns of a data set. parts: of its rows, some at a time."""
+    """Returns the types of the columns of a data set. parts: of its rows, some at a time."""
     arrow, _ = pyarrow_modules()
     found: dict[str, Any] = dict.fromkeys(names, arrow.null())
     for rows in parts:
@@ -68,7 +68,7 @@ def types_of(parts: Iterable[Sequence[Record]], names: Sequence[str]) -> Types:
 
 
 def _type_of(arrow: Any, values: list[Any]) -> Any:
-    """The Arrow type that holds these values, none of which it changes; None if there is none."""
+    """Returns the Arrow type that holds these values, none of which it changes; None if there is none."""
     try:
         array = arrow.array(values)
     except (arrow.ArrowException, ValueError, TypeError, OverflowError):
@@ -90,8 +90,12 @@ def write_part(
     types: Types,
     renamed: Mapping[str, str],
 ) -> None:
-    """Writes rows: what the run adds to each, and its columns of the data set. form: `jsonl` or `parquet`. own, types:
-    of both, for Parquet (OWN_TYPES, types_of). renamed: from other_names. Raises OSError."""
+    """Writes rows: what the run adds to each, and its columns of the data set. Raises OSError.
+
+    form: `jsonl` or `parquet`.
+    own, types: of both, for Parquet (OWN_TYPES, types_of).
+    renamed: from other_names.
+    """
     if form == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             for added, record in rows:
@@ -119,7 +123,7 @@ def write_part(
 
 
 def read_part(path: Path) -> Iterator[Record]:
-    """The rows of a part. Raises UserError."""
+    """Yields the rows of a part. Raises UserError."""
     records = [record for _, record in read_records(path, "prompt")]
     if path.suffix != ".parquet":
         yield from records

@@ -20,8 +20,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What is known of a run without its code. headlines: the metrics that its algorithm reports at the end. made_with:
-    commit, versions, hardware and the like of its last start, by name."""
+    """What is known of a run without its code.
+
+    headlines: the metrics that its algorithm reports at the end.
+    made_with: commit, versions, hardware and the like of its last start, by name.
+    """
 
     strategy: str
     title: str  # of the algorithm
@@ -30,19 +33,19 @@ class Reported:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The objects of a file of lines, without those that are cut; none if there is no file. Raises OSError and
+    """Returns the objects of a file of lines, without those that are cut; none if there is no file. Raises OSError and
     UserError if it can't be read."""
     return [row for _, row in numbered_values(path) if isinstance(row, dict)]
 
 
 def read_config(folder: Path) -> Row:
-    """The options of a run; none if they are not there or are no JSON. Raises OSError and UserError."""
+    """Reads the options of a run; none if they are not there or not JSON. Raises OSError and UserError."""
     return json_object(folder / CONFIG)
 
 
 def reported(folder: Path, config: Row) -> Reported:
-    """What a run wrote of its algorithm and strategy; of runs of earlier versions, whose algorithm comes with the
-    package, what its page says. Raises OSError and UserError."""
+    """Returns what a run wrote of its algorithm and strategy; of runs of earlier versions, whose algorithm comes with
+    the package, what its page says. Raises OSError and UserError."""
     about, name = json_object(folder / PROGRAM), config.get("algorithm", "ppo")
     strategy, title, headlines = (about.get(key) for key in ("strategy", "algorithm", "headlines"))
     strategy, made_with = strategy if isinstance(strategy, str) else "", _made_with(about)
@@ -62,5 +65,5 @@ def _made_with(about: Row) -> dict[str, str]:
 
 
 def headlines_of(metrics: Mapping[str, Metric]) -> tuple[str, ...]:
-    """The metrics that an algorithm reports at the end of a run."""
+    """Returns the metrics that an algorithm reports at the end of a run."""
     return tuple(name for name, metric in metrics.items() if metric.headline is not None)

@@ -49,8 +49,10 @@ FIND_S = 10.0  # after which a shared file system shows a new folder on all host
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to one prompt before training and, at the end of a run, after it. late_before, late_after: whether a
-    reward function ran out of time for it."""
+    """A response to one prompt before training and, at the end of a run, after it.
+
+    late_before, late_after: whether a reward function ran out of time for it.
+    """
 
     prompt_index: int
     prompt: str
@@ -145,13 +147,16 @@ class RunFolder:
             pass
 
     def texts(self) -> dict[str, str]:
-        """The files that describe the run, by name; empty on other ranks than 0."""
+        """Returns the files that describe the run, by name; empty on other ranks than 0."""
         paths = [self.path / name for name in DESCRIPTION if self.writes]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
     def metrics(self, num_iterations: int, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The rows of the first iterations in metrics.jsonl, with NaN for null. needed: numbers that all have. Raises
-        UserError for a line that is none."""
+        """Reads the rows of the first iterations in metrics.jsonl, with NaN for null. Raises UserError for a line that
+        is not one.
+
+        needed: numbers that all have.
+        """
         rows, path = [], self.path / "metrics.jsonl"
         for number, row in numbered_values(path):
             if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
@@ -167,8 +172,11 @@ class RunFolder:
         return rows
 
     def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
-        """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
-        UserError for a line that is none."""
+        """Reads the evaluations before or right after the last of so many iterations. Raises UserError for a line that
+        is not one.
+
+        metrics: that all have.
+        """
         rows, path = [], self.path / EVALUATIONS
         for number, row in numbered_values(path):
             is_row = isinstance(row, dict) and type(row.get("iteration")) is int
@@ -194,8 +202,8 @@ class RunFolder:
         self.write("metrics.jsonl", "".join(json.dumps(finite(row)) + "\n" for row in rows))
 
     def samples_before(self) -> list[Shown]:
-        """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
-        line that is none."""
+        """Reads the response before training of each sample, which an earlier part of this run wrote. Raises UserError
+        for a line that is not one."""
         found, path = [], self.path / "samples.jsonl"
         for number, row in numbered_values(path):
             is_row = isinstance(row, dict) and isinstance(row.get("before"), str)
@@ -215,7 +223,11 @@ class RunFolder:
         more: Mapping[str, float] = {},
     ) -> None:
         """Adds a line to metrics.jsonl and a point to each curve; both are on disk when this returns. JSON has null for
-        NaN. groups: metric -> group of its curve. more: points of further curves."""
+        NaN.
+
+        groups: metric -> group of its curve.
+        more: points of further curves.
+        """
         if not self.writes:
             return
         with writing(self.path / "metrics.jsonl"):
@@ -284,13 +296,13 @@ class RunFolder:
 
 
 def _begun_only(path: Path) -> bool:
-    """Whether a run was killed in this folder before it wrote config.json, which is written last."""
+    """Returns whether a run was killed in this folder before it wrote config.json, which is written last."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {CONFIG}
     return all(name in BEFORE_CONFIG or _is_draft(name) for name in names)
 
 
 def _is_draft(name: str) -> bool:
-    """Whether this is a file that `write` has not renamed, of those written before config.json."""
+    """Returns whether this is a file that `write` has not renamed, of those written before config.json."""
     return name.startswith(tuple(f".{whole}." for whole in (CONFIG, *BEFORE_CONFIG)))
 
 

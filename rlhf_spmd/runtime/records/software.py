@@ -15,14 +15,14 @@ LIMIT_S = 10.0  # for git, which may wait for a file system
 
 
 def software() -> dict[str, str]:
-    """Commit and versions, without what is not known or not installed."""
+    """Returns commit and versions, without what is not known or not installed."""
     own = {"commit": commit() or installed_commit(), "rlhf_spmd": version_of("rlhf_spmd")}
     found = own | {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
     return {name: text for name, text in found.items() if text}
 
 
 def version_of(package: str) -> str | None:
-    """None: it is not installed."""
+    """Returns the version of a package; None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -30,7 +30,8 @@ def version_of(package: str) -> str | None:
 
 
 def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
-    """The short hash of a checkout's commit, with `-dirty` if files in `code` differ from it; empty if it is none."""
+    """Returns the short hash of a checkout's commit, with `-dirty` if files in `code` differ from it; empty if it is
+    not a checkout."""
     if not (checkout / ".git").exists():  # a copy without it may lie within another repository
         return ""
     found = _git(checkout, "rev-parse", "--short", "HEAD")
@@ -38,7 +39,7 @@ def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
 
 
 def installed_commit() -> str:
-    """The short hash of the commit from which pip has installed the package; empty if it came otherwise."""
+    """Returns the short hash of the commit from which pip has installed the package; empty if it came otherwise."""
     version = version_of("rlhf_spmd")
     if version is None:
         return ""
@@ -48,7 +49,7 @@ def installed_commit() -> str:
 
 
 def _git(checkout: Path, *words: str) -> str:
-    """What git prints; nothing where there is no git."""
+    """Returns what git prints; nothing where there is no git."""
     command = ["git", "--no-optional-locks", *words]
     try:
         done = subprocess.run(

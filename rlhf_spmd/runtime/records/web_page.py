@@ -150,7 +150,7 @@ class RunFiles:
 
 
 def read(path: Path) -> RunFiles:
-    """Raises UserError if it is no run folder, and OSError if it can't be read."""
+    """Raises UserError if it is not a run folder, and OSError if it can't be read."""
     check_is_folder(path)
     if why := why_no_file(path / CONFIG):
         if "does not exist" not in why:
@@ -165,7 +165,7 @@ def read(path: Path) -> RunFiles:
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     made_by = {folder.resolve(): number for number, run in enumerate(runs) for folder in run.written}
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     colours = run_colours(len(runs))
@@ -179,7 +179,8 @@ def page(runs: Sequence[RunFiles], title: str) -> str:
 
 
 def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
-    """The first and the last value of what an algorithm reports, on held-out data where it has an evaluation."""
+    """Returns the first and the last value of what an algorithm reports, on held-out data where it has an
+    evaluation."""
     found = {}
     for name in (*run.about.headlines, *_scores(run)):
         rows = run.evaluations if any(name in row for row in run.evaluations) else run.metrics
@@ -189,13 +190,13 @@ def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
 
 
 def _seconds(run: RunFiles) -> float:
-    """Of iterations and evaluations."""
+    """Returns the seconds of iterations and evaluations."""
     times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
     return sum(y for _, y in finite_points([(0, one) for one in times]))
 
 
 def _place(folder: str) -> Path | None:
-    """A folder without links; None if the text is no path."""
+    """Returns a folder without links; None if the text is not a path."""
     try:
         return Path(folder).resolve()
     except (OSError, ValueError, RuntimeError):
@@ -203,12 +204,12 @@ def _place(folder: str) -> Path | None:
 
 
 def _scores(run: RunFiles) -> list[str]:
-    """The metrics of an evaluation that scores responses."""
+    """Returns the metrics of an evaluation that scores responses."""
     return [name for name in dict.fromkeys(name for row in run.evaluations for name in row) if "@" in name]
 
 
 def _pictures(runs: Sequence[RunFiles], colours: Sequence[str]) -> tuple[Markup, Markup]:
-    """The curves of what the runs report, of evaluations and lengths; and those of all other metrics."""
+    """Returns the curves of what the runs report, of evaluations and lengths; and those of all other metrics."""
     found: dict[str, list[Series]] = {}
     for run, colour in zip(runs, colours, strict=True):
         for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):
@@ -223,17 +224,18 @@ def _pictures(runs: Sequence[RunFiles], colours: Sequence[str]) -> tuple[Markup,
 
 
 def _joined(found: Mapping[str, Sequence[Series]], names: Sequence[str]) -> Markup:
-    """The pictures of these metrics, one after another."""
+    """Returns the pictures of these metrics, one after another."""
     return Markup("".join(curves(name, found[name]) for name in names))
 
 
 def _after(iteration: object) -> object:
-    """The number of iterations after the one with this number, as on the console; evaluations have such numbers."""
+    """Returns the number of iterations after the one with this number, as on the console; evaluations have such
+    numbers."""
     return iteration + 1 if isinstance(iteration, int | float) else None
 
 
 def _differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """The options that differ between runs, with their values."""
+    """Returns the options that differ between runs, with their values."""
     options = [_flat(run.config) for run in runs]
     names = sorted({name for one in options for name in one})
     rows = [(name, [one.get(name, NONE) for one in options]) for name in names]
@@ -241,7 +243,7 @@ def _differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
 
 
 def _made_with(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Strategy, code and machines of the runs, as far as they are known."""
+    """Returns strategy, code and machines of the runs, as far as they are known."""
     facts = [{"strategy": run.about.strategy or NONE, **run.about.made_with} for run in runs]
     return [
         (name, [one.get(name, NONE) for one in facts]) for name in dict.fromkeys(name for one in facts for name in one)
@@ -249,7 +251,7 @@ def _made_with(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(options: Mapping[str, object], before: str = "") -> dict[str, str]:
-    """Options of groups by their whole names, and their values as JSON, texts without quotes."""
+    """Returns options of groups by their whole names, and their values as JSON, texts without quotes."""
     found: dict[str, str] = {}
     for name, value in options.items():
         if isinstance(value, Mapping) and value:

@@ -79,11 +79,12 @@ class AheadRehearsal(InstructionLoop):
         """Takes no time."""
 
     def agree(self, batches: Batches, what: str) -> list[dict[str, Any]]:
-        """All ranks tell what they sent in this step."""
+        """Exchanges among all ranks what they sent in this step."""
         return self.inner.agree(self._batch(batches, batches.trained is None), what)
 
     def _transfer_draws(self, number: int) -> bool:
-        """Whether a transfer is of the batch that is drawn; one between the stages of a call is of the call's batch."""
+        """Returns whether a transfer is of the batch that is drawn; one between the stages of a call is of the call's
+        batch."""
         transfer, workflow = self.program.transfers[number], self.program.workload.workflow
         if transfer.call is not None:
             return not trains(workflow.call(transfer.call), workflow)

@@ -28,8 +28,12 @@ HEADER = 2  # numbers before those of a message: its name, and when its sender i
 
 @dataclass(slots=True)
 class Part:
-    """One end of a message. name: a number that tells it from all others of an iteration; numbers: what it carries;
-    or, where it arrives, how many numbers it will carry. wire: what it shares with other messages of this rank."""
+    """One end of a message.
+
+    name: a number that tells it from all others of an iteration.
+    numbers: what it carries; or, where it arrives, how many numbers it will carry.
+    wire: what it shares with other messages of this rank.
+    """
 
     name: int
     peer: int
@@ -47,8 +51,11 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """What a rank gives to a communicator at once. members: of a meeting, ascending; seconds: that it takes this rank
-    once all have come."""
+    """What a rank gives to a communicator at once.
+
+    members: of a meeting, ascending.
+    seconds: that it takes this rank once all have come.
+    """
 
     parts: Sequence[Part] = ()
     name: int = 0
@@ -154,7 +161,7 @@ class Communicators:
         return operation.end_s <= time.monotonic()
 
     def _end_of(self, part: Part, tag: int) -> float | None:
-        """When a message has been transferred; None: it is not known yet. The receiver decides."""
+        """Returns when a message has been transferred; None: it is not known yet. The receiver decides."""
         if part.end_s is not None or not part.request.Test():
             return part.end_s
         wire = part.wire, part.sends
@@ -173,7 +180,7 @@ class Communicators:
     # ---- meetings ---------------------------------------------------------------------------------------------------
 
     def _arrive(self, operation: Operation, tag: int) -> None:
-        """The lowest rank learns when each other one comes, and for how long it then works."""
+        """Tells the lowest rank when each other one comes, and for how long it then works."""
         mine, first = np.array([operation.name, time.monotonic(), operation.seconds]), operation.members[0]
         operation.requests = [(None, mine)]
         if self.rank == first:
@@ -186,7 +193,8 @@ class Communicators:
         operation.requests = [(self.comm.Irecv(end, first, tag + MET), end)]
 
     def _end_of_meeting(self, operation: Operation, tag: int) -> float | None:
-        """When the slowest rank is done; None: some have not come, or have come to another meeting, and all hang."""
+        """Returns when the slowest rank is done; None: some have not come, or have come to another meeting, and all
+        hang."""
         if operation.end_s is not None or not all(
             request is None or request.Test() for request, _ in operation.requests
         ):

@@ -44,7 +44,7 @@ class Faults:
     drop: str | None = None
 
     def slowness(self, rank: int) -> float:
-        """How many times longer a rank computes."""
+        """Returns how many times longer a rank computes."""
         return dict(self.slow).get(rank, 1.0)
 
 
@@ -62,7 +62,7 @@ class Rehearsed:
 
 
 def expanded(program: Program) -> Program:
-    """The program whose lists are rehearsed: with the bodies of Runs with stages."""
+    """Returns the program whose lists are rehearsed: with the bodies of Runs with stages."""
     return expand(program, lambda run: usual_number(program, run), lambda run: NUM_TOKENS)
 
 
@@ -70,7 +70,12 @@ class Rehearsal(InstructionLoop):
     """Carries out the instructions by sleeping, and by small messages over MPI."""
 
     def __init__(self, program: Program, world: Any, recorder: Tracer, times: Times, factor: float, faults: Faults):
-        """program: `expanded`. times: its forecast's. factor: seconds of the forecast in a second here."""
+        """Prepares the rehearsal of a program.
+
+        program: `expanded`.
+        times: its forecast's.
+        factor: seconds of the forecast in a second here.
+        """
         super().__init__(program, world, recorder)
         self.times, self.factor, self.faults = times, factor, faults
         names = dict.fromkeys([*program.groups, WORLD, WEIGHTS])
@@ -120,7 +125,7 @@ class Rehearsal(InstructionLoop):
                 )
 
     def _seconds(self, run: Run) -> float:
-        """Seconds that this rank sleeps for a Run."""
+        """Returns seconds that this rank sleeps for a Run."""
         call = self.program.workload.workflow.call(run.call)
         if isinstance(call, Generate) and run.phase:
             if run.phase != "end":
@@ -145,7 +150,7 @@ class Rehearsal(InstructionLoop):
         return data.rows[key]
 
     def _expected(self, key: str, rows: range, columns: range, data: Rehearsed) -> np.ndarray:
-        """The numbers of some rows in an iteration."""
+        """Returns the numbers of some rows in an iteration."""
         places_MC = np.add.outer(np.array(rows) * self.shape[1], np.array(columns))
         return places_MC + (data.number + 1) * 1e6 + zlib.crc32(key.encode()) % 1000 * 1e9
 
@@ -189,7 +194,7 @@ class Rehearsal(InstructionLoop):
         return [m for m in transfer.messages if self.world.rank in (m.source, m.destination)]
 
     def _part(self, number: int, place: int, message: Message, data: Rehearsed) -> Part:
-        """This rank's end of a message of rows, or of what a stage sends to the next."""
+        """Returns this rank's end of a message of rows, or of what a stage sends to the next."""
         transfer, sends = self.program.transfers[number], message.source == self.world.rank
         rows, columns = self.program.mini_batches_of(transfer), message.columns
         keys = message.keys if transfer.call is None else ()
@@ -219,13 +224,14 @@ class Rehearsal(InstructionLoop):
             self.sent_bytes[node_of(message.source), node_of(message.destination)] += message.num_bytes
 
     def _name(self, text: str, data: Rehearsed) -> int:
-        """A number for a message or meeting of an iteration, the same on all its ranks."""
+        """Returns a number for a message or meeting of an iteration, the same on all its ranks."""
         return zlib.crc32(f"{data.number} {text}".encode()) % NAMES
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _wait_for_weights(self, number: int, transfer: Transfer, data: Rehearsed) -> None:
-        """The ranks of a reallocation meet, which takes its seconds; then the buckets go on, one step after another."""
+        """Makes the ranks of a reallocation meet, which takes its seconds; then the buckets go on, one step after
+        another."""
         members, operation = transfer.ranks, self.pending.pop(number)
         if len(members) > 1:
             meeting = Operation(name=self._name(f"{number}", data), members=members, seconds=self._moved_s(transfer))
@@ -235,14 +241,14 @@ class Rehearsal(InstructionLoop):
             self.communicators.finish(self.communicators.start(WORLD, step))
 
     def _moved_s(self, transfer: Transfer) -> float:
-        """Seconds in which this rank sends, or receives, its weights."""
+        """Returns seconds in which this rank sends, or receives, its weights."""
         sent_s, received_s = (
             sum(map(self.times.message_s, some(self.world.rank))) for some in (transfer.sent_by, transfer.received_by)
         )
         return max(sent_s, received_s) / self.factor
 
     def _steps(self, number: int, plan: Reallocation, data: Rehearsed) -> Iterator[Operation]:
-        """As runtime/weights/weight_mover.py: at step t the link h of a chain carries bucket t - h."""
+        """Yields the steps of runtime/weights/weight_mover.py: at step t the link h of a chain carries bucket t - h."""
         rank = self.world.rank
         routes = [(index, route) for index, route in enumerate(plan.routes) if rank in route.ranks]
         sizes = {index: max(1, min(route.num_numbers // 100, MOST_BUCKETS)) for index, route in routes}
@@ -270,7 +276,7 @@ class Rehearsal(InstructionLoop):
         """Takes no time."""
 
     def agree(self, data: Rehearsed, what: str) -> list[dict[str, Any]]:
-        """All ranks tell what they sent: nodes of sender and receiver, bytes."""
+        """Exchanges among all ranks what they sent: nodes of sender and receiver, bytes."""
         sent = [[*link, size] for link, size in self.sent_bytes.items()]
         answers: list[dict[str, Any]] = self.world.allgather({"sent_bytes": sent}, what)
         return answers

@@ -60,7 +60,7 @@ class RewardFunction:
         return bool(self.bound.columns) or "ground_truth" in self.bound.words
 
     def bound_to(self, columns: Sequence[str] | None) -> RewardFunction:
-        """The same function, bound to these columns, see reward_styles.bind. Raises UserError."""
+        """Binds the function to these columns, see reward_styles.bind. Raises UserError."""
         with naming(f"reward function {self.name!r}"):
             return RewardFunction(self.name, bind(self.bound.function, columns))
 
@@ -71,11 +71,11 @@ class RewardFunction:
         return [f"{self.name} gets the program's {names}, not the data set's"] if names else []
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
-        """Scores of rows without further columns."""
+        """Returns the scores of rows without further columns."""
         return self.score(Scored(prompts, responses))[0]
 
     def score(self, rows: Scored) -> tuple[list[float | None], dict[str, list[float | None]]]:
-        """The scores of rows, and further numbers for the log."""
+        """Returns the scores of rows, and further numbers for the log."""
         assert len(rows.prompts) == len(rows.responses), (len(rows.prompts), len(rows.responses))
         if not len(rows):
             return [], {}  # a rank without data does not call the user's code
@@ -98,7 +98,7 @@ class RewardFunction:
             return self.bound.call(rows)
 
     def _logged(self, values: Sequence[Any], rows: Scored) -> list[float | None]:
-        """Numbers for the log; None for texts and whatever else is no finite number."""
+        """Returns numbers for the log; None for texts and whatever else is not a finite number."""
         numeric = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
         good = [_finite(one) if isinstance(one, numbers.Real) else None for one in numeric]
         return (good + [None] * len(rows))[: len(rows)]
@@ -143,8 +143,8 @@ class RewardFunction:
         )
 
     def _where(self, error: BaseException, rows: Scored) -> str:
-        """The first response that raises the same type of error, also alone, in words; else the batch. Halves of the
-        rows are tried, so the function is called for about as many responses as there are."""
+        """Returns the first response that raises the same type of error, also alone, in words; else the batch. Halves
+        of the rows are tried, so the function is called for about as many responses as there are."""
         first, stop, end_s = 0, len(rows), time.perf_counter() + SEARCH_S
         batch = f"on a batch of {stop} responses"
         while stop - first > 1:
@@ -158,7 +158,7 @@ class RewardFunction:
         return f"{where} (prompt {shortened(rows.prompts[first])})"
 
     def _raises(self, error: BaseException, rows: Scored) -> bool:
-        """Whether the function raises the same type of error on these rows."""
+        """Returns whether the function raises the same type of error on these rows."""
         try:
             self._call(rows)
         except BaseException as again:
@@ -168,14 +168,14 @@ class RewardFunction:
 
 
 def _code_of(function: Callable) -> Callable:
-    """The function with the code of a partial or a callable object."""
+    """Returns the function with the code of a partial or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(inspect.unwrap(function), "__code__") else type(function).__call__
 
 
 def label_of(spec: str) -> str:
-    """The name of a function in the log: without the module."""
+    """Returns the name of a function in the log: without the module."""
     return spec.rpartition(":")[2]
 
 
@@ -205,8 +205,9 @@ def _callable(name: str, found: Any) -> Callable:
 
 
 def read_reward_function(spec: str) -> RewardFunction:
-    """As load_reward_function, from the source alone: nothing of it is imported, and it cannot be called. Raises
-    UserError, and Unread if the source does not show its parameters or if its module is not on this machine."""
+    """Reads a reward function from its source alone: nothing of it is imported, and it cannot be called. Raises
+    UserError as load_reward_function does, and Unread if the source does not show its parameters or if its module is
+    not on this machine."""
     with naming(f"reward function {spec!r}"):
         target, name, is_file = parts_of(spec, "function")
         if is_file:
@@ -226,7 +227,7 @@ def read_reward_function(spec: str) -> RewardFunction:
 
 
 def source_file(spec: str) -> Path | None:
-    """The file of a reward function, or None; the same on every rank, whether or not it loads the function."""
+    """Returns the file of a reward function, or None; the same on every rank, whether or not it loads the function."""
     target = spec.rpartition(":")[0]
     if not target or target.endswith(".py") or "/" in target:
         return Path(target) if is_file(target) else None
@@ -241,13 +242,13 @@ def source_file(spec: str) -> Path | None:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """The names that a function uses, also in the functions and comprehensions inside it."""
+    """Returns the names that a function uses, also in the functions and comprehensions inside it."""
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return [*code.co_names, *(name for one in inner for name in _names_in(one))]
 
 
 def package_source(spec: str) -> str:
-    """What a function of the package does: its text and what it uses of its module; empty if there is none."""
+    """Returns what a function of the package does: its text and what it uses of its module; empty if there is none."""
     target, _, name = spec.rpartition(":")
     try:
         module = importlib.import_module(target)
@@ -265,14 +266,14 @@ def package_source(spec: str) -> str:
 
 
 def _no_function(target: str, name: str, functions: Sequence[str]) -> UserError:
-    """The error for a module without a function of this name, with those that it has."""
+    """Returns the error for a module without a function of this name, with those that it has."""
     own = [one for one in functions if not one.startswith("_")]
     there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
     return UserError(f"{target} has no function {name!r}{did_you_mean(name, own) or there}")
 
 
 def _finite(value: numbers.Real) -> float | None:
-    """A number as a float; None if it is not finite, or too large."""
+    """Returns a number as a float; None if it is not finite, or too large."""
     try:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
@@ -280,7 +281,7 @@ def _finite(value: numbers.Real) -> float | None:
 
 
 def shortened(value: object) -> str:
-    """A value as it is written in Python, with 60 characters at most."""
+    """Returns a value as it is written in Python, with 60 characters at most."""
     try:
         text = repr(value)
     except ValueError:  # a number of thousands of digits

@@ -48,9 +48,15 @@ class Scorer:
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
     ):
-        """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
-        started: the time that chat templates write. calls: whether this rank calls the reward functions, and starts
-        workers for them; beat: see RewardWorkers."""
+        """Prepares the scoring of responses on this rank.
+
+        role: the judge.
+        tokenizer: the first role's.
+        data: whose further columns reward functions may ask for.
+        started: the time that chat templates write.
+        calls: whether this rank calls the reward functions, and starts workers for them.
+        beat: see RewardWorkers.
+        """
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
@@ -75,11 +81,12 @@ class Scorer:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
     def of_functions(self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged:
-        """The weighted sums of all functions, and for the log the scores of each, if there are several, and whatever
-        else they return. index_B: of the prompts in the data set.
+        """Returns the weighted sums of all functions, and for the log the scores of each, if there are several, and
+        whatever else they return. A function that ran out of time does not apply to the row. Raises UserError if a
+        function fails (see function.py), or if none applies to a row for another reason than time.
 
-        A function that ran out of time does not apply to the row. Raises UserError if a function fails (see
-        function.py), or if none applies to a row for another reason than time."""
+        index_B: of the prompts in the data set.
+        """
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.whole_records(index_B) if self.data is not None else []
@@ -104,25 +111,28 @@ class Scorer:
         return Judged(torch.tensor(total_B, device=prompts_BP.device), logs, late)
 
     def _by_function(self, rows: Scored) -> tuple[list[Scores], set[int]]:
-        """The scores of each function with its numbers for the log, and the rows that ran out of time."""
+        """Returns the scores of each function with its numbers for the log, and the rows that ran out of time."""
         if self.workers is not None:
             return self.workers.score(rows)
         return [function.score(rows) for function in self.functions], set()
 
     def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
-        """Prompt and response of each row, without padding and special tokens."""
+        """Returns prompt and response of each row, without padding and special tokens."""
         return list(map(self.tokenizer.decode_pair, prompts_BP.tolist(), responses_BG.tolist()))
 
     def _columns(self, index_B: Sequence[int]) -> list[Record]:
         return self.data.records(index_B) if self.data is not None else [{}] * len(index_B)
 
     def lengths(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> list[int]:
-        """Number of tokens of each row in the reward model's input."""
+        """Returns the number of tokens of each row in the reward model's input."""
         return list(self.batch(prompts_BP, responses_BG, ended_B, index_B).lengths) if len(prompts_BP) else []
 
     def batch(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> Sequences:
-        """The reward model's input for these rows. ended_B: whether each response ended by itself. index_B: of the
-        prompts in the data set."""
+        """Returns the reward model's input for these rows.
+
+        ended_B: whether each response ended by itself.
+        index_B: of the prompts in the data set.
+        """
         if self.texts is None:
             return Sequences.join(prompts_BP, responses_BG)
         rows = zip(self._texts(prompts_BP, responses_BG), ended_B.tolist(), self._columns(index_B), strict=True)
@@ -131,13 +141,13 @@ class Scorer:
 
 
 def reads_text(config: Config, role: str) -> bool:
-    """Whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
+    """Returns whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
     folder = config.folder(role)
     return bool(folder) and not same_tokenizer(folder, config.tokenizer_folder())
 
 
 def how_read(config: Config, role: str, data: PromptSet) -> str:
-    """How a judge with another tokenizer gets the rows, for the heading of a run; empty: as tokens."""
+    """Returns how a judge with another tokenizer gets the rows, for the heading of a run; empty: as tokens."""
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)

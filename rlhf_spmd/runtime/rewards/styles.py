@@ -33,8 +33,12 @@ EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Rows to score. columns: of the data set, without those that hold prompts as text or responses. first: the number
-    of the first row, where these are some of the rows of a rank. key: the column of prompts."""
+    """Rows to score.
+
+    columns: of the data set, without those that hold prompts as text or responses.
+    first: the number of the first row, where these are some of the rows of a rank.
+    key: the column of prompts.
+    """
 
     prompts: Sequence[str]
     responses: Sequence[str]
@@ -47,7 +51,7 @@ class Scored:
         return len(self.prompts)
 
     def part(self, start: int, stop: int) -> Scored:
-        """Some of the rows."""
+        """Returns some of the rows."""
         part, first = slice(start, stop), self.first + start
         return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first, self.key)
 
@@ -131,8 +135,11 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A reward function, and the names by which it is called. receiver: the word that is the response. hidden: words
-    that are columns, too, which the function does not get."""
+    """A reward function, and the names by which it is called.
+
+    receiver: the word that is the response.
+    hidden: words that are columns, too, which the function does not get.
+    """
 
     function: Callable
     receiver: str
@@ -141,7 +148,7 @@ class Bound:
     hidden: tuple[str, ...] = ()
 
     def call(self, rows: Scored) -> Result:
-        """The function's result for these rows. Raises what it raises, and UserError for a dict without scores."""
+        """Calls the function on these rows. Raises what it raises, and UserError for a dict without scores."""
         made = {name: rows.column(name) for name in self.columns}
         made |= {name: WORDS[self.receiver][name](rows) for name in self.words}
         if self.receiver == OF_EACH:
@@ -182,7 +189,7 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
 
 
 def _no_function(function: Callable) -> str:
-    """Why calling this does not make scores, and the fix; empty if it may."""
+    """Returns why calling this does not make scores, and the fix; empty if it may."""
     if inspect.isclass(function):
         return (
             f"a class, and calling it makes an object: name an object of it whose __call__ gets the response {ACCEPTED}"
@@ -194,8 +201,8 @@ def _no_function(function: Callable) -> str:
 
 
 def _filled(function: Callable) -> list[str]:
-    """The parameters that something else fills by place, so that no column of that name can be given by name: `self`,
-    and what a partial has bound so."""
+    """Returns the parameters that something else fills by place, so that no column of that name can be given by name:
+    `self`, and what a partial has bound so."""
     if isinstance(function, functools.partial):
         names = list(_own_signature(function.func).parameters)[: len(function.args)]
         return [*names, *_filled(function.func)]
@@ -206,7 +213,7 @@ def _filled(function: Callable) -> list[str]:
 
 
 def _own_signature(function: Callable) -> inspect.Signature:
-    """The signature of a function; of a decorated one that of its decorator."""
+    """Returns the signature of a function; of a decorated one that of its decorator."""
     try:
         return inspect.signature(function, follow_wrapped=False)
     except ValueError:  # functools.cache has none
@@ -214,8 +221,8 @@ def _own_signature(function: Callable) -> inspect.Signature:
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; of a decorated one those of its decorator, unless that passes any name on. Raises
-    UserError."""
+    """Returns the parameters of a function; of a decorated one those of its decorator, unless that passes any name on.
+    Raises UserError."""
     try:
         found = _own_signature(function).parameters
         if any(one.kind is one.VAR_KEYWORD for one in found.values()):
@@ -232,8 +239,8 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _receiver(function: Callable, named: Mapping[str, inspect.Parameter], *, takes_all: bool) -> str:
-    """The word by which a function gets the response. named: parameters that can be given. takes_all: any word can be
-    given. Raises UserError unless there is one."""
+    """Returns the word by which a function gets the response. named: parameters that can be given. takes_all: any word
+    can be given. Raises UserError unless there is one."""
     found = [name for name in WORDS if name in named]
     if len(found) > 1:  # where one is required, the others may be columns
         must = [name for name in found if named[name].default is inspect.Parameter.empty]
@@ -276,7 +283,7 @@ def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str
 
 
 def _awaited(found: list[Any]) -> list[Any]:
-    """What calls returned; what they will return if they are async, all of them at once."""
+    """Awaits what calls returned if they are async, all of them at once."""
 
     async def one_of(value: Any) -> Any:
         return await value if inspect.isawaitable(value) else value
@@ -289,15 +296,15 @@ def _awaited(found: list[Any]) -> list[Any]:
 
 @functools.cache
 def _loop() -> asyncio.Runner:
-    """The event loop of all calls in this process: what a function makes once (a semaphore, a session) stays bound to
-    the loop of its first call."""
+    """Returns the event loop of all calls in this process: what a function makes once (a semaphore, a session) stays
+    bound to the loop of its first call."""
     runner = asyncio.Runner()
     atexit.register(runner.close)
     return runner
 
 
 def _of_all(found: Any, num: int) -> Result:
-    """What a function returned for so many rows."""
+    """Checks what a function returned for so many rows."""
     if not isinstance(found, Mapping):
         return Result(found)
     key = next((key for key in SCORE_KEYS if key in found), None)
@@ -310,7 +317,7 @@ def _of_all(found: Any, num: int) -> Result:
 
 
 def _of_each(answers: Sequence[Any]) -> Result:
-    """What a function returned for each row: a number, or a dict with `score` and more numbers."""
+    """Checks what a function returned for each row: a number, or a dict with `score` and more numbers."""
     scores: list[Any] = []
     logs: dict[str, list[Any]] = {}
     for index, found in enumerate(answers):
@@ -326,6 +333,6 @@ def _of_each(answers: Sequence[Any]) -> Result:
 
 
 def _listed(value: Any, num: int) -> list[Any]:
-    """Numbers for the log as a list: a tensor, a list, or one number for all rows."""
+    """Returns numbers for the log as a list: a tensor, a list, or one number for all rows."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, list | tuple) else [value] * num

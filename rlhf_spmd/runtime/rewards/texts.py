@@ -21,8 +21,14 @@ class RewardTexts:
     ended: the one of its tokenizer, or else of its config.json."""
 
     def __init__(self, folder: str, shape: ModelConfig, key: str, role: str, *, started: str):
-        """shape: of the reward model. key: the column of prompts. role: for messages. started: the time that its chat
-        template writes. Raises UserError, also for a tokenizer that makes tokens of a text that the model lacks."""
+        """Loads the tokenizer of a reward model. Raises UserError, also for a tokenizer that makes tokens of a text
+        that the model lacks.
+
+        shape: of the reward model.
+        key: the column of prompts.
+        role: for messages.
+        started: the time that its chat template writes.
+        """
         self.folder, self.shape, self.key, self.role = folder, shape, key, role
         self.tokenizer = load_tokenizer(folder)
         own = self.tokenizer.eos_token_id
@@ -32,8 +38,11 @@ class RewardTexts:
         self._check([token for token in beyond if token in self.ends or self.tokenizer.decode([token])])
 
     def tokens(self, prompt: str, response: str, *, ended: bool, columns: Mapping[str, Any]) -> list[int]:
-        """The tokens of a row; of a longer one than the model reads, the last. ended: whether the response ended by
-        itself. columns: of the data set, with the conversation, if the prompt is one. Raises UserError."""
+        """Returns the tokens of a row; of a longer one than the model reads, the last. Raises UserError.
+
+        ended: whether the response ended by itself.
+        columns: of the data set, with the conversation, if the prompt is one.
+        """
         messages = conversation_of(columns, self.key) if self.template else None
         if messages is None:
             tokens = self._closed(self.tokenizer.encode(prompt + response), ended, self.ends[:1])
@@ -78,14 +87,14 @@ class RewardTexts:
                 tried.add(form)
 
     def describe(self, columns: Mapping[str, Any]) -> str:
-        """What the model reads, for people. columns: of a row of the data set."""
+        """Returns what the model reads, for people. columns: of a row of the data set."""
         is_chat = conversation_of(columns, self.key) is not None
         how = "conversations by its own chat template" if is_chat and self.template else "text"
         lacks = "" if self.ends else "; it names no end of sequence, so it cannot see where a response ends"
         return f"has another tokenizer, so it is given {how}{lacks}"
 
     def _closed(self, tokens: list[int], ended: bool, ends: tuple[int, ...]) -> list[int]:
-        """Tokens with an end of sequence or, if the response did not end, without."""
+        """Returns tokens with an end of sequence or, if the response did not end, without."""
         is_closed = bool(tokens) and tokens[-1] in ends
         if ended:
             return tokens if is_closed else [*tokens, *ends[:1]]
@@ -93,5 +102,5 @@ class RewardTexts:
 
 
 def _tools_of(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row gives the chat template of another model: its tools, but not the arguments for the actor's."""
+    """Returns what a row gives the chat template of another model: its tools, but not the arguments for the actor's."""
     return {name: value for name, value in arguments_of("the data set", dict(columns), {}).items() if name == TOOLS}

@@ -43,7 +43,10 @@ def main() -> None:
 
 
 def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
-    """What a message asks for. functions: those loaded, filled by the first message. Raises UserError."""
+    """Answers a message. Raises UserError.
+
+    functions: those loaded, filled by the first message.
+    """
     if "functions" in message:
         functions += [load_reward_function(spec, message["columns"]) for spec in message["functions"]]
         return {"ready": [note for function in functions for note in function.notes]}

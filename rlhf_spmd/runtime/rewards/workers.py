@@ -64,16 +64,21 @@ class RewardWorkers(WorkerPool[RowWorker]):
         timeout_s: float,
         beat: Callable[[], None] = lambda: None,
     ):
-        """specs, columns: as of load_reward_function. timeout_s: for one response and function; 0: no limit. beat: is
-        called again and again while workers work, and not while all of them sleep."""
+        """Starts the workers.
+
+        specs, columns: as in load_reward_function.
+        timeout_s: for one response and function; 0: no limit.
+        beat: is called again and again while workers work, and not while all of them sleep.
+        """
         super().__init__(RowWorker, MODULE, {"functions": list(specs), "columns": list(columns)})
         self.specs, self.timeout_s, self.beat = list(specs), timeout_s or math.inf, beat
         self._now: Round | None = None
         self.start(num)
 
     def score(self, rows: Scored) -> tuple[list[Scores], set[int]]:
-        """The scores of each function, as RewardFunction.score gives them for these rows one by one, and the rows that
-        ran out of time, whose scores are None. Raises UserError for errors of the user's code and lost workers."""
+        """Returns the scores of each function, as RewardFunction.score gives them for these rows one by one, and the
+        rows that ran out of time, whose scores are None. Raises UserError for errors of the user's code and lost
+        workers."""
         if not len(rows):
             return [([], {}) for _ in self.specs], set()
         todo = deque((function, row) for function in range(len(self.specs)) for row in range(len(rows)))

@@ -26,7 +26,7 @@ class AheadLoop(Loop):
         return None if self.in_flight is None else collect(self.job, self.in_flight)
 
     def given(self, number: int) -> Batches:
-        """A batch that has been drawn, by the prologue if need be, and the next one, if there is one."""
+        """Returns a batch that has been drawn, by the prologue if need be, and the next one, if there is one."""
         if self.in_flight is None:
             self.in_flight = Batch(make_iteration(self.job, number))
             self.now, self.doing = self.in_flight.data, Batches(None, self.in_flight)

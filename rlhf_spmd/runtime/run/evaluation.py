@@ -65,8 +65,10 @@ class Evaluation:
         return bool(self.job.program.workload.workflow.generate_calls)
 
     def run(self, num_done: int) -> tuple[dict[str, float | str], Iteration]:
-        """The metrics, the same on all ranks, and this rank's rows. num_done: iterations before it, which choose its
-        random numbers. Collective."""
+        """Runs an evaluation. Returns the metrics, the same on all ranks, and this rank's rows. Collective.
+
+        num_done: iterations before it, which choose its random numbers.
+        """
         began = time.perf_counter()
         self.executor.begin()
         data = self._iteration(num_done)
@@ -78,7 +80,7 @@ class Evaluation:
         return metrics | {"evaluation_s": time.perf_counter() - began}, data
 
     def _iteration(self, num_done: int) -> Iteration:
-        """All prompts of the set as one mini-batch."""
+        """Returns all prompts of the set as one mini-batch."""
         job, workload = self.job, self.job.program.workload
         samples = workload.samples_per_prompt
         prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
@@ -97,7 +99,7 @@ class Evaluation:
         )
 
     def _scored(self, data: Iteration) -> np.ndarray:
-        """The scores that this rank reports."""
+        """Returns the scores that this rank reports."""
         program, rank = self.job.program, self.job.world.rank
         call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
         if call is None or not self.scores:
@@ -114,7 +116,7 @@ class Evaluation:
         return found if kept_C is None else found[kept_C.cpu().numpy()]
 
     def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
-        """The metrics of one evaluation, from the scores of all ranks."""
+        """Returns the metrics of one evaluation, from the scores of all ranks."""
         workload = self.job.program.workload
         if not self.scores:
             return dict(combine(answers)[0])
@@ -138,12 +140,12 @@ class Evaluation:
 
 
 def wants_passes(config: Config) -> bool:
-    """Whether pass@k is asked for, whatever the scores are."""
+    """Returns whether pass@k is asked for, whatever the scores are."""
     return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(PASS)
 
 
 def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a run's evaluations, all without pass@k if one has none."""
+    """Returns the rows of a run's evaluations, all without pass@k if one has none."""
     have = [any(name.startswith(PASS) for name in row) for row in rows]
     return rows if all(have) else [without_passes(row) for row in rows]
 
@@ -152,7 +154,11 @@ class Evaluator:
     """The evaluations of one run. All ranks call the same methods after the same iterations."""
 
     def __init__(self, job: Job, training: InstructionLoop, folder: RunFolder, num_done: int):
-        """job: of training. num_done: iterations that an earlier part of this run has done."""
+        """Prepares the evaluations of a run.
+
+        job: of training.
+        num_done: iterations that an earlier part of this run has done.
+        """
         self.options, self.last = job.config.eval, job.config.iterations
         self.best = job.config.checkpoint.best
         self.less = job.config.algorithm.is_better_lower(self.best)
@@ -193,7 +199,8 @@ class Evaluator:
         return self._line(num_done, self.rows[-1])
 
     def is_best(self, num_done: int) -> bool:
-        """Whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
+        """Returns whether the evaluation after so many iterations is better than every earlier one, by
+        checkpoint.best."""
         return (
             bool(self.best and self.rows)
             and self.rows[-1]["iteration"] == num_done
@@ -222,7 +229,7 @@ class Evaluator:
         )
 
     def ends(self) -> dict[str, tuple[float, float]]:
-        """Metric over all prompts -> its first and last value."""
+        """Returns the first and the last value of each metric over all prompts."""
         names = self._names if self.rows else []
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
 
@@ -235,7 +242,7 @@ class Evaluator:
         return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
-        """For the console."""
+        """Returns a line for the console."""
         parts: list[str] = []
         for name in self._names:
             of_each = [
@@ -254,8 +261,10 @@ def _iterations(num: int) -> str:
 
 
 def evaluate_once(config: Config, program: Program, world: World, num_done: int) -> dict[str, Any]:
-    """Runs an evaluation program once -> its metrics. num_done: the random numbers are those of a run's evaluation
-    after so many iterations. Collective; raises UserError."""
+    """Runs an evaluation program once and returns its metrics. Collective; raises UserError.
+
+    num_done: the random numbers are those of a run's evaluation after so many iterations.
+    """
     job = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
     for note in job.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)

@@ -40,15 +40,20 @@ class CallSeconds:
 def token_counts(
     answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of tokens of the prompts, and of the responses, of an iteration. answers: of every rank at its end;
-    prompts: tokens by prompt index."""
+    """Counts the tokens of the prompts, and of the responses, of an iteration.
+
+    answers: of every rank at its end.
+    prompts: tokens by prompt index.
+    """
     rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
 
 
 def given_counts(data: PromptSet, used: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same of the first rows of a data set with responses: of each row, the mean over its responses. used: the
-    share of the places that have a row; all places together have as many tokens as those."""
+    """Counts the tokens of the first rows of a data set with responses: of each row, the mean over its responses.
+
+    used: the share of the places that have a row; all places together have as many tokens as those.
+    """
     rows = range(min(len(data), FIRST_ROWS))
     responses = [[len(of_key.row(row)) for of_key in data.responses.values()] for row in rows]
     prompts = tuple(max(1, round(used * len(data.prompts.row(row)))) for row in rows)
@@ -76,7 +81,7 @@ class Compared:
         return self.whole.forecast_s / self.as_given_s
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON-able values."""
+        """Returns the comparison as JSON-able values."""
         machine, scale = self.found.given.machine, self.found.scale
         return {
             "calibration": self.found.calibration.name,
@@ -119,8 +124,11 @@ def compare(
     answers: Answers | None = None,
 ) -> Compared:
     """Compares the iterations in `records` (of every rank) with their forecast by a calibration. Medians over the
-    iterations, without the run's first one if there are others. lengths: from token_counts. answers: of the run's
-    episodes."""
+    iterations, without the run's first one if there are others.
+
+    lengths: from token_counts.
+    answers: of the run's episodes.
+    """
     prompts, responses = lengths
     met_lengths = ResponseLengths.of(responses, prompts)
     met = replace(program, workload=replace(program.workload, forecast_lengths=met_lengths, answers=answers))
@@ -145,7 +153,7 @@ def compare(
 
 
 def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:
-    """Seconds of every call in one iteration, on the rank that it keeps busy longest, and of the whole."""
+    """Returns seconds of every call in one iteration, on the rank that it keeps busy longest, and of the whole."""
     workflow = program.workload.workflow
     spans: list[list[Span]] = [[span for span in lane.spans if span.iteration == number] for lane in all_lanes]
     of_rank: dict[tuple[str, int], float] = {}
@@ -177,9 +185,13 @@ def compared_run(
     records: Sequence[Mapping[str, Any]],
     answers: Sequence[Mapping],
 ) -> Compared | None:
-    """Compares the last iterations of a run with their forecast, and writes it to the run folder -> the comparison, on
-    rank 0 if there is a calibration. history: metrics of all iterations; records: of the last ones' timeline; answers:
-    of every rank at the end of the last. Collective."""
+    """Compares the last iterations of a run with their forecast, and writes it to the run folder. Returns the
+    comparison, on rank 0 if there is a calibration. Collective.
+
+    history: metrics of all iterations.
+    records: of the last ones' timeline.
+    answers: of every rank at the end of the last.
+    """
     if calibration is None:
         return None
     trained_s = sum(metrics["iteration_s"] for metrics in history)

@@ -26,8 +26,8 @@ SOURCE = "data_source"  # the column that names where a prompt is from
 
 
 def tokenizer_notes(world: World, folders: Iterable[str]) -> list[str]:
-    """What the user should know about how transformers reads these tokenizers. Only the first rank of each node looks,
-    since that may import transformers. Raises UserError if it makes other tokens of a text."""
+    """Returns what the user should know about how transformers reads these tokenizers. Only the first rank of each node
+    looks, since that may import transformers. Raises UserError if it makes other tokens of a text."""
     if world.rank != world.nodes.index(world.node):
         return []
     return [*filter(None, map(reading_note, folders))]
@@ -50,8 +50,10 @@ def load_rendered(
     template_kwargs: Mapping[str, Any],
     **options: Unpack[SetOptions],
 ) -> PromptSet:
-    """load_prompts, with a chat template for conversations. template_kwargs: data.chat_template_kwargs. Raises
-    UserError."""
+    """Calls load_prompts with a chat template for conversations. Raises UserError.
+
+    template_kwargs: data.chat_template_kwargs.
+    """
     found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **options)
     remarks = (*found.remarks, *template.remarks(template_kwargs))
     return replace(found, remarks=remarks, written_at=template.written_at)
@@ -60,7 +62,7 @@ def load_rendered(
 def run_environments(
     config: Config, tokenizer: Tokenizer, prompts: PromptSet, world: World, eos_ids: Sequence[int], *, started: str
 ) -> RunEnvironments | None:
-    """What answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
+    """Starts what answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
     if not config.environment:
         return None
     template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
@@ -85,9 +87,12 @@ def run_environments(
 def read_prompts(
     config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = (), *, started: str
 ) -> PromptSet:
-    """The data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
-    responses that the set has, if there are any. started: the time that chat templates write, unless a file of
-    precomputed logprobs has its own. Raises UserError."""
+    """Reads the data set of a run, tokenised. Raises UserError.
+
+    known: the tokens that all models know.
+    eos_ids: the first one ends the responses that the set has, if there are any.
+    started: the time that chat templates write, unless a file of precomputed logprobs has its own.
+    """
     template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
     prompts = load_rendered(
         prompt_files(config),
@@ -120,8 +125,9 @@ def read_prompts(
 
 
 def functions_fingerprints(config: Config) -> dict[str, str]:
-    """Hashes of the files of reward functions and of the environment, by name; of functions of the package, of each
-    function, because other versions of the package change its file. A host that does not score need not have them."""
+    """Returns hashes of the files of reward functions and of the environment, by name; of functions of the package, of
+    each function, because other versions of the package change its file. A host that does not score need not have them.
+    """
     functions = split_functions(config.reward_function)
     functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
     found = {}
@@ -137,7 +143,7 @@ def functions_fingerprints(config: Config) -> dict[str, str]:
 
 
 def sources_of(prompts: PromptSet, num: int) -> list[str]:
-    """Where each of the first prompts is from, by its column data_source; empty where it has none."""
+    """Returns where each of the first prompts is from, by its column data_source; empty where it has none."""
     found = (record.get(SOURCE) for record in prompts.records(range(num)))
     return ["" if source is None else str(source) for source in found]
 

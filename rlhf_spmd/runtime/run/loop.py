@@ -22,8 +22,13 @@ from rlhf_spmd.runtime.run.prepare import make_iteration
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An iteration that is over. number: from 0. metrics: global, the same on every rank. answers: the messages of all
-    ranks. signals: that some rank has received meanwhile."""
+    """An iteration that is over.
+
+    number: from 0.
+    metrics: global, the same on every rank.
+    answers: the messages of all ranks.
+    signals: that some rank has received meanwhile.
+    """
 
     number: int
     data: Iteration
@@ -44,8 +49,10 @@ class Loop:
         self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """All iterations that are left, and what listens to each. is_over: asked before each, on every rank alike.
-        Collective."""
+        """Runs all iterations that are left, and what listens to each. Collective.
+
+        is_over: asked before each, on every rank alike.
+        """
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
             self.began_s = time.perf_counter()
@@ -63,7 +70,7 @@ class Loop:
                 listener(self.last)
 
     def given(self, number: int) -> Any:
-        """What the executor works on in an iteration, whose data become `now`."""
+        """Returns what the executor works on in an iteration, whose data become `now`."""
         self.now = self.doing = make_iteration(self.job, number)
         return self.now
 
@@ -77,7 +84,7 @@ class Loop:
         return ""
 
     def share_in_flight(self) -> Tensors | None:
-        """What a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
+        """Returns what a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
         return None
 
 

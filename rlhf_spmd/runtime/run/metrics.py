@@ -63,7 +63,10 @@ SPEED = {
 
 
 def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str] = ()) -> dict[str, Metric]:
-    """Name -> metric, in the order of the console's columns. functions: names of the reward functions, if several."""
+    """Returns the metrics by name, in the order of the console's columns.
+
+    functions: names of the reward functions, if several.
+    """
     own = algorithm.metrics
     found = {name: metric for name, metric in own.items() if metric.headline is not None} | GENERATION | dict(own)
     has_turns = any(call.has_turns for call in workflow.generate_calls)
@@ -83,7 +86,8 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
 
 
 def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) -> list[str]:
-    """The metrics that have a column on the console in a run with these options, in the order of the columns."""
+    """Returns the metrics that have a column on the console in a run with these options, in the order of the
+    columns."""
     absent = dict.fromkeys((*GENERATION, "gen_tokens_per_s"), not workflow.generate_calls)
     absent |= {STEP_TOKENS: not config.mini_batch_tokens, TIMEOUTS: not config.reward_timeout_s}
     return [
@@ -94,9 +98,9 @@ def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) 
 
 
 def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Global metrics of one iteration, the same on every rank; the numbers of the algorithm's state when the iteration
-    began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std, or the effective sample
-    size NAME_ess as a share of the samples."""
+    """Summarises one iteration as global metrics, the same on every rank; the numbers of the algorithm's state when the
+    iteration began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std, or the
+    effective sample size NAME_ess as a share of the samples."""
     means, weights = combine(answers)
     metrics: dict[str, Any] = dict(means)
     known = metrics_of(job.config.algorithm, job.program.workload.workflow, function_labels(job.config))
@@ -123,12 +127,18 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def num_timeouts(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> int:
-    """Responses for which a reward function ran out of time. rows: metrics of iterations and evaluations."""
+    """Counts the responses for which a reward function ran out of time.
+
+    rows: metrics of iterations and evaluations.
+    """
     return int(sum(row.get(TIMEOUTS, 0.0) for row in rows)) + sum(sample.num_late for sample in samples)
 
 
 def timeouts_note(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> str:
-    """What time limits that were reached mean for a run; empty if none was. rows, samples: as of num_timeouts."""
+    """Says what time limits that were reached mean for a run; empty if none was.
+
+    rows, samples: as in num_timeouts.
+    """
     if num := num_timeouts(rows, samples):
         late = f"a reward function ran out of reward_timeout_s for {num} responses"
     elif any(row[name] for row in rows for name in row if name.endswith(OF_EPISODES)):
@@ -169,7 +179,7 @@ class Alarm:
             self.notes({name: value for name, value in metrics.items() if isinstance(value, int | float)})
 
     def notes(self, metrics: Mapping[str, float | str]) -> list[str]:
-        """Warnings about the metrics of one iteration."""
+        """Returns warnings about the metrics of one iteration."""
         found: dict[tuple[str, str], str] = {}  # metric and advice -> warning
         for name, metric in self._known.items():
             value, texts = float(metrics.get(name, 0.0)), {}

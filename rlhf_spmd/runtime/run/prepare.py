@@ -49,9 +49,12 @@ def prepare(
     started: str = "",
     products: Recorded | None = None,
 ) -> Job:
-    """Loads prompts, tokenizer and models. evaluation: the program of the run's evaluations, if there are any.
-    started: the time of the first start of the run (template_time.py); empty: it is now. products: the library of the
-    run that is resumed; None: it is chosen. Collective; an error on one rank ends all ranks together."""
+    """Loads prompts, tokenizer and models. Collective; an error on one rank ends all ranks together.
+
+    evaluation: the program of the run's evaluations, if there are any.
+    started: the time of the first start of the run (template_time.py); empty: it is now.
+    products: the library of the run that is resumed; None: it is chosen.
+    """
     of_evaluation = evaluated(config)
     started = world.bcast(started or time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
@@ -146,7 +149,7 @@ def _check_groups(job: Job) -> None:
 
 
 def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSet, scorer: Scorer | None) -> Job:
-    """The job with options, program and prompts of the run's evaluations."""
+    """Returns the job with options, program and prompts of the run's evaluations."""
     return replace(
         job,
         config=config,
@@ -176,7 +179,7 @@ def _agree_on_functions(config: Config, world: World) -> None:
 def _scorer(
     config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet, started: str
 ) -> Scorer | None:
-    """The scorer of the judge that is on this rank, if one is."""
+    """Returns the scorer of the judge that is on this rank, if one is."""
     layouts = program.placement.layouts
     judging = [
         call
@@ -191,7 +194,8 @@ def _scorer(
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Order of the mini-batches and prompts of this rank's rows in one iteration: functions of (seed, iteration)."""
+    """Returns the order of the mini-batches and the prompts of this rank's rows in one iteration: functions of (seed,
+    iteration)."""
     config, workload = job.config, job.program.workload
     if job.steps is not None:
         return _within_budget(job, job.steps, number)
@@ -211,7 +215,7 @@ def make_iteration(job: Job, number: int) -> Iteration:
 
 
 def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:
-    """An iteration whose optimizer steps have a budget of tokens."""
+    """Returns an iteration whose optimizer steps have a budget of tokens."""
     workload = job.program.workload
     num, device = workload.num_mini_batches, job.world.device
     prompt_MC = steps.matrix(number * num, num)
@@ -230,8 +234,11 @@ def given_rows(
     prompt_MC: np.ndarray,
     device: torch.device,
 ) -> Store:
-    """A store with this rank's rows of the data set. columns: that the rank holds of each key. prompt_MC: NO_ROW where
-    a place has none."""
+    """Returns a store with this rank's rows of the data set.
+
+    columns: that the rank holds of each key.
+    prompt_MC: NO_ROW where a place has none.
+    """
     store = Store(workload, columns, device)
     for key in workload.workflow.given:
         for held in columns.get(key, ()):
@@ -244,7 +251,7 @@ def given_rows(
 
 
 def occurrences(prompt_N: np.ndarray) -> np.ndarray:
-    """For each entry, the number of earlier entries with the same prompt: its sample index."""
+    """Counts, for each entry, the earlier entries with the same prompt: its sample index."""
     seen: Counter[int] = Counter()
     sample_N = np.empty_like(prompt_N)
     for row, prompt in enumerate(prompt_N.tolist()):

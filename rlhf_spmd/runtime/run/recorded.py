@@ -42,9 +42,13 @@ from rlhf_spmd.runtime.weights.weight_sync import whole_state
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
-    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
-    the name alone finds the strategy. note: about code that the user did not name."""
+    """The source of a run. A new run makes the folder `root`/`name`, a resumed one continues in its own.
+
+    strategy, source: name and text of the strategy module.
+    cluster: text of the cluster file, if there is one.
+    comes_with_package: the name alone finds the strategy.
+    note: about code that the user did not name.
+    """
 
     strategy: str
     source: str
@@ -57,12 +61,15 @@ class Origin:
 
 
 def run_state(state: RunState) -> dict:
-    """The state of a run besides weights, options and inputs, for a checkpoint."""
+    """Returns the state of a run besides weights, options and inputs, for a checkpoint."""
     return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
-    """The state before the next iteration. values: of `run_state`."""
+    """Returns the state before the next iteration.
+
+    values: of `run_state`.
+    """
     workload = job.program.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)
@@ -70,7 +77,7 @@ def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
 
 
 def inputs(job: Job) -> dict[str, str]:
-    """Fingerprints of the files that a run reads, by name."""
+    """Returns fingerprints of the files that a run reads, by name."""
     config = job.config
     found = job.prompts.fingerprints(config.data.prompts)
     if job.evaluation is not None:
@@ -91,7 +98,8 @@ def inputs(job: Job) -> dict[str, str]:
 
 
 def base_sums(job: Job) -> dict[str, str]:
-    """The sum of all bits of the base of each model that trains adapters, the same in any layout. Collective."""
+    """Returns the sum of all bits of the base of each model that trains adapters, the same in any layout.
+    Collective."""
     workflow, rank, mine = job.program.workload.workflow, job.world.rank, dict[str, int]()
     for call in workflow.train_calls:
         layout = job.layout(call)
@@ -132,8 +140,8 @@ def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:
 
 
 def surroundings(job: Job) -> dict[str, str]:
-    """The environment that the last bits of a run's numbers depend on: name -> value, or the values with their ranks
-    if they differ. Collective."""
+    """Returns the environment that the last bits of a run's numbers depend on: name -> value, or the values with their
+    ranks if they differ. Collective."""
     mine = {
         "stable program": job.program.fingerprint,  # "program", in earlier versions, named classes
         "torch": torch.__version__,
@@ -152,7 +160,7 @@ def surroundings(job: Job) -> dict[str, str]:
 
 
 def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """A note for a run that is resumed in another environment than its checkpoint was made in; else empty."""
+    """Returns a note for a run that is resumed in another environment than its checkpoint was made in; else empty."""
     parts = []
     for name in now:
         if before.get(name, now[name]) != now[name]:
@@ -259,7 +267,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
 
 
 def _made_with(job: Job) -> dict[str, Any]:
-    """Code and machines of the last start of a run, for who compares it with others."""
+    """Returns code and machines of the last start of a run, for who compares it with others."""
     world, device = job.world, job.world.computes
     devices = (
         f"{processor()}, {os.cpu_count()} cores" if device.index is None else f"{device.num_devices} x {device.name}"

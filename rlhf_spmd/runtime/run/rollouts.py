@@ -96,8 +96,8 @@ class Rollouts:
                 draft.replace(folder / part)
 
     def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:
-        """Name -> the number of every row [M, C], from the ranks that made it: results of calls that are one number of
-        each row, and those of the reward functions. NaN: the row has none."""
+        """Exchanges, by name, the number of every row [M, C], from the ranks that made it: results of calls that are
+        one number of each row, and those of the reward functions. NaN: the row has none."""
         mine = dict(_made_here(self.job.program, self.job.world.rank, data)) | data.noted
         found = []
         for index, values_MC in enumerate(mine.values()):
@@ -116,8 +116,11 @@ class Rollouts:
         return whole
 
     def _own(self, numbers: Iterable[str], keys: Sequence[str]) -> dict[str, str]:
-        """The columns that a run adds to those of the data set, with their types (rollout_files.py). numbers: of rows.
-        keys: that the call reads."""
+        """Returns the columns that a run adds to those of the data set, with their types (rollout_files.py).
+
+        numbers: of rows.
+        keys: that the call reads.
+        """
         shapes = self.job.program.workload.workflow.shapes
         found = dict.fromkeys(PLACE, "int") | {"prompt": "str"}
         found |= {key.removesuffix("s"): "str" for key in self.call.responses} | dict.fromkeys(numbers, "float")
@@ -127,11 +130,11 @@ class Rollouts:
         return found | {key: "float" for key in keys if shapes[key] == "row"}
 
     def _tokens(self, key: str) -> str:
-        """The column of tokens; the prompts of episodes have the name of all prompts."""
+        """Returns the column of tokens; the prompts of episodes have the name of all prompts."""
         return f"{key.removeprefix(f'{self.call.responses[0]}.').removesuffix('s')}_tokens"
 
     def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[tuple[Record, Record]]:
-        """This rank's rows: what the run adds, and the columns of the data set."""
+        """Yields this rank's rows: what the run adds, and the columns of the data set."""
         job, workload, call = self.job, self.job.program.workload, self.call
         columns = job.program.placement.layouts[call.name].columns(job.world.rank, workload.mini_batch)
         shapes = workload.workflow.shapes
@@ -180,8 +183,8 @@ def forget(folder: Path, num_iterations: int) -> None:
 
 
 def _call_with_rows(program: Program) -> ModelCall:
-    """The call whose ranks have most of a row: the training of the model that generates, else the first training; in an
-    evaluation the last call."""
+    """Returns the call whose ranks have most of a row: the training of the model that generates, else the first
+    training; in an evaluation the last call."""
     workflow = program.workload.workflow
     models = [call.model for call in workflow.generate_calls] + list(workflow.trained_models)
     trains = [call for call in map(workflow.train_call, models) if call is not None]
@@ -189,7 +192,7 @@ def _call_with_rows(program: Program) -> ModelCall:
 
 
 def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[str, np.ndarray]]:
-    """Key, and float64 [M, C], of the numbers of rows that this rank makes and reports; NaN in other columns."""
+    """Yields key, and float64 [M, C], of the numbers of rows that this rank makes and reports; NaN in other columns."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
     for call in workflow.calls:
         for key in (key for key in call.outputs if workflow.shapes[key] == "row"):
@@ -203,6 +206,6 @@ def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[s
 
 
 def _number(value: float) -> float | None:
-    """A float32 or float64 with as many digits as it has, None for NaN."""
+    """Returns a float32 or float64 with as many digits as it has, None for NaN."""
     number = float(f"{value:.7g}")
     return number if math.isfinite(number) else None

@@ -20,7 +20,7 @@ from rlhf_spmd.runtime.world.devices import describe_device
 
 
 def facts(job: Job, folder: RunFolder) -> dict[str, str]:
-    """The heading of a run. Collective."""
+    """Returns the heading of a run. Collective."""
     config, shapes = job.config, job.program.workload.models
     sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
     by_function = config.reward_function
@@ -48,7 +48,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
 
 
 def _adapters(job: Job) -> str:
-    """Of each model with adapters which these are and its learning rate; and which models have a base in common."""
+    """Describes, for each model with adapters, these and its learning rate; and which models have a base in common."""
     config, workload, texts = job.config, job.program.workload, []
     for name, shape in workload.models.items():
         if shape is None or (own := shape.adapters) is None:
@@ -67,7 +67,8 @@ def _adapters(job: Job) -> str:
 
 
 def _names_of_functions(job: Job) -> str:
-    """Which parameters of reward functions are not the columns of their names; empty if there are none. Collective."""
+    """Says which parameters of reward functions are not the columns of their names; empty if there are none.
+    Collective."""
     if not (job.config.reward_function or job.config.eval.reward_function):
         return ""
     scorers = [one.scorer for one in (job, job.evaluation) if one is not None]
@@ -77,7 +78,7 @@ def _names_of_functions(job: Job) -> str:
 
 
 def _iteration(job: Job) -> str:
-    """What an iteration trains on, for the heading."""
+    """Describes what an iteration trains on, for the heading."""
     config = job.config
     epochs = config.options.epochs
     steps = f"mini-batches of {config.mini_batch}, {epochs} epoch{'s' * (epochs > 1)}"
@@ -100,7 +101,7 @@ def _iteration(job: Job) -> str:
 
 
 def _lost(prompts: PromptSet) -> str:
-    """How many rows of the file were cut or dropped, and why."""
+    """Says how many rows of the file were cut or dropped, and why."""
     done = {
         "cut at data.max_prompt": prompts.num_truncated,
         "with responses cut at generation.max_new_tokens": prompts.num_cut,
@@ -116,7 +117,7 @@ def _minute(time: str) -> str:
 
 
 def notes(job: Job, resumed: Resumed | None) -> list[str]:
-    """What is to be said once at the start, below the heading."""
+    """Returns what is to be said once at the start, below the heading."""
     found = list(resumed.notes) if resumed else []
     if resumed and not resumed.started and job.written_at:
         found.append(
@@ -129,7 +130,7 @@ def notes(job: Job, resumed: Resumed | None) -> list[str]:
 
 
 def format_count(num: int) -> str:
-    """1234567 -> "1.2 M"."""
+    """Formats a count: 1234567 -> "1.2 M"."""
     for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if num >= size:
             return f"{num / size:.1f} {letter}"
@@ -137,7 +138,7 @@ def format_count(num: int) -> str:
 
 
 def next_command(folder: RunFolder) -> list[str]:
-    """The words of the command to try after a run."""
+    """Returns the words of the command to try after a run."""
     page = folder.shown / "report.html"
     return ["python", "-m", "rlhf_spmd", "report", str(folder.shown), "--out", str(page)]
 
@@ -151,8 +152,11 @@ def result(
     compared: Compared | None,
     num_late: int,
 ) -> Result:
-    """The result of a run. compared: its comparison with the forecast, if there was one. num_late: responses for which
-    a reward function ran out of time."""
+    """Returns the result of a run.
+
+    compared: its comparison with the forecast, if there was one.
+    num_late: responses for which a reward function ran out of time.
+    """
     first, last, algorithm = history[0], history[-1], job.config.algorithm
     headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
     generates = "gen_tokens" in last

@@ -24,7 +24,7 @@ from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
 
 def sample_responses(job: Job) -> list[Shown]:
-    """Responses to the first prompts, always with the same random numbers, and their scores.
+    """Samples responses to the first prompts, always with the same random numbers, and scores them.
 
     Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns the
     same on every rank.
@@ -66,8 +66,12 @@ def sample_responses(job: Job) -> list[Shown]:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Responses. prompts: as an environment opens them. tokens: that are scored, padded with -1. rewards: of episodes,
-    by their environments; NaN for those that are dropped."""
+    """Responses.
+
+    prompts: as an environment opens them.
+    tokens: that are scored, padded with -1.
+    rewards: of episodes, by their environments; NaN for those that are dropped.
+    """
 
     prompts: list[list[int]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -122,7 +126,7 @@ def _episode_texts(
     actions_BG: Tensor,
     reasons: Sequence[str],
 ) -> list[str]:
-    """Episodes by turns."""
+    """Returns episodes by turns."""
     texts = []
     for row, tokens_G, drawn_G, reason in zip(rows, responses_BG, actions_BG > 0, reasons, strict=True):
         ids = [token for token in tokens_G.tolist() if token >= 0]
@@ -132,7 +136,7 @@ def _episode_texts(
 
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
-    """The responses before and, if there are any, after training, by prompt."""
+    """Returns the responses before and, if there are any, after training, by prompt."""
     later: Sequence[tuple[str | None, float | None, bool]] = after or [(None, None, False)] * len(before)
     return [
         Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2], job.environments is not None)

@@ -54,9 +54,11 @@ def train(
 ) -> Result | None:
     """Runs all iterations and writes the run folder; rank 0 prints. Returns None if SIGTERM ended the run.
 
-    summary: the program as `check` prints it; evaluation: the program of its evaluations, if there are any;
-    calibration: of these devices, to compare the run with a forecast; asked: receives signals; as_json: --json or
-    --no-json.
+    summary: the program as `check` prints it.
+    evaluation: the program of its evaluations, if there are any.
+    calibration: of these devices, to compare the run with a forecast.
+    asked: receives signals.
+    as_json: --json or --no-json.
     """
     resumed = origin.resumed
     start, library = (resumed.started, resumed.products) if resumed else ("", None)
@@ -137,8 +139,15 @@ class Running:
         asked: Asked | None,
         resumed: Resumed | None,
     ):
-        """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
-        history: the metrics of the iterations so far. The other arguments are as in `train`."""
+        """Prepares what listens to the iterations.
+
+        known: the metrics of the run.
+        aliases: names of another program for them.
+        about: facts for checkpoints.
+        history: the metrics of the iterations so far.
+
+        The other arguments are as in `train`.
+        """
         world = job.world
         is_ahead = job.program.placement.ahead
         about |= {"ahead": is_ahead} if is_ahead else {}
@@ -163,12 +172,12 @@ class Running:
         return self.loop.last is not None and END.name in self.loop.last.signals
 
     def is_over(self) -> bool:
-        """Whether the run ends before its last iteration."""
+        """Returns whether the run ends before its last iteration."""
         return self.is_told_to_end or bool(self.evaluator.why_over)
 
     def doing(self) -> str:
-        """What this rank does, for people who wait: in an iteration how far it is, and when the run may be over. Called
-        by another thread."""
+        """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
+        Called by another thread."""
         world, data, total = self.job.world, self.loop.doing, self.job.config.iterations
         record = record_in(world.flight.memory)
         if data is None or not record.text.startswith(f"{data.title}: ") or record.position == NOWHERE:
@@ -250,7 +259,7 @@ class Running:
 
 
 def _ended(running: Running) -> None:
-    """After SIGTERM: finishes the checkpoint; rank 0 prints the command that resumes the run."""
+    """Finishes the checkpoint after SIGTERM; rank 0 prints the command that resumes the run."""
     job, folder = running.job, running.folder
     running.saver.finish()
     job.close()

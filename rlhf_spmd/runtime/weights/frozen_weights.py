@@ -34,13 +34,16 @@ class ShardedCopy:
         self._units = {id(p): unit for unit in units for p in unit.weights}
 
     def shards(self) -> list[torch.Tensor]:
-        """What this rank holds of each unit."""
+        """Returns what this rank holds of each unit."""
         return [unit.shard for unit in dict.fromkeys(self._units.values())]
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-        """Inside, these modules (None: all of `model`) have their weights and may run any number of forwards, different
-        on each rank. modules: one layer, or all that are no layers. Collective."""
+        """Gives these modules (None: all of `model`) their weights inside this context, where they may run any number
+        of forwards, different on each rank. Collective.
+
+        modules: one layer, or all modules outside the layers.
+        """
         weights = (p for module in modules or [self.model] for p in module.parameters())
         units = dict.fromkeys(self._units[id(p)] for p in weights)
         for unit in units:
@@ -105,7 +108,7 @@ class OffloadedCopy:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, the weights are on the device; afterwards they are where they were before."""
+        """Brings the weights to the device inside this context; afterwards they are where they were before."""
         was_loaded = self._is_loaded
         if not was_loaded:
             self.load()
@@ -140,6 +143,6 @@ def unpin(flat: torch.Tensor) -> None:
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """The tensors of these shapes in a flat one, which may end in padding."""
+    """Returns the tensors of these shapes in a flat one, which may end in padding."""
     sizes = [shape.numel() for shape in shapes]
     return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]

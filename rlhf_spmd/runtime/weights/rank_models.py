@@ -37,7 +37,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
-    """The tokens of the first role, whose tokenizer is given: those that may be drawn, and that all models know.
+    """Returns the tokens of the first role, whose tokenizer is given: those that may be drawn, and that all models
+    know.
 
     All models read them but a judge with another tokenizer, which reads text. Embeddings are often padded to more rows
     than there are tokens, differently in each model, so all models need to know only the tokenizer's own ids. Raises
@@ -99,7 +100,7 @@ class RankModels:
                 self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
 
     def _heads_of_bases(self, held: Iterable[tuple[str, Layout]]) -> dict[tuple[str, Shard], Head]:
-        """The head with which each base is loaded: that of a language model if a model on it here has one."""
+        """Returns the head with which each base is loaded: that of a language model if a model on it here has one."""
         bases, roles, found = self.program.workload.bases, self.config.algorithm.roles, dict[tuple[str, Shard], Head]()
         for name, layout in held:
             if name in bases and not leaves_device(layout):
@@ -108,7 +109,7 @@ class RankModels:
         return found
 
     def _model(self, name: str, layout: Layout) -> Transformer:
-        """This rank's shard of a model in a layout, on weights that it may have in common with other models."""
+        """Returns this rank's shard of a model in a layout, on weights that it may have in common with other models."""
         workload, head = self.program.workload, self.config.algorithm.roles[name].head
         base, shard = workload.bases.get(name), layout.shard(self.world.rank)
         if base is None or leaves_device(layout):
@@ -143,11 +144,11 @@ class RankModels:
         return model
 
     def _group(self, ranks: tuple[int, ...], purpose: str = COLLECTIVES) -> dist.ProcessGroup | None:
-        """The process group of these ranks; None for a single rank."""
+        """Returns the process group of these ranks; None for a single rank."""
         return self.world.group(group_name(ranks, purpose)) if len(ranks) > 1 else None
 
     def _parallel(self, layout: Layout) -> Parallel:
-        """This rank's place in a layout."""
+        """Returns this rank's place in a layout."""
         rank, stages = self.world.rank, layout.stage_ranks(self.world.rank)
         stage = layout.shard(rank).stage
         return Parallel(
@@ -202,13 +203,13 @@ class RankModels:
             self.arena = Arena.make(self.world, max(slot_bytes(plan, rank, BUCKET_BYTES) for plan in plans))
 
     def key(self, call: ModelCall) -> tuple[str, Shard] | None:
-        """The copy that a call uses on this rank; None: the engine's weights, or a reward function."""
+        """Returns the copy that a call uses on this rank; None: the engine's weights, or a reward function."""
         key = call.model, self.program.placement.layouts[call.name].shard(self.world.rank)
         return key if key in self.copies and call.name in self.program.copies(self.world.rank)[key] else None
 
     @contextmanager
     def weights(self, call: ModelCall) -> Iterator[Transformer]:
-        """The model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
+        """Gives the model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
         key = self.key(call)
         holder = self.engines[call.model] if key is None else self.sharded.get(key) or self.offloaded.get(key)
         whole = nullcontext() if holder is None else holder.gathered()
@@ -216,12 +217,12 @@ class RankModels:
             yield self.model(call)
 
     def model(self, call: ModelCall) -> Transformer:
-        """The model of a call, whose weights may be elsewhere."""
+        """Returns the model of a call, whose weights may be elsewhere."""
         key = self.key(call)
         return self.engines[call.model].model if key is None else self.copies[key]
 
     def sharded_by_zero(self, call: ModelCall) -> ShardedCopy | TrainEngine | None:
-        """What gathers the weights of a call if ZeRO 3 shards them; None if it does not."""
+        """Returns what gathers the weights of a call if ZeRO 3 shards them; None if it does not."""
         key = self.key(call)
         if key is not None:
             return self.sharded.get(key)
@@ -229,5 +230,5 @@ class RankModels:
         return engine if engine.shards_weights else None
 
     def offloaded_copies(self, name: str) -> list[OffloadedCopy]:
-        """The copies of a model whose weights are kept in host memory."""
+        """Returns the copies of a model whose weights are kept in host memory."""
         return [copy for (model, _), copy in self.offloaded.items() if model == name]

@@ -25,7 +25,7 @@ class Arena:
         self.parts = dict(parts)
 
     def holds(self, ranks: Sequence[int]) -> bool:
-        """Whether all these ranks are on this machine."""
+        """Returns whether all these ranks are on this machine."""
         return all(rank in self.parts for rank in ranks)
 
     @classmethod

@@ -148,8 +148,8 @@ class Mover:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _notifications(self, part: "_Part", step: int) -> list[dist.P2POp]:
-        """First rank: sends that a slot is full, receives that the previous one has been read. Others: receive the
-        former."""
+        """Returns the notifications of a rank. The first rank sends that a slot is full, and receives that the previous
+        one has been read. Others receive the former."""
         first, *others = part.route.ranks
         if step < len(part.buckets) and part.place < len(others):  # counted as in the plan, although not sent
             self.num_bytes_sent += sum(map(numbers_of, part.buckets[step])) * self.plan.bytes_per_number
@@ -219,8 +219,8 @@ class Mover:
         part.tensors[bucket] = tensors
 
     def _in_place(self, part: "_Part", bucket: int, message: Packet) -> Tensor | None:
-        """A message as a view of a parameter, to be sent or received in place; None if it must be packed because it has
-        several blocks or its block is not contiguous."""
+        """Returns a message as a view of a parameter, to be sent or received in place; None if it must be packed
+        because it has several blocks or its block is not contiguous."""
         first = part.place == 1 and bucket == 0  # received after `start`, when targets may still be in use
         if part.shared or first or len(message) > 1 or message[0].num_numbers < self.direct_numbers:
             return None
@@ -236,14 +236,14 @@ class Mover:
 
 
 def slot_bytes(plan: Reallocation, rank: int, bucket_bytes: int) -> int:
-    """Bytes of a rank's part of an arena: the slots of each route that begins there."""
+    """Returns the bytes of a rank's part of an arena: the slots of each route that begins there."""
     numbers = plan.bucket_numbers(bucket_bytes)
     slots = [plan.slot_numbers(route, numbers) for route in plan.routes if route.ranks[0] == rank]
     return sum(map(sum, slots)) * plan.bytes_per_number
 
 
 def _slots(plan: Reallocation, arena: Arena, bucket_bytes: int) -> dict[Route, list[Tensor]]:
-    """The slots of every route whose ranks share memory, consecutive in the part of its first rank."""
+    """Returns the slots of every route whose ranks share memory, consecutive in the part of its first rank."""
     numbers, used, slots = plan.bucket_numbers(bucket_bytes), dict.fromkeys(arena.parts, 0), {}
     for route in plan.routes:
         if not arena.holds(route.ranks):
@@ -256,12 +256,12 @@ def _slots(plan: Reallocation, arena: Arena, bucket_bytes: int) -> dict[Route, l
 
 
 def _token() -> Tensor:
-    """A notification about a slot; its arrival is the message."""
+    """Returns a notification about a slot; its arrival is the message."""
     return torch.zeros(1, dtype=torch.uint8)
 
 
 def _blocks_in(numbers: Tensor, message: Packet) -> Iterator[tuple[Block, Tensor]]:
-    """The blocks of a message, each with its part of the message as a matrix."""
+    """Yields the blocks of a message, each with its part of the message as a matrix."""
     start = 0
     for block in message:
         (r0, r1), (c0, c1) = block.rows, block.columns
@@ -291,17 +291,17 @@ class _Part:
         return len(self.buckets) + self.place - last
 
     def packed_numbers(self, bucket: int) -> int:
-        """Numbers of a bucket that are packed into a buffer."""
+        """Returns the numbers of a bucket that are packed into a buffer."""
         pairs = zip(self.buckets[bucket], self.in_place[bucket], strict=True)
         return sum(numbers_of(message) for message, there in pairs if there is None)
 
     def arriving(self, step: int) -> int | None:
-        """The bucket that this rank receives in a step."""
+        """Returns the bucket that this rank receives in a step."""
         bucket = step if self.shared else step - self.place + 1
         return bucket if self.place > 0 and 0 <= bucket < len(self.buckets) else None
 
     def leaving(self, step: int) -> int | None:
-        """The bucket that this rank sends in a step."""
+        """Returns the bucket that this rank sends in a step."""
         bucket, last = step - self.place, self.place == len(self.route.ranks) - 1
         return bucket if not last and 0 <= bucket < len(self.buckets) else None
 
@@ -314,12 +314,12 @@ class _Local:
         self.boxes = {name: box for name, weight in weights.items() if (box := weight.box(holding.shard))}
 
     def has(self, block: Block) -> bool:
-        """Whether the shard contains a block."""
+        """Returns whether the shard contains a block."""
         mine, box = self.boxes.get(block.weight), ((block.layer, block.layer + 1), block.rows, block.columns)
         return mine is not None and overlap(mine, box) == box
 
     def view(self, block: Block) -> Tensor:
-        """The block as a matrix that shares memory with the parameter."""
+        """Returns the block as a matrix that shares memory with the parameter."""
         (r0, r1), (c0, c1) = block.rows, block.columns
         weight, box = self.weights[block.weight], self.boxes[block.weight]
         tensor = self.tensors[weight.name.format(block.layer)]

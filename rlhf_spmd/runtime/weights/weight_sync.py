@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.weights.weight_mover import Mover
 
 
 def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
-    """This rank's part of a transfer of new weights."""
+    """Returns this rank's part of a transfer of new weights."""
     plan, name, rank = transfer.reallocation, transfer.model, models.world.rank
     assert plan is not None and name is not None, "the transfer moves weights"
     engine = models.engines.get(name)
@@ -35,14 +35,14 @@ def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
 
 
 def _trained(model: Transformer) -> dict[str, Tensor]:
-    """What training changes in a copy."""
+    """Returns what training changes in a copy."""
     names = model.trained_names()
     return {name: one for name, one in model.state_dict().items() if name in names}
 
 
 def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
-    """All that trains of a model, its weights or its adapters, by parameter name, on the CPU of the first rank that
-    trains it; None on the others. Collective over these ranks; takes two buckets of extra memory."""
+    """Gathers all that trains of a model, its weights or its adapters, by parameter name, on the CPU of the first rank
+    that trains it; None on the others. Collective over these ranks; takes two buckets of extra memory."""
     layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload
     shape, writer = workload.shape(train.model), layout.ranks[0]
     engine = models.engines[train.model]

@@ -100,7 +100,7 @@ class WorkerPool(ABC, Generic[One]):
 
     @abstractmethod
     def _not_started(self, error: OSError) -> UserError:
-        """The message for a worker that cannot be started."""
+        """Returns the message for a worker that cannot be started."""
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class WorkerPool(ABC, Generic[One]):
         self._take(worker, answer)
 
     def _has_worked(self, workers: Sequence[One]) -> bool:
-        """Whether any of these workers used its processor since the last look."""
+        """Returns whether any of these workers used its processor since the last look."""
         has_worked = False
         for worker in workers:
             fields = process_fields(worker.process.pid)
@@ -208,7 +208,8 @@ class WorkerPool(ABC, Generic[One]):
 
 
 def has_ended(process: subprocess.Popen) -> bool:
-    """Whether a process ends within END_S. Its status stays to be read, so that its number is not given away."""
+    """Returns whether a process ends within END_S. Its status stays to be read, so that its number is not given
+    away."""
     until_s = time.monotonic() + END_S
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         if time.monotonic() > until_s:

@@ -36,7 +36,7 @@ def connected() -> tuple[socket.socket, list[str]]:
 
 
 def lines_of(connection: socket.socket) -> Iterator[str]:
-    """The lines that the rank sends, until it ends or closes the connection."""
+    """Yields the lines that the rank sends, until it ends or closes the connection."""
     # The rank may end without reading our answer.
     with connection.makefile("r", encoding="utf-8", newline="\n") as lines, suppress(ConnectionResetError):
         yield from lines

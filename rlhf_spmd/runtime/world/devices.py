@@ -55,9 +55,13 @@ def choose_devices(
     nodes: Sequence[int],
     hosts: Sequence[str],
 ) -> list[RankDevice]:
-    """The device of every rank. wanted: the option `device`; visible: the devices that each rank sees; unseen: evidence
-    of devices on a rank that sees none, or empty; nodes, hosts: of each rank. Raises UserError if the devices do not
-    suffice for `wanted`."""
+    """Chooses the device of every rank. Raises UserError if the devices do not suffice for `wanted`.
+
+    wanted: the option `device`.
+    visible: the devices that each rank sees.
+    unseen: evidence of devices on a rank that sees none, or empty.
+    nodes, hosts: of each rank.
+    """
     ranks_of = {node: [rank for rank, its_node in enumerate(nodes) if its_node == node] for node in set(nodes)}
     if wanted == "auto" and unseen and not any(visible):
         raise UserError(f"{unseen}; fix that, or choose device=cpu to run on the CPU")
@@ -92,7 +96,7 @@ def choose_devices(
 
 
 def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
-    """For each rank of a node the index of a device to share: the one with the fewest ranks so far."""
+    """Returns, for each rank of a node, the index of a device to share: the one with the fewest ranks so far."""
     taken: Counter[str] = Counter()
     indices = []
     for devices in visible:
@@ -102,7 +106,7 @@ def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
 
 
 def type_of(device: RankDevice, wanted: str) -> str:
-    """The type of a device in forecasts. wanted: the option device_type; "cpu" means not set."""
+    """Returns the type of a device in forecasts. wanted: the option device_type; "cpu" means not set."""
     if device.index is None:
         return "cpu"
     if wanted != "cpu":
@@ -127,8 +131,9 @@ def select_device(device: RankDevice) -> Callable[[], int] | None:
 
 
 def lack_for_kernels(environ: Mapping[str, str]) -> str:
-    """What is missing to compile GPU kernels, and the fix; empty if nothing is: Triton and, for the code by which it
-    launches each kernel for the first time, a C compiler and Python's headers. It would fail in the first iteration."""
+    """Returns what is missing to compile GPU kernels, and the fix; empty if nothing is: Triton and, for the code by
+    which it launches each kernel for the first time, a C compiler and Python's headers. Without them the first
+    iteration would fail."""
     import torch
 
     if importlib.util.find_spec("triton") is None:
@@ -184,7 +189,7 @@ def sleep_while_waiting(index: int) -> bool:
 
 
 def describe_device(device: RankDevice, num_ranks: int) -> str:
-    """For messages: the devices of the job and the backend of its collectives."""
+    """Describes, for messages, the devices of the job and the backend of its collectives."""
     import torch
 
     backend = BACKENDS[device.kind]
@@ -209,7 +214,8 @@ def check_program(device: RankDevice, program: "Program") -> None:
 
 
 def assign(visible: Sequence[Sequence[str]]) -> list[int] | None:
-    """A different device for each rank of a node, as an index into the devices visible to it; None if impossible.
+    """Assigns a different device to each rank of a node, as an index into the devices visible to it; None if
+    impossible.
 
     Ranks may see all devices of the node, or one each if the launcher bound them, or anything in between.
     """

@@ -35,7 +35,7 @@ STORE_BYTES = 1 << 14  # of a file store, for each rank: 1.8 kB measured with 64
 
 
 def network_stack() -> str:
-    """A text that is the same on two ranks if and only if they can reach each other by loopback."""
+    """Returns a text that is the same on two ranks if and only if they can reach each other by loopback."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -44,8 +44,8 @@ def network_stack() -> str:
 
 
 def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
-    """The interface (name, address) for communication with `peers`: the user's choice, the route to a peer, or the
-    first. The host's own name is not used: many distributions map it to a loopback address.
+    """Chooses the interface (name, address) for communication with `peers`: the user's choice, the route to a peer, or
+    the first. The host's own name is not used: many distributions map it to a loopback address.
     """
     addresses = interface_addresses()
     if wanted := os.environ.get(INTERFACE_OPTION, "").strip():
@@ -74,7 +74,7 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
 
 
 def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Rank 0's store, listening on `address` only, and its port."""
+    """Makes rank 0's store, listening on `address` only. Returns it and its port."""
     from torch.distributed import TCPStore
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -94,7 +94,7 @@ def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def join_store(address: str, port: int, timeout_s: float) -> Any:
-    """Another rank's connection to the store."""
+    """Connects another rank to the store."""
     from torch.distributed import TCPStore
 
     try:
@@ -111,7 +111,7 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
 
 
 def file_store(world: Any, timeout_s: float) -> Any:
-    """A store in a file of this node, which asks no server; None if a rank does not see the file. Collective."""
+    """Makes a store in a file of this node, which asks no server; None if a rank does not see the file. Collective."""
     from torch.distributed import FileStore
 
     descriptor, views = share_file(

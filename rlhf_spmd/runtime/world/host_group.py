@@ -52,7 +52,12 @@ class HostGroup(dist.ProcessGroup):
         self.timeout = timeout
 
     def run(self, what: str, start: Callable[[], dist.Work], finish: Callable[[], None]) -> dist.Work:
-        """start: begins a gloo operation; finish: called after it. what: its name, for errors."""
+        """Runs a gloo operation.
+
+        what: its name, for errors.
+        start: begins it.
+        finish: called after it.
+        """
         work = start()
 
         def end() -> None:
@@ -64,8 +69,8 @@ class HostGroup(dist.ProcessGroup):
     def _operation(
         self, what: str, begin: Callable[..., dist.Work], read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> dist.Work:
-        """An operation on host copies of the tensors that it reads or writes; begin(read copies, written copies). A
-        tensor may be in both lists."""
+        """Runs an operation on host copies of the tensors that it reads or writes: begin(read copies, written copies).
+        A tensor may be in both lists."""
         hosts = {id(tensor): _on_host(tensor, copied=True) for tensor in read}
         for tensor in written:
             hosts.setdefault(id(tensor), _on_host(tensor, copied=False))
@@ -130,7 +135,8 @@ class HostGroup(dist.ProcessGroup):
 
 
 def _on_host(tensor: Tensor, *, copied: bool) -> Tensor:
-    """The tensor itself if it is in host memory; else a host tensor of the same shape, with its values if `copied`."""
+    """Returns the tensor itself if it is in host memory; else a host tensor of the same shape, with its values if
+    `copied`."""
     if tensor.device.type == "cpu":
         return tensor
     return tensor.cpu().contiguous() if copied else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -63,7 +63,7 @@ def check_interfaces(environment: Mapping[str, str], names: Sequence[str]) -> No
 
 
 def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one."""
+    """Returns the IPv4 address of every network interface that has one."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -76,7 +76,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def _with_address() -> list[str]:
-    """The network interfaces that have an address of IPv4 or IPv6."""
+    """Returns the network interfaces that have an address of IPv4 or IPv6."""
     names = set(interface_addresses())
     with suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as file:
         names |= {line.split()[-1] for line in file}
@@ -84,8 +84,8 @@ def _with_address() -> list[str]:
 
 
 def _absent(text: str, present: Sequence[str]) -> list[str]:
-    """What is absent if NCCL finds no interface: the text is a list of prefixes, or with "=" of names, perhaps with
-    ports, of interfaces that it may use or, behind "^", that it must not."""
+    """Says what is absent if NCCL finds no interface: the text is a list of prefixes, or with "=" of names, perhaps
+    with ports, of interfaces that it may use or, after "^", that it must not."""
     excludes, text = text.startswith("^"), text.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
     wanted = [each.partition(":")[0] for each in text.split(",")]
@@ -95,7 +95,7 @@ def _absent(text: str, present: Sequence[str]) -> list[str]:
 
 
 def on_one_node(environment: Mapping[str, str]) -> bool:
-    """Whether all processes are on this node, according to the launcher; True without a launcher."""
+    """Returns whether all processes are on this node, according to the launcher; True without a launcher."""
     for names in ON_NODE:
         everywhere, here = (number_in(environment, name) for name in names)
         if everywhere is not None and here is not None:

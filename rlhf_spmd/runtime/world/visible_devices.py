@@ -63,8 +63,8 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
-    """The threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first number.
-    None if it is not set or blank. Raises UserError."""
+    """Returns the threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first
+    number. None if it is not set or blank. Raises UserError."""
     text = environ.get(THREADS, "")
     if not text.strip():
         return None
@@ -78,8 +78,13 @@ def threads_wanted(environ: Mapping[str, str]) -> int | None:
 
 
 def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> dict[str, Any]:
-    """This rank's report to the others: "seen": its devices, in order (fields of VisibleDevice); "unseen": if there are
-    none, the evidence of some. wanted: the option `device`; threads: of torch on this rank; num_ranks: of the job."""
+    """Returns this rank's report to the others: "seen": its devices, in order (fields of VisibleDevice); "unseen": if
+    there are none, the evidence of some.
+
+    wanted: the option `device`.
+    threads: of torch on this rank.
+    num_ranks: of the job.
+    """
     evidence = hints(os.environ)
     if wanted == "cpu" or wanted == "auto" and not evidence:
         return {"seen": [], "unseen": ""}
@@ -93,13 +98,14 @@ def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> di
 
 
 def parse_reports(reports: Sequence[Mapping[str, Any]]) -> tuple[list[list[VisibleDevice]], str]:
-    """From the reports of all ranks: the devices that each sees, and evidence of devices on a rank that sees none."""
+    """Reads, from the reports of all ranks, the devices that each sees, and evidence of devices on a rank that sees
+    none."""
     unseen = next((report["unseen"] for report in reports if report["unseen"]), "")
     return [[VisibleDevice(**device) for device in report["seen"]] for report in reports], unseen
 
 
 def visible_devices(torch: Any, host: str) -> list[VisibleDevice]:
-    """The devices that torch sees, in order."""
+    """Returns the devices that torch sees, in order."""
     devices = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -108,7 +114,7 @@ def visible_devices(torch: Any, host: str) -> list[VisibleDevice]:
 
 
 def hints(environ: Mapping[str, str]) -> list[str]:
-    """Evidence that this process has GPUs; empty if they are hidden from it."""
+    """Returns evidence that this process has GPUs; empty if they are hidden from it."""
     hidden = environ.get(VISIBLE, "all").strip() in NOTHING
     amd_hidden = any(environ.get(name, "all").strip() in NOTHING for name in AMD_VISIBLE)
     if hidden:
@@ -124,7 +130,7 @@ def hints(environ: Mapping[str, str]) -> list[str]:
 
 
 def build_of(torch: Any) -> str:
-    """For messages: the platform that torch was built for."""
+    """Names, for messages, the platform that torch was built for."""
     version = torch.version
     built = f"ROCm {version.hip}" if version.hip else f"CUDA {version.cuda}" if version.cuda else "CPUs alone"
     return f"torch {torch.__version__} is built for {built}"

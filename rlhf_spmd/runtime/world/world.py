@@ -76,7 +76,10 @@ class World:
 
     @classmethod
     def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
-        """Meets the other ranks over MPI; without mpiexec, a world of one rank. flight: shared with a supervisor."""
+        """Meets the other ranks over MPI; without mpiexec, a world of one rank.
+
+        flight: shared with a supervisor.
+        """
         mpi, flight = _load_mpi(), flight or Flight()
         rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         launcher.check_world_size(size, os.environ)
@@ -157,15 +160,15 @@ class World:
     # Control messages: anything that JSON can hold (a tuple arrives as a list).
 
     def allgather(self, value: Any, what: str = "a gathering", *, deadline_s: float | None = None) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Gathers every rank's value, in rank order."""
         return [json.loads(text) for text in self._exchange(what, json.dumps(value).encode(), deadline_s=deadline_s)]
 
     def allgather_bytes(self, message: bytes, what: str) -> list[bytes]:
-        """Every rank's bytes, in rank order, without JSON."""
+        """Gathers every rank's bytes, in rank order, without JSON."""
         return self._exchange(what, message)
 
     def bcast(self, value: Any, root: int = 0, what: str = "a broadcast") -> Any:
-        """The root's value; values of other ranks are ignored."""
+        """Broadcasts the root's value; values of other ranks are ignored."""
         message = json.dumps(value).encode() if self.rank == root else b""
         return json.loads(self._exchange(what, message)[root])
 
@@ -197,7 +200,8 @@ class World:
             self._note(f"after {what}")
 
     def messages(self) -> Any:
-        """An MPI communicator of its own. Collective; all ranks are here, so that MPI does not wait for long."""
+        """Returns an MPI communicator of its own. Collective; all ranks are here, so that MPI does not wait for
+        long."""
         self.barrier("a communicator")
         return self.control.comm.Dup()
 
@@ -264,7 +268,7 @@ class World:
             _end_job(status, self.flight)
 
     def _report(self, error: BaseException) -> str:
-        """The message about this rank's failure."""
+        """Returns the message about this rank's failure."""
         reporter = "" if self.size == 1 else f"{name_ranks([self.rank], self.hosts)} of {self.size}"
         go_on = resume_hint(self.flight.run, self.size)
         inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
@@ -282,8 +286,8 @@ class World:
     ) -> None:
         """Starts torch.distributed and makes the named groups (ascending world ranks), all with the same deadline.
 
-        pairs: the ranks that will exchange messages, by group (Program.pairs). threads: of torch on this rank; by
-        default OMP_NUM_THREADS or a fair share of the cores.
+        pairs: the ranks that will exchange messages, by group (Program.pairs).
+        threads: of torch on this rank; by default OMP_NUM_THREADS or a fair share of the cores.
         """
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
@@ -310,7 +314,7 @@ class World:
         return torch.device("cpu") if self.computes.index is None else torch.device("cuda", self.computes.index)
 
     def group(self, name: str) -> Any:
-        """The process group of that name, which must include this rank; None if it is the only rank."""
+        """Returns the process group of that name, which must include this rank; None if it is the only rank."""
         assert self._groups is not None, "call start_torch first"
         group = self._groups[name]
         if group is not None:
@@ -368,7 +372,7 @@ class World:
         self.flight.describe(num_instructions=len(program.instructions[self.rank]))
 
     def keep_records(self, folder: str | Path) -> None:
-        """From now on the flight records and instruction lists are written to this run folder; call it on all ranks."""
+        """Writes the flight records and instruction lists to this run folder from now on; call it on all ranks."""
         if self.rank == 0 and self.watch.graph is not None:
             forget(folder, self.size)
             self.watch.graph.write(Path(folder))
@@ -379,9 +383,9 @@ class World:
         self.progress(what, self.flight.iteration, self.flight.position)
 
     def stragglers(self, needs: Needs, iteration: int) -> dict[int, str]:
-        """The ranks in `needs` that have not begun what is needed of them in this iteration, with the last position of
-        each. Takes seconds at most, whatever state the others are in. Ranks whose position is unknown, because rank 0
-        is late and hosts the store, are left out."""
+        """Returns the ranks in `needs` that have not begun what is needed of them in this iteration, with the last
+        position of each. Takes seconds at most, whatever state the others are in. Ranks whose position is unknown,
+        because rank 0 is late and hosts the store, are left out."""
         positions = self.board.read(tuple(rank for rank, _ in needs))
         return {rank: positions[rank].text or "nothing" for rank in late_ranks(needs, iteration, positions)}
 

@@ -43,7 +43,8 @@ def test_the_pages_are_all():
 
 
 def masks(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """mask [B, FEW], mask [B, WIDE], and for each action of a row its place in the wide one (places_BG [B, FEW])."""
+    """Makes mask [B, FEW], mask [B, WIDE], and for each action of a row its place in the wide one (places_BG [B,
+    FEW])."""
     generator = torch.Generator().manual_seed(seed)
     few_BG = torch.arange(FEW) < torch.randint(1, FEW + 1, (ROWS, 1), generator=generator)
     places_BG = torch.stack([torch.randperm(WIDE - 1, generator=generator)[:FEW].sort()[0] for _ in range(ROWS)])
@@ -52,7 +53,7 @@ def masks(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spread(x: Tensor, few_BG: Tensor, wide_BG: Tensor, places_BG: Tensor, junk: float) -> Tensor:
-    """A tensor of tokens, or of tokens and one more, with observations between its actions."""
+    """Returns a tensor of tokens, or of tokens and one more, with observations between its actions."""
     more = x.shape[1] - FEW
     found = torch.full((ROWS, WIDE + more), junk, dtype=torch.float64).to(x.dtype)
     found[:, :WIDE][wide_BG] = x[:, :FEW][few_BG]
@@ -63,7 +64,10 @@ def spread(x: Tensor, few_BG: Tensor, wide_BG: Tensor, places_BG: Tensor, junk: 
 
 
 def assert_same(few: Any, wide: Any, few_BG: Tensor, wide_BG: Tensor, norm: float) -> None:
-    """Results of a function for both. norm: by which numbers without a token dim differ."""
+    """Compares the results of a function for both.
+
+    norm: by which numbers without a token dim differ.
+    """
     if isinstance(few, dict):
         assert few.keys() == wide.keys()
         for name in few:
@@ -147,7 +151,7 @@ def compare(page, workflow, call, numbers, of_masks, norm: float) -> None:
 
 
 def called(function, call, given, numbers, mask_BG) -> Any:
-    """The results, finished by the companions."""
+    """Returns the results, finished by the companions."""
     if isinstance(call, Train):
         sums = None
         divisor = torch.tensor(float(mask_BG.sum()), dtype=torch.float64)

@@ -27,7 +27,7 @@ def randn(*shape, seed: int = 0) -> Tensor:
 
 
 def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
-    """Any mask, holes and empty rows included."""
+    """Returns any mask, holes and empty rows included."""
     return torch.rand(num_rows, num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
@@ -82,7 +82,7 @@ def test_row_01_kl_penalty_is_signed_and_unscaled():
 
 
 def gae_double_sum(rewards, values, gamma, lam, last_value):
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, for one unmasked sequence."""
+    """Returns A_t = sum over l of (gamma lam)^l delta_{t+l}, for one unmasked sequence."""
     v = [*values, last_value]
     delta = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(len(rewards))]
     return [sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, len(delta))) for t in range(len(delta))]
@@ -185,7 +185,7 @@ def test_row_08_edges():
 
 
 def rows_of(seed: int = 0) -> dict[str, Tensor]:
-    """What the call of PPO reads, of four rows; the last one has no token."""
+    """Returns what the call of PPO reads, of four rows; the last one has no token."""
     mask_BG = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [False, False, False]])
     return {
         "logprobs_BG": torch.where(mask_BG, randn(4, 3, seed=seed), NAN),

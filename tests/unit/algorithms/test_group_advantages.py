@@ -66,7 +66,7 @@ class Batch:
 
 
 def make_groups(*, noise: float = 0.4, seed: int = 0) -> list[list[Sample]]:
-    """Responses of 1 to LIMIT tokens, the longest cut off; one group has equal scores."""
+    """Returns responses of 1 to LIMIT tokens, the longest cut off; one group has equal scores."""
     rng, groups = np.random.default_rng(seed), []
     for number in range(GROUPS):
         group = []
@@ -113,7 +113,7 @@ def chosen(rules: Rules, names: tuple[str, ...]) -> dict:
 
 
 def fast_advantages(batch: Batch, rules: Rules, *, min_groups: int = 0) -> tuple[Tensor, Tensor]:
-    """As the runtime computes them: the sums of two ranks are added."""
+    """Computes advantages as the runtime does: the sums of two ranks are added."""
     shaping, scaling = chosen(rules, OF_REWARDS), chosen(rules, ("scale", "scale_eps"))
     made, sums = [], torch.zeros(4, dtype=torch.float64)
     for part in (slice(0, 1), slice(1, None)):
@@ -128,7 +128,7 @@ def fast_advantages(batch: Batch, rules: Rules, *, min_groups: int = 0) -> tuple
 
 
 def fast_loss(batch: Batch, advantages: Tensor, used: Tensor, rules: Rules) -> Tensor:
-    """Rows that are left out are taken away; the others lie in two micro-batches."""
+    """Computes the loss: rows that are left out are taken away; the others lie in two micro-batches."""
     rows = used.flatten() > 0
     names = ("logprobs", "old", "reference", "generator", "mask")
     tensors = {name: getattr(batch, name).flatten(0, 1)[rows] for name in names}
@@ -151,7 +151,7 @@ def fast_loss(batch: Batch, advantages: Tensor, used: Tensor, rules: Rules) -> T
 
 
 def assert_same(groups: list[list[Sample]], batch: Batch, fast: Tensor, expected: Tensor) -> None:
-    """Loss and gradient of every logprob."""
+    """Compares loss and gradient of every logprob."""
     torch.testing.assert_close(fast, expected, **CLOSE)
     (gradient,) = torch.autograd.grad(fast, batch.logprobs)
     assert gradient.isfinite().all() and not gradient[~batch.mask].any()
@@ -247,7 +247,7 @@ def test_reinforce_plus_plus_is_what_the_slow_twin_computes(baseline, changes):
 
 
 def advantages_of(scores: list[list[float]], **options) -> Tensor:
-    """GRPO's advantages of groups of responses of one token."""
+    """Returns GRPO's advantages of groups of responses of one token."""
     wide = torch.tensor(scores, dtype=torch.float64)
     mask = torch.ones(*wide.shape, 1, dtype=torch.bool)
     return group_advantages(wide, mask, torch.ones_like(wide, dtype=torch.bool), **options)[0]
@@ -406,7 +406,7 @@ def test_turn_advantages_do_not_price_another_turn():
     episodes = [((0,), (0.2,)), ((1, 0), (1.0, 0.5)), ((1, 1), (1.0, 0.0))]
 
     def log_probabilities(theta: torch.Tensor) -> torch.Tensor:
-        """Of each turn of each episode: [3, 2], 0 where it has no second turn."""
+        """Returns the log probability of each turn of each episode: [3, 2], 0 where it has no second turn."""
         of_first, of_second = theta[:2].log_softmax(0), theta[2:].log_softmax(0)
         nothing = of_first.new_zeros(())
         rows = [(of_first[one[0]], of_second[one[1]] if len(one) > 1 else nothing) for one, _ in episodes]

@@ -38,12 +38,12 @@ def randn(*shape, seed: int = 0) -> Tensor:
 
 
 def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
-    """Any mask, holes and empty rows included."""
+    """Returns any mask, holes and empty rows included."""
     return torch.rand(num_rows, num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
 def with_one_more(x_BG: Tensor) -> Tensor:
-    """Values have a column after the last token, which no loss reads."""
+    """Adds a column of values after the last token, which no loss reads."""
     return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), NAN)], 1)
 
 
@@ -230,7 +230,7 @@ def test_extreme_ratios(loss, log_ratio):
 
 
 def stops(*local: tuple[float, int], limit: float | None) -> list[bool]:
-    """What each rank decides after a step in which it counted a sum of approx_kl over so many tokens."""
+    """Returns what each rank decides after a step in which it counted a sum of approx_kl over so many tokens."""
     total = torch.tensor(local, dtype=torch.float64).sum(0)
     job = SimpleNamespace(
         world=SimpleNamespace(device=torch.device("cpu")), reduced=lambda own, run: own + (total - own)

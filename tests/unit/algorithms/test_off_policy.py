@@ -40,7 +40,7 @@ FORMULAS: dict[str, Callable[[float, list[float]], float]] = {
 
 
 def recipes() -> dict[str, tuple[str, ...]]:
-    """Name -> options, of the table in the docs."""
+    """Returns name -> options, of the table in the docs."""
     rows = re.findall(
         r"^\| ([\w -]+) \| `((?:importance_weights|rejection)=[^`]*)` \|", PAGE.read_text(encoding="utf-8"), re.M
     )
@@ -48,7 +48,7 @@ def recipes() -> dict[str, tuple[str, ...]]:
 
 
 def rules_of(words: tuple[str, ...]) -> Rules:
-    """As a run reads these options of GRPO."""
+    """Reads these options of GRPO as a run does."""
     given = [f"grpo.{word}" for word in (*words, "old_logprobs=recompute")]
     options = load("tiny", given, algorithm="grpo").options
     names = ("importance_weights", "importance_cap", "rejection", "rejection_range")
@@ -56,7 +56,7 @@ def rules_of(words: tuple[str, ...]) -> Rules:
 
 
 def drawn_elsewhere() -> list[list[Sample]]:
-    """Responses of a generator that differs from the old policy by little or by much, by response."""
+    """Returns responses of a generator that differs from the old policy by little or by much, by response."""
     groups = make_groups(seed=3)
     gen = torch.Generator().manual_seed(5)
     for number, one in enumerate(one for group in groups for one in group):
@@ -69,7 +69,8 @@ def drawn_elsewhere() -> list[list[Sample]]:
 
 
 def by_formula(groups: list[list[Sample]], factor: Callable[[float, list[float]], float]) -> Tensor:
-    """-E[factor min(u A, clip(u, 1 +- e) A)], u = pi / pi_old: what a factor leaves out stays in the denominator."""
+    """Returns -E[factor min(u A, clip(u, 1 +- e) A)], u = pi / pi_old: what a factor leaves out stays in the
+    denominator."""
     terms: list[Tensor] = []
     for one in (one for group in groups for one in group):
         ds = [old - drawn for old, drawn in zip(one.old, one.generator, strict=True)]

@@ -94,7 +94,7 @@ def preferred(actor: list[Tensor], reference: list[Tensor], mask: list[Tensor], 
 
 
 def pair_of(seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-    """Logprobs and masks of both responses."""
+    """Returns logprobs and masks of both responses."""
     mask = [masks(seed), masks(seed + 1)]
     return [with_junk(-randn(PAIRS, TOKENS, seed=seed + k).abs(), mask[k]) for k in (0, 1)], mask
 

@@ -54,7 +54,8 @@ def models(seed: int = 0) -> tuple[nn.Module, nn.Module]:
 
 
 def make_rollouts(num: int, options: slow_ppo.Options, *, noise: float = 0.2) -> list[slow_ppo.Rollout]:
-    """Responses of 1 to 7 tokens, some ended; old logprobs and values a little off, so that things are clipped."""
+    """Returns responses of 1 to 7 tokens, some ended; old logprobs and values a little off, so that things are
+    clipped."""
     rng = np.random.default_rng(0)
     actor, critic = models()
     words = [v for v in range(VOCAB) if v not in options.eos_ids]
@@ -100,7 +101,8 @@ def pad(rows: list[list], width: int, filler: float, dtype=torch.float64) -> Ten
 
 
 def make_batch(rollouts: list, o: slow_ppo.Options, *, extra: int = 0, pad_id: int = 0, junk: float = 0.0) -> Batch:
-    """Everything up to the advantages, as the runtime does it; `extra` columns of padding, `junk` in masked entries."""
+    """Returns everything up to the advantages, as the runtime does it; `extra` columns of padding, `junk` in masked
+    entries."""
     width = max(len(r.response) for r in rollouts) + extra
     tokens = [r.prompt + r.response for r in rollouts]
     tokens_BT = pad(tokens, max(map(len, tokens)) + extra, pad_id, torch.int64)
@@ -125,20 +127,20 @@ def make_batch(rollouts: list, o: slow_ppo.Options, *, extra: int = 0, pad_id: i
 
 
 def whiten(batch: Batch, shares: list[list[int]]) -> Batch:
-    """Moments of every share, added; then the same mean and variance for all."""
+    """Whitens with the moments of every share, added; then the same mean and variance for all."""
     mask_BG = response_mask(batch.responses_BG)
     total = sum(moments(batch.advantages_BG[rows], mask_BG[rows]) for rows in shares)
     return dataclasses.replace(batch, white_BG=whitened(batch.advantages_BG, mask_BG, total))
 
 
 def at_responses(x_BT: Tensor, batch: Batch) -> Tensor:
-    """What the model says *before* each response token: [B, T, ...] -> [B, G, ...]."""
+    """Returns what the model says *before* each response token: [B, T, ...] -> [B, G, ...]."""
     offset_BG = batch.prompt_len_B[:, None] - 1 + torch.arange(batch.responses_BG.shape[1])
     return x_BT[torch.arange(len(x_BT))[:, None], offset_BG.clamp(max=x_BT.shape[1] - 1)]
 
 
 def with_one_more(x_BG: Tensor) -> Tensor:
-    """Values have a column after the last token, which the loss does not read."""
+    """Adds a column of values after the last token, which the loss does not read."""
     return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), math.nan)], 1)
 
 
@@ -158,7 +160,7 @@ def losses(actor, critic, batch: Batch, o: slow_ppo.Options):
 
 
 def fast_step(actor, critic, batch: Batch, shares: list[list[int]], o: slow_ppo.Options) -> slow_ppo.Step:
-    """Losses and gradients of one (whitened) mini-batch, one share after the other."""
+    """Returns losses and gradients of one (whitened) mini-batch, one share after the other."""
     num_tokens = response_mask(batch.responses_BG).sum()
     actor.zero_grad()
     critic.zero_grad()
@@ -184,7 +186,7 @@ def assert_same(fast: slow_ppo.Step, slow: slow_ppo.Step) -> None:
 
 
 def fast_train(actor, critic, rollouts, order, o: slow_ppo.Options, shares) -> list[slow_ppo.Step]:
-    """All epochs with torch's own optimizer, clipping and our learning rate."""
+    """Trains all epochs with torch's own optimizer, clipping and our learning rate."""
     optimizers = [
         torch.optim.AdamW(model.parameters(), betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
         for model in (actor, critic)
@@ -238,7 +240,7 @@ def test_two_epochs_agree(changes):
 
 
 def one_mini_batch(rollouts, o=OPTIONS) -> slow_ppo.Step:
-    """All rollouts as one mini-batch, by the slow implementation."""
+    """Returns all rollouts as one mini-batch, by the slow implementation."""
     return slow_ppo.train(*models(), logits, value, rollouts, [[range(len(rollouts))]], o)[0]
 
 

@@ -37,7 +37,7 @@ ROWS = 12
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The models are tiny, and threads would only wait for each other."""
+    """Limits torch to one thread: the models are tiny, and threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +78,7 @@ def model_of(folder: str, head: str) -> tuple[torch.nn.Module, slow.Model]:
 
 
 def rows_of(run: RunOf) -> list[slow.Row]:
-    """The rows of the data set, of which every other token of a response is learned where there are marks."""
+    """Returns the rows of the data set, of which every other token of a response is learned where there are marks."""
     prompts, marked = run.job.prompts, run.config.algorithm.assistant_tokens
     found = []
     for index in range(len(prompts)):

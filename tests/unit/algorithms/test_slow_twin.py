@@ -97,8 +97,8 @@ def config(overrides, variant) -> Config:
 
 @pytest.fixture(autouse=True)
 def other_generator(config, monkeypatch) -> None:
-    """Where the loss corrects for it, the generator's logprobs differ from training's by far more than its gate allows
-    a run without corrections."""
+    """Makes the generator's logprobs differ from training's, where the loss corrects for it, by far more than its gate
+    allows a run without corrections."""
     if not corrects(config.options):
         return
     real = generate.generate
@@ -161,7 +161,7 @@ class SlowRun:
 
     @torch.no_grad()
     def judge(self, prompt: list[int], response: list[int]) -> slow_ppo.Rollout:
-        """What the four models say of a response, rounded to float32, as which the runtime stores it."""
+        """Returns what the four models say of a response, rounded to float32, as which the runtime stores it."""
 
         def stored(numbers: list[Tensor]) -> list[float]:
             return [number.float().item() for number in numbers]
@@ -180,7 +180,8 @@ class SlowRun:
 
     @torch.no_grad()
     def check_kept(self, prompt: list[int], response: list[int]) -> None:
-        """The sets that generation kept are those of the rule (top-k, top-p, min-p), under the weights as they are."""
+        """Checks that the sets that generation kept are those of the rule (top-k, top-p, min-p), under the weights as
+        they are."""
         rows, generation = self.actor.logits(self.actor(torch.tensor([prompt + response]))[0]), self.config.generation
         limits = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
         for t, kept in enumerate(self.kept[tuple(prompt + response)]):
@@ -189,7 +190,8 @@ class SlowRun:
             )
 
     def options_now(self) -> slow_ppo.Options:
-        """With what changes between iterations: the KL coefficient, and mean and spread of all scores so far."""
+        """Returns the options with what changes between iterations: the KL coefficient, and mean and spread of all
+        scores so far."""
         mean, std = 0.0, 1.0
         if self.config.options.normalize_scores and self.scores:
             mean = math.fsum(self.scores) / len(self.scores)
@@ -212,7 +214,8 @@ class SlowRun:
 
 
 def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
-    """The responses of the runtime's last iteration in row order, judged slowly: as the runtime itself judged them."""
+    """Returns the responses of the runtime's last iteration in row order, judged slowly: as the runtime itself judged
+    them."""
     config, store, number = run.config, run.data.store, run.data.number
     num_rows = config.rollout_batch * config.samples_per_prompt
     first = epoch_order(config.seed, number, 0, num_rows, config.mini_batch).tolist()
@@ -244,7 +247,8 @@ def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
 
 
 def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
-    """One iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow steps."""
+    """Runs one iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow
+    steps."""
     assert run.state.of_algorithm.kl_coef == pytest.approx(slow.kl_coef, rel=1e-5)  # it follows the KL, see below
     metrics = run.iteration()
     rollouts, config = rollouts_of(run, slow), run.config

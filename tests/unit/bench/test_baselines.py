@@ -27,13 +27,13 @@ WHOLE_BYTES = 2 * WORKLOAD.models["actor"].num_params
 
 
 def one(name: str, cluster: Cluster = CLUSTER, tp: int = 1):
-    """The ZeRO 3 configuration of a baseline with so much tensor parallelism in generation."""
+    """Returns the ZeRO 3 configuration of a baseline with so much tensor parallelism in generation."""
     found = [setup for setup in setups(name, WORKLOAD, cluster) if setup.plan.name == f"ZeRO 3, generation tp {tp}"]
     return found[0]
 
 
 def decoding_s(setup, calibration) -> float:
-    """Seconds of generating all rows of a device with weights that are whole."""
+    """Returns seconds of generating all rows of a device with weights that are whole."""
     devices = {name: replace(one, decode_layer_s=EAGER_LAYER_S) for name, one in calibration.devices.items()}
     cost = Cost(replace(calibration, devices=devices), setup.workload, CLUSTER)
     call = WORKLOAD.workflow.generate_calls[0]

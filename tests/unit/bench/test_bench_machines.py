@@ -11,7 +11,7 @@ from bench.tables import text_table
 
 
 def made(measured_s: float, forecast_s: float, as_given_s: float) -> dict:
-    """What a run writes beside its forecast."""
+    """Returns what a run writes beside its forecast."""
     rows = [{"call": "iteration", "forecast_s": forecast_s, "measured_s": measured_s}]
     scale = {"inference": 1.0, "training": 2.0, "generation": 3.0, "num_workers": 1.5}
     return {"rows": rows, "as_given_s": as_given_s, "scale": scale, "probe_s": measured_s, "why_not": ""}
@@ -34,7 +34,7 @@ def test_there_are_more_machines_than_must_hold():
 
 
 def in_a_process(machine: Imitated, code: str) -> str:
-    """What a process prints that has moved to a machine."""
+    """Returns what a process prints that has moved to a machine."""
     with entering(machine) as enter:
         return subprocess.check_output([sys.executable, "-c", code], preexec_fn=enter, encoding="utf-8").strip()
 

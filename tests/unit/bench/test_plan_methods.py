@@ -19,7 +19,7 @@ SEVEN = ablation.case_row("7", "7", "8", "896", "128")
 
 @pytest.fixture(scope="module")
 def parts() -> dict:
-    """The search spaces of APP's placements of 7B on 1x8."""
+    """Returns the search spaces of APP's placements of 7B on 1x8."""
     workload, cluster = setting("llama-7b", "1x8")
     return {part.name: part.space(workload, cluster, A100) for part in apps_parts(cluster)}
 

@@ -31,7 +31,7 @@ A100 = load_calibration("a100-80g")
 
 
 def brute_force(name: str, cluster: Cluster, grid: dict) -> tuple[float, int]:
-    """The shortest forecast of all points that fit, and their number."""
+    """Returns the shortest forecast of all points that fit, and their number."""
     found = []
     for values in product(*grid.values()):
         try:
@@ -103,7 +103,7 @@ def test_what_is_refused_everywhere_says_why():
 
 
 def row(strategy: str, **options) -> dict:
-    """The row of 7B on one node with given options."""
+    """Returns the row of 7B on one node with given options."""
     case = Case("llama-7b", "1x8", strategy, options, exact=True)
     cluster, calibration = machine(case)
     return row_of(case, solve(case, WORKLOAD, cluster, calibration), WORKLOAD, calibration)
@@ -173,7 +173,7 @@ def test_the_planner_is_explained_beside_what_it_beats():
 
 
 def rates(**found: float | None) -> list[dict]:
-    """Rows from names such as llama_7b__1x8__separation."""
+    """Returns rows from names such as llama_7b__1x8__separation."""
     keys = [name.replace("_", "-", 1).split("__") for name in found]
     return [
         {"preset": preset, "layout": layout, "strategy": strategy, "samples_per_s": rate}

@@ -58,7 +58,7 @@ print(json.dumps([triton.__version__, sorted({key[0] for key in seen}), wrong]))
 
 
 def compiled(script: str, *folders: Path):
-    """What a script prints last, in a process with Triton's compiler. folders: of packages that come first."""
+    """Returns what a script prints last, in a process with Triton's compiler. folders: of packages that come first."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton"),

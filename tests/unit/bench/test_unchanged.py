@@ -55,7 +55,7 @@ def test_a_changed_line_is_found_and_named(edit):
 
 
 def write_run(folder: Path, *, weight: float = 1.0, kl: float = 0.25, seconds: float = 1.0) -> dict[str, str]:
-    """A run folder with what is compared; -> what is."""
+    """Writes a run folder with what is compared, and returns that."""
     checkpoint = folder / "checkpoints" / "iteration-000002"
     checkpoint.mkdir(parents=True)
     (folder / "actor").mkdir()

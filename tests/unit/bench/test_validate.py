@@ -29,7 +29,7 @@ def row_of(system: str, actor: str, gen_len: str = "128") -> dict[str, str]:
 
 
 def plans_of(row: dict[str, str]) -> tuple[list[Plan], list]:
-    """The configurations of a row's system, and their programs."""
+    """Returns the configurations of a row's system, and their programs."""
     system, cluster = SYSTEMS[row["system"]], Cluster.parse(f"{int(row['n_gpus']) // 8}x8", "a100-80g")
     workload = system.sized(workload_of(row), cluster)
     plans = list(system.plans(workload, cluster))

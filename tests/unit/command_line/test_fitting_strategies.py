@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 def world_of(num_ranks: int, name: str, num_bytes: int, wanted: str = "auto", num_devices: int = 0) -> SimpleNamespace:
-    """A node as its ranks find it."""
+    """Returns a node as its ranks find it."""
     seen = [VisibleDevice(f"device {index}", name, num_bytes) for index in range(num_devices or num_ranks)]
     chosen = choose_devices(wanted, [seen] * num_ranks, "", (0,) * num_ranks, ("here",) * num_ranks)
     return SimpleNamespace(nodes=(0,) * num_ranks, num_nodes=1, chosen=chosen)

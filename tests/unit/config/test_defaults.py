@@ -63,7 +63,7 @@ ITS_OWN = {
 
 
 def options_of(config: Config) -> dict:
-    """Every option of these groups."""
+    """Returns every option of these groups."""
     groups = ("ppo", "optimizer", "generation")
     return {key: one.value for key, one in config_options(config).items() if key.partition(".")[0] in groups}
 
@@ -89,7 +89,7 @@ def test_presets_keep_them(preset):
 
 
 def test_the_math_has_the_same_defaults():
-    """And the numbers that are no options: the clip's 0.2 of the KL controller is in test_controllers.py."""
+    """Checks the numbers that are not options, too: the clip's 0.2 of the KL controller is in test_controllers.py."""
     names = {
         controllers.next_kl_coef: {"target": "kl_target", "horizon": "kl_horizon"},
         advantages.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},

@@ -257,7 +257,7 @@ def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_pat
 
 
 def values_of(annotation: Any) -> st.SearchStrategy:
-    """Values of an option's type, within its limits."""
+    """Returns values of an option's type, within its limits."""
     limits: dict[str, Any] = {}
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)

@@ -184,7 +184,7 @@ def test_check_says_which_packed_copies_stay():
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """Options of a run whose actor begins with an adapter; its base is not where the adapter says."""
+    """Returns options of a run whose actor begins with an adapter; its base is not where the adapter says."""
     folder = tmp_path_factory.mktemp("adapters")
     found = write_all(folder)
     make_adapter(folder / "adapter", folder / "actor")
@@ -247,7 +247,7 @@ def test_a_base_without_an_adapter_is_refused():
 
 
 def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
-    """With a warning if it makes other tokens than that of the base; another chat template alone is no reason."""
+    """With a warning if it makes other tokens than that of the base; another chat template alone causes none."""
     words, adapter = write_all(tmp_path), tmp_path / "adapter"
     make_adapter(adapter, tmp_path / "actor")
     config = load_run(words, f"models.actor={adapter}")

@@ -25,7 +25,7 @@ def named(system: str, algorithm: str, *words: str) -> dict[str, tuple[str, ...]
 
 
 def having(algorithm: str, word: str) -> list[str]:
-    """An option of an algorithm, if it has that option."""
+    """Returns an option of an algorithm, if it has that option."""
     return [f"{algorithm}.{word}"] if hasattr(load_algorithm(algorithm).options(), word.partition("=")[0]) else []
 
 

@@ -78,7 +78,7 @@ def test_a_model_folder_replaces_actor_and_reference_and_any_shape():
 
 
 def bare(hint):
-    """A type without what limits it."""
+    """Returns a type without what limits it."""
     return hint.__origin__ if get_origin(hint) is Annotated else hint
 
 

@@ -17,7 +17,7 @@ ACTOR, REWARD = embedded.path_of("actor"), embedded.path_of("reward")
 
 
 def words() -> frozenset[str]:
-    """Every word that the grammar can produce, in lower case."""
+    """Returns every word that the grammar can produce, in lower case."""
     tables = [
         grammar.WOMEN,
         grammar.MEN,
@@ -40,7 +40,7 @@ def padded(rows):
 
 
 def final_scores(model, rows):
-    """The reward model's score at each row's last token, [B]."""
+    """Returns the reward model's score at each row's last token, [B]."""
     tokens_BT = padded(rows)
     with torch.no_grad():
         return model.scalar(model(tokens_BT))[torch.arange(len(rows)), (tokens_BT >= 0).sum(1) - 1]
@@ -64,7 +64,7 @@ def reward():
 
 @pytest.fixture(scope="module")
 def samples(tokenizer, prompts):
-    """(prompt ids, response ids, response text) of the actor on 256 prompts."""
+    """Samples (prompt ids, response ids, response text) of the actor on 256 prompts."""
     ids = [tokenizer.encode(prompt) for prompt in prompts[:256]]
     bits_BG = random_responses(len(ids), 24)
     actor = load_model(ACTOR, head="lm")

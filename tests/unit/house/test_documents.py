@@ -70,24 +70,24 @@ def named(path: Path) -> str:
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
-    """Language and text of each block of code."""
+    """Returns language and text of each block of code."""
     return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands(path: Path) -> list[str]:
-    """The lines of the blocks without a language; a line that ends with a backslash goes on in the next."""
+    """Returns the lines of the blocks without a language; a line that ends with a backslash goes on in the next."""
     text = "\n".join(block for language, block in blocks(path) if not language)
     return [line.partition(" #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
 
 
 def inline(path: Path) -> list[str]:
-    """What stands in backticks outside blocks."""
+    """Returns what stands in backticks outside blocks."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
 
 
 def words_for_us(command: str) -> list[str] | None:
-    """The words behind `python -m rlhf_spmd`, or of train.sbatch; None for another command."""
+    """Returns the arguments after `python -m rlhf_spmd`, or of train.sbatch; None for another command."""
     if not re.match(r"(mpirun|mpiexec|python|sbatch|[A-Z_]+=\S+) ", command):
         return None
     words = shlex.split(command)
@@ -215,7 +215,7 @@ FILES = [(named(path), block) for path in PROMISING for language, block in block
 
 
 def read_block(block: str, folder: Path) -> ConfigFile:
-    """The file of --config that a block shows, without its model, which is not a folder here."""
+    """Returns the file of --config that a block shows, without its model, which is not a folder here."""
     path = folder / "run.yaml"
     path.write_text(block, encoding="utf-8")
     file = read_config_file(str(path))

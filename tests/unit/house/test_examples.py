@@ -15,7 +15,7 @@ NODES = re.compile(r"^# On two nodes: (.+)$", re.MULTILINE)
 
 
 def job_of(path: Path, words: dict | None = None) -> tuple[dict, str]:
-    """An example without the folders of its models, and the size that its model's name tells."""
+    """Returns an example without the folders of its models, and the size that its model's name tells."""
     job = yaml.safe_load(path.read_text(encoding="utf-8")) | (words or {})
     job["data"] = job["data"] | {"prompts": str(ROOT / job["data"]["prompts"])}
     if "eval" in job:

@@ -13,7 +13,7 @@ FOLDERS |= {"bench": "bench", "tests": "tests"}
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of this repository; None for all others."""
+    """Returns the file of a module of this repository; None for all others."""
     package = max((name for name in FOLDERS if (module + ".").startswith(name + ".")), key=len, default=None)
     if package is None:
         return None
@@ -22,7 +22,7 @@ def file_of(module: str) -> Path | None:
 
 
 def defined(path: Path) -> set[str]:
-    """The names that a module binds anywhere outside functions and classes."""
+    """Returns the names that a module binds anywhere outside functions and classes."""
     names, todo = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
@@ -38,7 +38,7 @@ def defined(path: Path) -> set[str]:
 
 
 def missing(text: str) -> list[str]:
-    """What a file imports that does not exist, as MODULE or MODULE.NAME."""
+    """Returns what a file imports that does not exist, as MODULE or MODULE.NAME."""
     lacks = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

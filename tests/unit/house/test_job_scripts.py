@@ -133,7 +133,7 @@ class Job:
         path.touch()
 
     def end(self) -> tuple[list[str], str]:
-        """-> the words that the launcher got behind `train`, and what the script said."""
+        """Ends a job. Returns the words that the launcher got after `train`, and what the script said."""
         (self.folder / "stop").touch()
         said, _ = self.process.communicate(timeout=30)
         (self.folder / "stop").unlink()

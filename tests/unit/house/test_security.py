@@ -30,14 +30,14 @@ MAY_RUN = {  # the modules that run code: what the user named, and what this pro
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of an attribute or a name; `().c` of an attribute of anything else."""
+    """Returns `a.b.c` of an attribute or a name; `().c` of an attribute of anything else."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "()"
 
 
 def problems(source: str, module: str) -> Iterator[str]:
-    """What in a module could run code that nobody named."""
+    """Yields what in a module could run code that nobody named."""
     for node in ast.walk(ast.parse(source)):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -30,7 +30,7 @@ DOES += ("List", "Run", "Turn")
 
 
 def user_texts(source: str) -> list[str]:
-    """The texts in a module, a blank for each value in them, without its docstrings."""
+    """Returns the texts in a module, a blank for each value in them, without its docstrings."""
     tree = ast.parse(source)
     documented = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     docstrings = {id(node.body[0].value) for node in documented if node.body and isinstance(node.body[0], ast.Expr)}
@@ -47,7 +47,7 @@ def user_texts(source: str) -> list[str]:
 
 
 def options() -> dict[str, tuple[object, str]]:
-    """Default and meaning of every option of the package."""
+    """Returns default and meaning of every option of the package."""
     trees = [configs.Config(preset="", algorithm=load_algorithm(name)) for name in algorithm_names()]
     found = {
         key: ("" if one.form else one.value, one.meaning) for tree in trees for key, one in options_of(tree).items()

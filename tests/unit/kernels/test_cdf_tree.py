@@ -46,7 +46,7 @@ def poisson(num: float) -> int:
 
 
 def bound(counts_V: np.ndarray, probs_V: np.ndarray, num: float) -> float:
-    """Of the total variation, from a sample of Poisson(num) draws."""
+    """Bounds the total variation, from a sample of Poisson(num) draws."""
     roots_V = np.sqrt(probs_V)
     squares_V = ((counts_V - num * probs_V) ** 2 - counts_V) / num**2
     square = (squares_V / np.maximum(roots_V, 1e-300)).sum() * roots_V.sum()
@@ -63,7 +63,7 @@ def nats(probs_V: np.ndarray) -> float:
 
 
 def solved(entropy_of: Callable[[float], float], entropy: float) -> float:
-    """The parameter in [0, 20] at which an entropy that falls with it has a value."""
+    """Returns the parameter in [0, 20] at which an entropy that falls with it has a value."""
     low, high = 0.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -85,7 +85,7 @@ def test_each_number_takes_every_value_once():
 
 
 def unshifted(x_B: np.ndarray, shift: int) -> np.ndarray:
-    """The y with y ^ (y >> shift) = x."""
+    """Returns the y with y ^ (y >> shift) = x."""
     y_B = x_B
     for _ in range(32 // shift):
         y_B = x_B ^ (y_B >> np.uint64(shift))
@@ -96,7 +96,7 @@ def unshifted(x_B: np.ndarray, shift: int) -> np.ndarray:
 
 
 def leaves_of(numbers_LB: np.ndarray, edges_LE: np.ndarray) -> np.ndarray:
-    """The leaf that each column of numbers leads to, where all nodes of a level have the same edges."""
+    """Returns the leaf that each column of numbers leads to, where all nodes of a level have the same edges."""
     leaf_B = np.zeros(numbers_LB.shape[1], dtype=np.int64)
     for numbers_B, edges_E in zip(numbers_LB, edges_LE, strict=True):
         leaf_B = leaf_B * FANOUT + sum((numbers_B >= edge).view(np.uint8) for edge in edges_E)
@@ -127,7 +127,7 @@ def test_flat_by_a_sample():
 
 
 def zipf_at_each_level(entropy: float) -> np.ndarray:
-    """Zipf's law over the children of each level in some order, [L, F], with this entropy over all tokens."""
+    """Returns Zipf's law over the children of each level in some order, [L, F], with this entropy over all tokens."""
 
     def entropy_of(steepness: float) -> float:
         return nats(zipf(VOCAB // LEAVES, steepness)) + BELOW * nats(zipf(FANOUT, steepness))
@@ -154,7 +154,7 @@ def test_all_words():
 
 
 def distribution(name: str, entropy: float) -> np.ndarray:
-    """Zipf's law in random order, or the softmax of Gaussian logits, of so many nats: [V]."""
+    """Returns Zipf's law in random order, or the softmax of Gaussian logits, of so many nats: [V]."""
     rng = np.random.default_rng(int(entropy))
     if name == "zipf":
         return rng.permutation(zipf(VOCAB, solved(lambda steepness: nats(zipf(VOCAB, steepness)), entropy)))
@@ -168,7 +168,8 @@ def distribution(name: str, entropy: float) -> np.ndarray:
 
 
 def heap_of_edges(probs_V: np.ndarray) -> np.ndarray:
-    """The edges of the whole tree as those of a binary one: node k leads to 2k or 2k + 1, three times per level."""
+    """Returns the edges of the whole tree as those of a binary one: node k leads to 2k or 2k + 1, three times per
+    level."""
     heap = np.ones(FANOUT**LEVELS)
     padded_V = np.zeros(FANOUT**LEVELS)
     padded_V[:VOCAB] = probs_V
@@ -182,7 +183,7 @@ def heap_of_edges(probs_V: np.ndarray) -> np.ndarray:
 
 
 def drawn_counts(probs_V: np.ndarray, num: int) -> np.ndarray:
-    """How often random bits draw each token, [V]."""
+    """Returns how often random bits draw each token, [V]."""
     heap, rng = heap_of_edges(probs_V), np.random.default_rng(2)
     counts_V = np.zeros(FANOUT**LEVELS, dtype=np.int64)
     for part in chunks(num):

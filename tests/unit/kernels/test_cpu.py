@@ -25,7 +25,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def near(mine: Tensor, exact: Tensor, *, eps: float) -> bool:
-    """Within eps of the largest number, beyond what the dtype rounds."""
+    """Checks that the difference is within eps of the largest number, beyond what the dtype rounds."""
     room = eps + torch.finfo(mine.dtype).eps * (mine.dtype == torch.bfloat16)
     return bool((mine.double() - exact.double()).abs().max() <= room * exact.double().abs().max())
 

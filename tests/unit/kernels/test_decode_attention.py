@@ -56,7 +56,7 @@ class Case:
 
 
 def by_sdpa(case: Case, window: int | None) -> Tensor:
-    """torch's attention in float64, row by row, over the row's tokens laid out in a line."""
+    """Computes torch's attention in float64, row by row, over the row's tokens laid out in a line."""
     group = case.q.shape[1] // case.keys.shape[1]
     rows = []
     for b, length in enumerate(case.lengths.tolist()):

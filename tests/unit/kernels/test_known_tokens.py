@@ -84,7 +84,7 @@ def test_entropy_and_logprobs_are_over_the_known_tokens():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """An actor of 128 rows, a reward model of 63, and a tokenizer whose ids end at 62, without 10 and 20."""
+    """Returns an actor of 128 rows, a reward model of 63, and a tokenizer whose ids end at 62, without 10 and 20."""
     folder = tmp_path_factory.mktemp("padded")
     write_all(folder, vocab_size=128)
     for name in ("actor", "reward"):

@@ -23,7 +23,7 @@ def words(text: str) -> list[int]:
 
 
 def philox_python(seed: int, counter: list[int]) -> list[int]:
-    """The same formula on Python integers."""
+    """Computes the same formula on Python integers."""
     c, k = list(counter), [seed % 2**32, seed >> 32]
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -17,7 +17,8 @@ def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tenso
 
 
 def near(got: Tensor, expected: Tensor, *, ulps: float) -> None:
-    """Within so many units of the last bit. Triton's interpreter cuts bfloat16 instead of rounding it: some more."""
+    """Checks that numbers agree within so many units of the last bit. Triton's interpreter cuts bfloat16 instead of
+    rounding it: some more."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
     if got.dtype == torch.bfloat16 and not got.is_cuda:
         ulps += 3

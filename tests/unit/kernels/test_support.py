@@ -37,7 +37,7 @@ def make_rows(num_rows: int, vocab_size: int, *, dtype=torch.float32, banned: bo
 
 
 def warped(logits_BV, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """What transformers makes of the logits: -inf for what is dropped."""
+    """Returns what transformers makes of the logits: -inf for what is dropped."""
     scores_BV = logits_BV.float()
     if temperature != 1:
         scores_BV = TemperatureLogitsWarper(temperature)(None, scores_BV)
@@ -51,7 +51,7 @@ def warped(logits_BV, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def at_an_edge(logits_BV, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, margin=3e-6):
-    """Rows where rounding decides: a sum within the margin of top_p, or a probability of min_p."""
+    """Returns rows where rounding decides: a sum within the margin of top_p, or a probability of min_p."""
     z_BV = warped(logits_BV, temperature, top_k).double()
     probs_BV = z_BV.softmax(1).sort(1, descending=True).values
     near_BV = (probs_BV.cumsum(1) - top_p).abs() < margin if top_p < 1 else torch.zeros_like(probs_BV, dtype=torch.bool)

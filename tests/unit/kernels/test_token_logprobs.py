@@ -23,7 +23,7 @@ CHUNKS = [1, 3]
 
 
 def cut(monkeypatch, num_rows: int, vocab_size: int, num_chunks: int) -> None:
-    """Make that many chunks, the last one shorter if the numbers allow it."""
+    """Makes that many chunks, the last one shorter if the numbers allow it."""
     columns = -(-vocab_size // num_chunks)
     monkeypatch.setattr(token_logprobs, "TILE", 1)
     monkeypatch.setattr(token_logprobs, "MOST_CHUNKS", num_chunks)
@@ -43,7 +43,7 @@ class Case:
         return list(found) if isinstance(found, tuple) else [found]
 
     def everything(self, form, **more) -> list[Tensor]:
-        """Outputs, and the gradients of a random combination of them."""
+        """Returns outputs, and the gradients of a random combination of them."""
         outputs = self.outputs(form, **more)
         generator = torch.Generator().manual_seed(5)
         factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs]
@@ -51,7 +51,8 @@ class Case:
 
 
 def make_case(num_rows, size, vocab_size, dtype, device, *, banned=False, kept=False, known=False, **options) -> Case:
-    """Row 1, if there is one, has no token; no token is banned where it stands, and each is in its set."""
+    """Makes a case: row 1, if there is one, has no token; no token is banned where it stands, and each is in its
+    set."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden_ND = torch.randn(num_rows, size, generator=generator, dtype=torch.float64)
     weight_VD = torch.randn(vocab_size, size, generator=generator, dtype=torch.float64)

@@ -19,7 +19,7 @@ A100 = Cluster.parse("2x8", "a100-80g")
 
 
 def reserving(share: float | None):
-    """The calibration of an A100 that reserves a share."""
+    """Returns the calibration of an A100 that reserves a share."""
     known = load_calibration("a100-80g")
     return replace(known, devices={"a100-80g": replace(known.devices["a100-80g"], reserve=share)})
 

@@ -14,13 +14,13 @@ PROMISED = 0.9  # share of the options that are known
 
 
 def options_of(name: str, *words: str, algorithm: str | None = None) -> dict:
-    """The options of an example, with words of a command line."""
+    """Returns the options of an example, with words of a command line."""
     path = Path(__file__).with_name("examples") / name
     return dict(translate(read_source(str(path), words), algorithm).options)
 
 
 def source_of(tmp_path: Path, text: str, name: str = "job.sh", words: tuple[str, ...] = ()):
-    """A file with this text."""
+    """Writes a file with this text."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return read_source(str(path), words)

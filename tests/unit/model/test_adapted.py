@@ -25,7 +25,7 @@ ADAPTERS = {
 
 
 def made(adapters: Adapters, head="lm", dtype=torch.float64, base: Transformer | None = None) -> Transformer:
-    """With random factors."""
+    """Makes a model with random factors."""
     base = base or Transformer(CONFIG, head=head, dtype=dtype, seed=1)
     model, generator = base.with_adapters(adapters, seed=3), torch.Generator().manual_seed(5)
     for name, one in model.named_parameters():
@@ -36,7 +36,7 @@ def made(adapters: Adapters, head="lm", dtype=torch.float64, base: Transformer |
 
 
 def dense(model: Transformer) -> dict[str, Tensor]:
-    """Plain weights by name, differentiable in the factors."""
+    """Returns plain weights by name, differentiable in the factors."""
     weights = dict(model.named_parameters())
     layers = [name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A")]
     scale = model.adapters.scale

@@ -41,7 +41,7 @@ LENGTHS = [(7,), (1,), (1, 1, 1), (5, 5, 5), (9, 1, 23, 2), (3, 3, 17, 17, 1, 1,
 
 
 def make_model(case: str, *, head: str = "lm", dtype=torch.float64, **options) -> Transformer:
-    """Every parameter away from its initial value."""
+    """Makes a model with every parameter away from its initial value."""
     family, values = CASES[case]
     model = Transformer(from_hf({"model_type": family, **SMALL, **values}), head=head, dtype=dtype, **options)
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +133,7 @@ def test_recomputation_keeps_less():
 
 
 def place(shard: Shard) -> Parallel:
-    """A shard without its messages."""
+    """Returns a shard without its messages."""
     return Parallel(shard, group=SimpleNamespace(size=lambda: shard.tp) if shard.tp > 1 else None)
 
 
@@ -141,7 +141,8 @@ LENGTHS = (5, 1, 9)
 
 
 def one_by_one(q, k, v, cuts_q, cuts_k, longest_q, longest_k, *, window_size, enable_gqa=False):
-    """Sequence by sequence, as the kernel is documented: heads of keys are repeated only if it is told so."""
+    """Computes attention sequence by sequence, as the kernel is documented: heads of keys are repeated only if it is
+    told so."""
     assert torch.equal(cuts_q, cuts_k) and longest_q == longest_k == max(LENGTHS) and window_size[1] == 0
     assert enable_gqa or q.shape[1] == k.shape[1]
     out = []

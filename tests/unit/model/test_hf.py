@@ -37,7 +37,7 @@ TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_see
 
 
 def theirs(case: str, head: str = "lm", **more):
-    """A random model of transformers."""
+    """Returns a random model of transformers."""
     import transformers
 
     auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
@@ -68,7 +68,7 @@ def close(got, expected):
 
 
 def make_tokenizer(folder, *, pad: str | None = "<pad>") -> None:
-    """A word-level tokenizer with a beginning-of-sequence post-processor."""
+    """Makes a word-level tokenizer with a beginning-of-sequence post-processor."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -86,7 +86,7 @@ def make_tokenizer(folder, *, pad: str | None = "<pad>") -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A causal Llama saved by transformers, with a tokenizer."""
+    """Returns a causal Llama saved by transformers, with a tokenizer."""
     path = tmp_path_factory.mktemp("llama")
     theirs("llama").save_pretrained(path)
     make_tokenizer(path)
@@ -95,7 +95,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def broken(folder, tmp_path):
-    """A copy of that folder, to be damaged."""
+    """Returns a copy of that folder, to be damaged."""
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path

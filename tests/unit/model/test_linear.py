@@ -23,7 +23,7 @@ PACKS = {"plain_s": 3.0, "packed_s": 2.0, "pack_s": 10.0}  # earned by eleven st
 
 
 def adapted(base: Transformer, rank: int, targets: tuple[str, ...] = Adapters(1, 1.0).targets) -> Transformer:
-    """With a random adapter."""
+    """Makes a model with a random adapter."""
     model, generator = base.with_adapters(Adapters(rank, 2.0 * rank, targets)), torch.Generator().manual_seed(4)
     for name, one in model.named_parameters():
         if name.endswith("lora_B"):
@@ -116,7 +116,7 @@ SHAPE = ModelShape(2, 64, 96, 4, 2, 16, 70)  # of `small`
 
 
 def program_of(adapters: Adapters | None, *, adds_adapters: bool = False) -> SimpleNamespace:
-    """What the bytes of copies depend on."""
+    """Returns what the bytes of copies depend on."""
     shape, call = replace(SHAPE, adapters=adapters), SimpleNamespace(name="generate", model="actor")
     made = {"workflow": SimpleNamespace(generate_calls=[call]), "shape": lambda model: shape, "param_bytes": 4}
     workload = SimpleNamespace(**made, adds_adapters=adds_adapters)

@@ -35,7 +35,7 @@ def make_model(head: str) -> Transformer:
 
 
 def make_pairs(num: int = 9, seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Prompts of 1 to 7 tokens with responses of 1 to 6, some full, some ended; one without a response."""
+    """Makes prompts of 1 to 7 tokens with responses of 1 to 6, some full, some ended; one without a response."""
     rng = np.random.default_rng(seed)
     pairs = []
     for i in range(num):
@@ -53,7 +53,7 @@ def join(pairs, max_prompt: int = MAX_PROMPT, max_response: int = MAX_RESPONSE) 
 
 
 def hidden(model: Transformer, tokens: list[int]) -> Tensor:
-    """[T, D] of one sequence alone, without any padding."""
+    """Returns [T, D] of one sequence alone, without any padding."""
     return model(torch.tensor([tokens]))[0]
 
 
@@ -183,7 +183,7 @@ def test_sequence_scores():
 
 
 def everything(pairs, extra: int = 0) -> list[Tensor]:
-    """Logprobs, values and scores of a batch, with `extra` columns of padding in prompts and responses."""
+    """Returns logprobs, values and scores of a batch, with `extra` columns of padding in prompts and responses."""
     batch = join(pairs, MAX_PROMPT + extra, MAX_RESPONSE + extra)
     logprobs_BG = logprobs(make_model("lm"), batch, temperature=0.9, eos_ids=(EOS,), min_new_tokens=0)
     critic = make_model("scalar")

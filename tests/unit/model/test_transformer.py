@@ -74,7 +74,8 @@ CASES = {
 
 
 def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
-    """A small random model of transformers, every parameter (biases and norms too) away from its initial value."""
+    """Returns a small random model of transformers, every parameter (biases and norms too) away from its initial
+    value."""
     import transformers
 
     family, options = CASES[case]
@@ -91,7 +92,7 @@ def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
 
 
 def ours(model, *, head: str = "lm", dtype: torch.dtype = torch.float32) -> Transformer:
-    """The same weights in our transformer."""
+    """Returns the same weights in our transformer."""
     mine = Transformer(from_hf(model.config.to_dict()), head=head, dtype=dtype)
     state = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
     if mine.config.tie_embeddings:

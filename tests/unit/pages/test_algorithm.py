@@ -32,8 +32,8 @@ def refused(path: Path | str, **options) -> str:
 
 
 def variants(options: type[page.Options]) -> list[dict]:
-    """Every value of options that have a choice, one changed at a time; of other options one that is not the default,
-    and a few of both together."""
+    """Returns every value of options that have a choice, one changed at a time; of other options one that is not the
+    default, and a few of both together."""
     choices = {}
     hints = get_type_hints(options)
     for part in dataclasses.fields(options):
@@ -127,7 +127,7 @@ def test_numbers_are_options_and_the_state():
 
 def test_arguments_are_bound_by_name():
     def function(scores_B, mask, *, scale, eps=1e-8):
-        """Of four things."""
+        """Returns a function of four things."""
 
     assert bound(function, {"scores": 1, "mask": 2, "scale": 3, "other": 4}) == {"scores_B": 1, "mask": 2, "scale": 3}
     with pytest.raises(

@@ -31,7 +31,7 @@ def after_iteration(state, options, means, weights, num_sequences):
 
 
 def stateful(*change: str) -> tuple[str, str]:
-    """A page with a state, in which a piece of text is replaced."""
+    """Returns a page with a state, in which a piece of text is replaced."""
     assert not change or change[0] in STATEFUL
     return LOSS, STATEFUL.replace(*change) + "\n\n" + LOSS if change else STATEFUL + "\n\n" + LOSS
 

@@ -22,7 +22,7 @@ WORDS = "rlhf_spmd/plan/runtime_words.py"
 
 
 def words_of(algorithm: Algorithm) -> set[str]:
-    """Names of an algorithm's roles, of the functions that its calls name and of the keys that they make."""
+    """Returns names of an algorithm's roles, of the functions that its calls name and of the keys that they make."""
     found = set(algorithm.roles) | set(algorithm.data)
     for changes in variants(algorithm.options):
         for replay in (False, True):
@@ -34,13 +34,13 @@ def words_of(algorithm: Algorithm) -> set[str]:
 
 @functools.cache
 def forbidden() -> frozenset[str]:
-    """Of all algorithms that come with the package, but the runtime's own words."""
+    """Returns the words of all algorithms that come with the package, except for the runtime's own words."""
     own = {value for name, value in vars(runtime_words).items() if name.isupper() and isinstance(value, str)}
     return frozenset(set().union(*(words_of(load_algorithm(name)) for name in algorithm_names())) - own)
 
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and value of every string but docstrings, also where it is a part of an f-string."""
+    """Yields line and value of every string but docstrings, also where it is a part of an f-string."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has(node)}
     for node in ast.walk(tree):
@@ -49,7 +49,7 @@ def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _has(node: ast.AST) -> bool:
-    """Whether the first statement is a text alone, as a docstring is."""
+    """Returns whether the first statement is a text alone, as a docstring is."""
     first = node.body[0] if node.body else None
     return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
 
@@ -63,7 +63,7 @@ def problems(path: Path) -> list[str]:
 
 
 def files() -> list[Path]:
-    """Environments speak the words of other programs, such as "reward"."""
+    """Returns the files to look at. Environments speak the words of other programs, such as "reward"."""
     found = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")) if str(path) != str(ROOT / WORDS)]
     return [path for path in found if path.parent.name != "environments"]
 

@@ -268,7 +268,8 @@ def test_whitening_over_the_batch_turns_streaming_off_and_says_so(layout):
 
 
 def around_reward(stream: bool, **ranks) -> Program:
-    """All calls on rank 0 but for `ranks`; reference and critic exchange together, the reward runs between them."""
+    """Returns all calls on rank 0 but for `ranks`; reference and critic exchange together, the reward runs between
+    them."""
     workload = make_workload()
     layouts = {c.name: Layout.data_parallel(ranks.get(c.name, (0,))) for c in workload.workflow.placed_calls}
     placement = Placement(layouts, joint=(("reference_infer", "critic_infer"),), stream=stream)
@@ -333,7 +334,7 @@ def test_options_that_cannot_be(name, layout, options, words):
 
 
 def placed(workload: Workload, how: dict, **ranks) -> Program:
-    """Training on ranks 0 and 1, everything else on ranks 2 and 3, but for `ranks`."""
+    """Returns training on ranks 0 and 1, everything else on ranks 2 and 3, but for `ranks`."""
     home = dict.fromkeys(("actor_train", "critic_train"), (0, 1))
     layouts = {c.name: Layout.data_parallel((home | ranks).get(c.name, (2, 3))) for c in workload.workflow.placed_calls}
     return compile_program(workload, Placement(layouts, **how), Cluster.parse("1x4"))

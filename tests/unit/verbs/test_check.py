@@ -43,7 +43,7 @@ def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedPr
 
 
 def processor_seconds(*arguments: str) -> tuple[float, subprocess.CompletedProcess]:
-    """What a Python program uses of the processor from the start of the interpreter to its end."""
+    """Returns what a Python program uses of the processor from the start of the interpreter to its end."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, *arguments], capture_output=True, encoding="utf-8", timeout=300, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -73,7 +73,7 @@ def test_a_map_needs_no_calibration_and_timelines_do(capsys, tmp_path):
 
 
 def named(actor: str, others: tuple[str, ...]):
-    """A workflow whose models have other names than PPO's."""
+    """Returns a workflow whose models have other names than PPO's."""
 
     def algorithm(model, compute, prompts) -> None:
         responses, _ = model(actor).generate(prompts)

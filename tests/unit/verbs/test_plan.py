@@ -54,7 +54,7 @@ def cpu_file(tmp_path) -> str:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> tuple[str, dict, Path]:
-    """Standard output, last line and module of one planning, in a process of its own."""
+    """Returns standard output, last line and module of one planning, in a process of its own."""
     folder = tmp_path_factory.mktemp("plan")
     command = [
         sys.executable,
@@ -130,7 +130,7 @@ def test_three_verbs_forecast_the_same_memory(planned, capsys):
 
 
 def shown_in_the_readme() -> list[list[str]]:
-    """The rows of the table of `plan` there, in words."""
+    """Returns the rows of the table of `plan` there, in words."""
     text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     block = text.partition("```text\nllama-13b on 2x8")[2].partition("```")[0]
     return [line.split() for line in block.splitlines()[2:]]

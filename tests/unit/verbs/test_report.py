@@ -61,7 +61,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def stages(tmp_path) -> list[Path]:
-    """Supervised training, PPO from its model, and a run that has not begun an iteration."""
+    """Returns supervised training, PPO from its model, and a run that has not begun an iteration."""
     sft = write_run(tmp_path / "sft", "sft", models={"actor": "base"}, data={"prompts": "answers.jsonl"})
     write_lines(sft / "metrics.jsonl", [{"iteration": i, "loss": x, "iteration_s": 2} for i, x in enumerate(LOSSES)])
     write_lines(sft / "evaluations.jsonl", [{"iteration": i, "loss": x} for i, x in ((0, 2.25), (5, 1.125))])

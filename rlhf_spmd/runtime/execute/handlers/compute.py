@@ -61,8 +61,8 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
 
 
 def _own_part(total: Tensor | float, weight: Tensor | float, is_own: Tensor) -> tuple[Tensor | float, Tensor | float]:
-    """A sum for the log and its weight. With the scope of a group, they may be tensors of groups [N] or samples [N, S],
-    because several ranks may see one group: each counts its own samples, and the groups that begin with one."""
+    """Returns a sum for the log and its weight. With the scope of a group, they may be tensors of groups [N] or samples
+    [N, S], because several ranks may see one group: each counts its own samples, and the groups that begin with one."""
     if not isinstance(total, Tensor) or not total.dim():
         return total, weight
     weight = torch.ones_like(total, dtype=torch.float64) if not isinstance(weight, Tensor) else weight

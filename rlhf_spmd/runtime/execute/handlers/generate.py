@@ -63,7 +63,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
 
 
 def _made(job: Job, call: Generate, rollout: Rollout, mini_batches: slice) -> dict[str, Tensor]:
-    """What a call has made for some mini-batches, by data key: [B, ...]."""
+    """Returns what a call has made for some mini-batches, by data key: [B, ...]."""
     responses, logprobs, *others = call.outputs
     responses_BG, logprobs_BG, support_BGK = rollout.of(mini_batches)
     made = {responses: responses_BG, logprobs: logprobs_BG}
@@ -76,15 +76,18 @@ def _made(job: Job, call: Generate, rollout: Rollout, mini_batches: slice) -> di
 
 
 def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction: float) -> float:
-    """The share of the memory now free that the KV cache of a call may take on a rank.
+    """Returns the share of the memory now free that the KV cache of a call may take on a rank.
 
     Engines that live at the same time get equal parts of `fraction` of what is free before the first of them takes its
-    part. num_alive: those that have taken it."""
+    part.
+
+    num_alive: those that have taken it.
+    """
     return fraction / (len(caches_alive(program, rank)[call]) - num_alive * fraction)
 
 
 def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Episodes | None:
-    """What answers to the turns of a call's responses; None if they have one turn."""
+    """Returns the object that answers to the turns of a call's responses; None if they have one turn."""
     if not call.has_turns:
         return None
     assert job.episodes is not None, "an environment answers"
@@ -92,7 +95,7 @@ def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Epis
 
 
 def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Tensor) -> Tensor:
-    """The prompts of rows as their environments open them: like prompts_MCP, those of the data set."""
+    """Returns the prompts of rows as their environments open them: like prompts_MCP, those of the data set."""
     opened_MCP, opened = torch.full_like(prompts_MCP, -1), episodes.openings()
     for index, tokens_P, tokens in zip(
         data.prompt_MC[:, columns].flatten().tolist(), opened_MCP.flatten(0, 1), opened, strict=True
@@ -109,7 +112,8 @@ def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Te
 def _all_of_iteration(
     job: Job, call: Generate, model: Transformer, run: Run, data: Iteration, columns: slice
 ) -> Rollout:
-    """The engine with all rows that this rank generates for a call in an iteration, in the order of its Runs."""
+    """Returns the engine with all rows that this rank generates for a call in an iteration, in the order of its
+    Runs."""
     generation, num_rows = job.config.generation, columns.stop - columns.start
     places = generation.max_sequences
     if run.mini_batch is not None:

@@ -27,8 +27,8 @@ ENVIRONMENT = "environment"  # behind the name of scores in the log: the rewards
 
 
 def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> "Inference | Measurement | None":
-    """The forwards of a Run; None if there is nothing left to do: where a function scores in the place of the model,
-    and where ZeRO 3 shards its weights, so that each layer runs on all rows before the next one."""
+    """Returns the forwards of a Run; None if there is nothing left to do: where a function scores in the place of the
+    model, and where ZeRO 3 shards its weights, so that each layer runs on all rows before the next one."""
     if job.workload.models[call.model] is None:
         keep_scores(job, call, data, job.place(run), None)
         return None
@@ -42,8 +42,8 @@ def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> "Infere
 
 
 def outputs_of(job: Job, call: ModelCall, batches: Sequence[Sequences]) -> Iterator[Tensor]:
-    """The output of each batch on this stage, without gradients. Collective where ranks share the model: ZeRO 3 gathers
-    weights also where there is no batch."""
+    """Yields the output of each batch on this stage, without gradients. Collective where ranks share the model: ZeRO 3
+    gathers weights also where there is no batch."""
     if (sharded := job.models.sharded_by_zero(call)) is not None:
         with torch.no_grad():
             yield from forward_by_layer(sharded.model, batches, sharded.gathered)
@@ -68,7 +68,7 @@ class Inference(Passes):
         every = {key: data.store.at(key, self.place) for key in call.inputs} if scorer is not None else {}
 
         def rows_of(row: int, columns: Tensor) -> tuple:
-            """What the input of some rows is made of."""
+            """Returns what the input of some rows is made of."""
             rows = prompts[row, columns], responses[row, columns]
             if scorer is None:
                 return rows
@@ -85,7 +85,7 @@ class Inference(Passes):
         self.results: list[Tensor] = []
 
     def read(self, index: int, output_nD: Tensor) -> None:
-        """See `Passes.read`; keeps the readout."""
+        """Implements `Passes.read`; keeps the readout."""
         word, kept = self.call.function, self.call.kept
         kept_BGK = self.data.store.at(kept, self.place)[self.parts[index]] if kept else None
         outputs = read_output(self.job, self.model, self.batches[index], output_nD, [word], kept_BGK)
@@ -107,7 +107,7 @@ class Inference(Passes):
             self.compare(whole)
 
     def compare(self, new_BG: Tensor) -> None:
-        """The parity gate, where batches are drawn ahead."""
+        """Compares logprobs where batches are drawn ahead (the parity gate)."""
         call, data, key = self.call, self.data, self.call.responses[0]
         rows = {one: data.store.at(one, self.place)[self.used_MC] for one in call.inputs}
         trained = self.job.workload.workflow.train_calls
@@ -130,7 +130,7 @@ class Measurement(Passes):
         self.batches = [sequences_of(call, part) for part in self.rows]
 
     def read(self, index: int, output_nD: Tensor) -> None:
-        """See `Passes.read`; counts the loss."""
+        """Implements `Passes.read`; counts the loss."""
         of_batch = self.batches[index], output_nD, self.rows[index]
         _, sums, _ = read_loss(self.job, self.call, self.model, *of_batch, prepared={})
         for name, (total, weight) in sums.items():
@@ -138,7 +138,7 @@ class Measurement(Passes):
 
 
 def judges(job: Job, call: ModelCall) -> bool:
-    """Whether a call scores whole responses, so that the reward function's scores are added."""
+    """Returns whether a call scores whole responses, so that the reward function's scores are added."""
     return call.function == SCORES and job.config.algorithm.roles[call.model].judge
 
 
@@ -173,7 +173,7 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
 
 
 def _spread(values: Sequence[float | None], kept: Sequence[bool]) -> list[float | None]:
-    """The numbers of the rows that are kept among those of all rows, of which the others have none."""
+    """Spreads the numbers of the rows that are kept among all rows, of which the others have none."""
     left = iter(values)
     return [next(left) if is_kept else None for is_kept in kept]
 
@@ -186,9 +186,12 @@ def add_functions(
     index_B: Sequence[int],
     of_model_B: Tensor | None,
 ) -> Judged:
-    """The reward model's scores, if there is one, plus those of the reward functions. A function runs on one rank for
-    each row, which counts it for the log: it may be random or slow, and all ranks with a row must use the same score.
-    index_B: of the prompts in the data set."""
+    """Adds the scores of the reward functions to those of the reward model, if there is one. A function runs on one
+    rank for each row, which counts it for the log: it may be random or slow, and all ranks with a row must use the same
+    score.
+
+    index_B: of the prompts in the data set.
+    """
     scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
     scorer = job.scorer
     assert scorer is not None, "this rank judges"
@@ -208,8 +211,11 @@ def add_functions(
 def scores(
     job: Job, call: ModelCall, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]
 ) -> Judged | None:
-    """Scores of whole responses outside an iteration; collective where ranks share the reward model. None on the
-    ranks of a stage before the last one. index_B: of the prompts in the data set."""
+    """Scores whole responses outside an iteration; collective where ranks share the reward model. Returns None on the
+    ranks of a stage before the last one.
+
+    index_B: of the prompts in the data set.
+    """
     of_model_B = None
     if job.workload.models[call.model] is not None:
         assert job.scorer is not None, "this rank judges"

@@ -36,7 +36,7 @@ for job in map(json.loads, sys.stdin):
 
 
 def logits_of(folder):
-    """Tokens, and what peft computed from them."""
+    """Returns tokens, and what peft computed from them."""
     found = load_file(folder / "logits.safetensors")
     return found["tokens"], found["logits"]
 
@@ -47,7 +47,7 @@ def equal(one, other):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An adapter of peft, to be damaged."""
+    """Returns an adapter of peft, to be damaged."""
     return Path(shutil.copytree(ADAPTERS / "peft-0.21-rslora", tmp_path / "adapter"))
 
 

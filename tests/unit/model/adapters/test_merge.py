@@ -23,7 +23,7 @@ LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_pro
 
 
 def make_adapter(folder, base, *, task="CAUSAL_LM", size=0.1):
-    """A random adapter of some layers of a base."""
+    """Returns a random adapter of some layers of a base."""
     head = "lm" if task == "CAUSAL_LM" else "scalar"
     shapes = {name: weight.shape for name, weight in hf.load_model(base, head=head).state_dict().items()}
     draw = torch.Generator().manual_seed(1)

@@ -22,7 +22,7 @@ from tests.unit.model.texts.test_tokenizer_files import copy, special
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch) -> Path:
-    """Where this test remembers."""
+    """Returns where this test remembers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "rlhf_spmd" / "tokenizers"
 
@@ -35,7 +35,7 @@ def forbid(monkeypatch) -> None:
 
 
 def sentencepiece(folder: Path, *, prepends: bool = True, **config) -> Path:
-    """A tokenizer as that of Llama 2, or without a '▁' in front of each piece of text."""
+    """Returns a tokenizer as that of Llama 2, or without a '▁' in front of each piece of text."""
     from tokenizers import Tokenizer, models, normalizers, processors
 
     letters = sorted(set("Hello world a b c")) + ["▁"]

@@ -34,8 +34,12 @@ def rewrite(path: Path, change, **how) -> None:
 
 
 def copy(folder: Path, source: Path = ACTOR, config=None, names=None, added=None, change=None) -> Path:
-    """The embedded tokenizer of 1,024 tokens with other files. config: over tokenizer_config.json; names, added: what
-    special_tokens_map.json and added_tokens.json hold; change: of tokenizer.json."""
+    """Copies the embedded tokenizer of 1,024 tokens with other files.
+
+    config: over tokenizer_config.json.
+    names, added: what special_tokens_map.json and added_tokens.json hold.
+    change: of tokenizer.json.
+    """
     folder.mkdir(parents=True)
     for name in FILES:
         shutil.copy(source / name, folder)
@@ -123,7 +127,7 @@ def test_a_reward_model_pads_with_a_listed_token(tmp_path):
 
 
 def older(values: dict) -> None:
-    """As older versions of the package `tokenizers` write it."""
+    """Rewrites values as older versions of the package `tokenizers` write them."""
     model = values["model"]
     model["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     del model["ignore_merges"], model["byte_fallback"], values["pre_tokenizer"]["use_regex"]

@@ -28,7 +28,7 @@ def said_by(draw: random.Random) -> str:
 
 
 def conversation(draw: random.Random, name: str, with_tools: bool) -> list[dict]:
-    """Messages after the first one: answers of the assistant, and what comes back."""
+    """Returns messages after the first one: answers of the assistant, and what comes back."""
     messages = []
     for _ in range(draw.randrange(1, 5)):
         content = said_by(draw)

@@ -35,7 +35,7 @@ def test_the_row_that_waits_longest(sigma, turns, rows):
 
 @pytest.fixture
 def parts():
-    """cost(answers), call, layout, rows of 20 + 30 tokens."""
+    """Returns cost(answers), call, layout, rows of 20 + 30 tokens."""
     program = example("flattening", 1)
     workflow = program.workload.workflow
     call = replace(workflow.generate_calls[0], outputs=(*workflow.generate_calls[0].outputs, "responses.actions"))

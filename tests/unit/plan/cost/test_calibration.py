@@ -12,12 +12,13 @@ SHAPE = ModelShape(0, 64, 176, 8, 4, 8, 512)
 
 
 def line(slope: float, start: float = 0.0) -> Curve:
-    """start + slope * amount."""
+    """Returns start + slope * amount."""
     return Curve((1.0, 2.0), (start + slope, start + 2 * slope))
 
 
 def table(**parts) -> Measured:
-    """A layer takes a second for each token, the rest ten; longer sequences take twice as long."""
+    """Makes a table in which a layer takes a second for each token, the rest ten; longer sequences take twice as
+    long."""
     short, long = Layered(line(1.0), line(0.0, 10.0)), Layered(line(2.0), line(0.0, 20.0))
     by_length = ByLength((4.0, 8.0), (short, long))
     return Measured(SHAPE, 1, 2, by_length, by_length, line(1e-3), **parts)

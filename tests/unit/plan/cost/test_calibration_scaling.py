@@ -32,7 +32,7 @@ def drawing_table(**changes):
 
 
 def seconds_of(found: Calibration) -> dict[str, float]:
-    """Something of every kind in a calibration of one table."""
+    """Returns something of every kind in a calibration of one table."""
     device, one = found.devices["cpu"], found.devices["cpu"].measured[0]
     return {
         "forward": one.forward.at(2, 3.0, 4.0),

@@ -24,7 +24,7 @@ from rlhf_spmd.plan.workload import ResponseLengths
 
 
 def exponential(mean: float) -> LengthDistribution:
-    """Cut where e^-16 are left."""
+    """Returns an exponential distribution, cut where e^-16 are left."""
     step = 16 * mean / CELLS
     survival = np.exp(-(np.arange(CELLS) + 0.5) * step / mean)
     survival[0] = 1.0
@@ -32,8 +32,8 @@ def exponential(mean: float) -> LengthDistribution:
 
 
 def drawn_steps(lengths: LengthDistribution, num_rows: int, places: int, times: int, num_shards: int = 1) -> float:
-    """The mean number of decode steps of the slowest shard when rows are drawn and start in order, each in the place
-    that is free first."""
+    """Returns the mean number of decode steps of the slowest shard when rows are drawn and start in order, each in the
+    place that is free first."""
     draw, total = np.random.default_rng(1), 0.0
     for _ in range(times):
         rows_SR = np.searchsorted(-lengths.survival, -draw.random((num_shards, num_rows)), side="right") * lengths.step

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def machine(**constants) -> Calibration:
-    """Nothing but products takes time, unless told otherwise."""
+    """Returns a machine on which nothing but products takes time, unless told otherwise."""
     device = Device(1e9, 1e30, 1e30, 0.0, 0.0)
     names = {name: constants.pop(name) for name in list(constants) if hasattr(device, name)}
     options = {"inside": Link(1e30, 0.0), "between": Link(1e30, 0.0)} | constants
@@ -46,7 +46,10 @@ def machine(**constants) -> Calibration:
 def cost_of(
     calibration: Calibration, size: int = 1, cluster: str = "", train=None, device: str = "cpu", shape=SHAPE, **layout
 ) -> "Case":
-    """Every call in one layout on all ranks; train: other options of the calls that train."""
+    """Returns the cost of a program with every call in one layout on all ranks.
+
+    train: other options of the calls that train.
+    """
     workload = make_workload(mini_batch=8, num_mini_batches=2, shape=shape)
     grid = Layout.grid_of(range(size), **layout)
     layouts = {
@@ -58,7 +61,7 @@ def cost_of(
 
 
 def forward_s(tokens: float, shape: ModelShape = SHAPE) -> float:
-    """Of the whole model at 1e9 FLOP/s."""
+    """Returns the seconds of a forward pass of the whole model at 1e9 FLOP/s."""
     return (shape.num_layers * layer_flops(shape, tokens, LENGTH / 2) + head_flops(shape, tokens)) / 1e9
 
 
@@ -155,7 +158,7 @@ def test_prompts_pass_the_stages(pipelined):
 
 
 def decode_s(calibration: Calibration, size: int = 1, cluster: str = "", **layout) -> float:
-    """Of one step of all 16 rows."""
+    """Returns the seconds of one step of all 16 rows."""
     case = cost_of(calibration, size, cluster, **layout)
     call, grid = case.program.workload.workflow.call("actor_generate"), case.program.placement.layouts["actor_generate"]
     cost = Cost(calibration, case.program.workload, case.program.cluster)
@@ -295,7 +298,10 @@ def test_stragglers_come_from_a_distribution_of_lengths():
 
 
 def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_batches=2, **sizes):
-    """When the rows of one rank end, of which there are 8 in a mini-batch. drawn: the tokens of each response."""
+    """Returns when the rows of one rank end, of which there are 8 in a mini-batch.
+
+    drawn: the tokens of each response.
+    """
     workload = make_workload(mini_batch=8, num_mini_batches=num_mini_batches, shape=SHAPE)
     workload = replace(workload, forecast_lengths=lengths, **sizes)
     call, layout = workload.workflow.call("actor_generate"), Layout.grid_of(range(1))
@@ -377,7 +383,8 @@ def test_an_unknown_type_of_device_is_refused():
 
 
 def table_of(shape: ModelShape = SHAPE, tp: int = 1, **parts) -> Measured:
-    """A layer of a forward pass takes 1 us for each token, the rest 2; of training ten times as long."""
+    """Makes a table in which a layer of a forward pass takes 1 us for each token, the rest 2; of training ten times as
+    long."""
     by_token, ten = (Curve((1.0, 2.0), (s, 2 * s)) for s in (1e-6, 1e-5))
     twice, twenty = (Curve((1.0, 2.0), (2 * s, 4 * s)) for s in (1e-6, 1e-5))
     forward = ByLength((1.0,), (Layered(by_token, twice),))

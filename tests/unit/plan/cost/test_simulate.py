@@ -29,7 +29,8 @@ def program_of(place, size: int, **options):
 
 
 def seconds(program):
-    """A call takes its time for all mini-batches, whatever the number of rows; a train step its own."""
+    """Returns the seconds of a call: it takes its time for all mini-batches, whatever the number of rows; a train step
+    its own."""
 
     def run_s(rank: int, step: Run) -> float:
         train = step.call.endswith("_train")

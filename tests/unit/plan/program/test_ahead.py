@@ -33,7 +33,7 @@ def errors(program: Program) -> list[str]:
 
 
 def one_piece(programs: list[Program]) -> Program:
-    """Programs one after another as one, each with transfers of its own."""
+    """Joins programs one after another into one, each with transfers of its own."""
     transfers, lists = [], [[] for _ in programs[0].instructions]
     for program in programs:
         for mine, some in zip(lists, program.instructions, strict=True):
@@ -91,7 +91,7 @@ def test_a_part_is_a_part_of_the_step():
 
 
 def calls_on(program: Program, rank: int) -> list[tuple[str, int | None]]:
-    """The Runs of a rank but training and what only brings it data: call and mini-batch."""
+    """Returns the Runs of a rank but training and what only brings it data: call and mini-batch."""
     runs = [one for one in program.instructions[rank] if isinstance(one, Run)]
     return [(run.call, run.mini_batch) for run in runs if not run.call.endswith("_train")]
 

@@ -44,13 +44,13 @@ any_program = settings(max_examples=200, deadline=None, suppress_health_check=[H
 
 
 def owner(ranks: tuple[int, ...], column: int, mini_batch: int) -> int:
-    """The rank of a data-parallel layout that owns a column: the last whose share begins at or before it."""
+    """Returns the rank of a data-parallel layout that owns a column: the last whose share begins at or before it."""
     starts = [index * mini_batch // len(ranks) for index in range(len(ranks))]
     return ranks[max(index for index, start in enumerate(starts) if start <= column)]
 
 
 def places(workload: Workload, placement: Placement, name: str) -> list[tuple[int, ...]]:
-    """The lists of ranks on which a call runs."""
+    """Returns the lists of ranks on which a call runs."""
     if name in placement.layouts:
         return [placement.layouts[name].ranks]
     found = []
@@ -62,7 +62,7 @@ def places(workload: Workload, placement: Placement, name: str) -> list[tuple[in
 
 
 def deliveries(workload: Workload, placement: Placement) -> list[tuple[int, str, int]]:
-    """(rank, key, column) of all that has to be sent in an iteration, in no particular order."""
+    """Yields (rank, key, column) of all that has to be sent in an iteration, in no particular order."""
     here: set[tuple[int, str, int]] = set()
     sent = []
     for call in workload.workflow.calls:
@@ -126,7 +126,7 @@ def test_bytes_add_up(program):
 
 
 def shadows_of(program: Program, model: str) -> set[int]:
-    """Ranks that use a model without training it."""
+    """Returns the ranks that use a model without training it."""
     layouts = program.placement.layouts
     used = {rank for name, layout in layouts.items() if name.startswith(f"{model}_") for rank in layout.ranks}
     return used - set(layouts[f"{model}_train"].ranks)

@@ -33,7 +33,8 @@ def test_without_a_budget_rows_are_counted(num, size):
 
 
 def skewed_rows(num: int = 256, longest: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of 4 to 16 tokens; responses whose lengths are log-normal: most short, a few as long as may be."""
+    """Returns prompts of 4 to 16 tokens; responses whose lengths are log-normal: most short, a few as long as may
+    be."""
     generator = torch.Generator().manual_seed(0)
     prompt_B = torch.randint(4, 17, (num,), generator=generator)
     response_B = (torch.randn(num, generator=generator) * 1.0 + 2.2).exp().long().clamp(1, longest)

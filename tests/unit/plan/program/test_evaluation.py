@@ -98,7 +98,7 @@ PLACEMENTS = {
 
 
 def programs(name: str, num_ranks: int = 8, num_prompts: int = 13, samples: int = 3, **more) -> tuple[Program, Program]:
-    """The program of training and that of its evaluation."""
+    """Returns the program of training and that of its evaluation."""
     cluster = Cluster.parse(f"1x{num_ranks}", more.pop("device_type", "cpu"))
     workload = make_workload(presets.load("llama-7b", []))
     training = load_strategy(name.partition(" ")[0]).compile(workload, cluster, PLACEMENTS[name])

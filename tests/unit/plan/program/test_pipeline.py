@@ -22,7 +22,10 @@ GRIDS = [(stages, m) for stages in (2, 3, 4, 6) for m in (1, 2, 3, 5, 8)]
 def program_of(
     pp: int, *, tp: int = 1, dp: int = 1, mini_batch: int = 8, generation: dict | None = None, **options
 ) -> Program:
-    """All models in stages; one mini-batch. generation: its grid, if not data-parallel."""
+    """Returns the program of all models in stages; one mini-batch.
+
+    generation: its grid, if not data-parallel.
+    """
     shape = replace(SHAPE, num_layers=6, num_kv_heads=2)
     workload = make_workload(mini_batch=mini_batch, num_mini_batches=1, shape=shape)
     ranks = range(pp * tp * dp)

@@ -25,14 +25,14 @@ NUMBER_BYTES = 4
 
 
 def grid(ranks, dp=1, pp=1, tp=1) -> list[tuple[int, Shard]]:
-    """(rank, shard) of a layout, in grid order."""
+    """Returns (rank, shard) of a layout, in grid order."""
     assert len(ranks) == dp * pp * tp
     places = [(stage, index) for _ in range(dp) for stage in range(pp) for index in range(tp)]
     return [(rank, Shard(stage, pp, index, tp)) for rank, (stage, index) in zip(ranks, places, strict=True)]
 
 
 def holding(shards, zero3=False) -> dict[int, Holding]:
-    """What ranks hold; under ZeRO 3 ranks with the same shard hold parts of it."""
+    """Returns what ranks hold; under ZeRO 3 ranks with the same shard hold parts of it."""
     found = {}
     for rank, shard in shards:
         mates = [other for other, same in shards if same == shard]
@@ -55,7 +55,7 @@ def where(box) -> tuple[slice, ...]:
 
 
 def whole_model(shape: ModelShape) -> dict[str, np.ndarray]:
-    """Every number is unlike any other."""
+    """Makes a model in which every number is unlike any other."""
     values, start = {}, 0
     for weight in weights_of(shape):
         size = weight.layers * weight.rows * weight.columns
@@ -69,7 +69,7 @@ def nothing(weight: Weight) -> np.ndarray:
 
 
 def hold(one: Reallocation, model: dict[str, np.ndarray]) -> Values:
-    """What the sources hold of a model."""
+    """Returns what the sources hold of a model."""
     values = {}
     for rank, mine in one.sources:
         for weight in one.weights.values():
@@ -80,7 +80,7 @@ def hold(one: Reallocation, model: dict[str, np.ndarray]) -> Values:
 
 
 def carry_out(one: Reallocation, held: Values) -> Values:
-    """The targets, by index and weight."""
+    """Returns the targets, by index and weight."""
     weights = one.weights
     made = {(index, name): nothing(weight) for index in range(len(one.targets)) for name, weight in weights.items()}
 
@@ -116,7 +116,7 @@ def carry_out(one: Reallocation, held: Values) -> Values:
 
 
 def check(one: Reallocation) -> None:
-    """The targets are slices of the model, and no byte travels in vain."""
+    """Checks that the targets are slices of the model, and that no byte travels in vain."""
     model = whole_model(one.shape)
     made = carry_out(one, hold(one, model))
     for index, (_, shard) in enumerate(one.targets):
@@ -143,7 +143,7 @@ def shapes(draw) -> ModelShape:
 
 @st.composite
 def layouts(draw, shape: ModelShape) -> list[tuple[int, Shard]]:
-    """Any grid on any ranks of ten, in any order."""
+    """Returns any grid on any ranks of ten, in any order."""
     degrees = [
         (dp, pp, tp)
         for dp in range(1, 9)
@@ -222,7 +222,7 @@ def size_of(shape: ModelShape) -> int:
 
 
 def kept_whole(shape: ModelShape) -> int:
-    """Bytes of what tp does not split."""
+    """Returns bytes of what tp does not split."""
     return NUMBER_BYTES * sum(numbers_in(weight.whole) for weight in weights_of(shape) if weight.cut is None)
 
 

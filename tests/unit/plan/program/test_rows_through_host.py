@@ -29,14 +29,14 @@ def on_gpus(cluster: Cluster) -> Cluster:
 
 
 def separated(size: int = 2, *, device: str = "a100-80g", host_bytes: int = A_LOT, **options) -> Program:
-    """A program that streams: the second half of the ranks trains."""
+    """Returns a program that streams: the second half of the ranks trains."""
     workload = replace(make_workload(num_mini_batches=4), host_bytes=host_bytes)
     cluster = Cluster.parse(f"1x{size}", device)
     return compile_program(workload, load_strategy("separation").place(workload, cluster, **options), cluster)
 
 
 def limits(program: Program) -> list[int]:
-    """Limits with which all rows of a program go by NCCL, half of them, none."""
+    """Returns limits with which all rows of a program go by NCCL, half of them, none."""
     sizes = sorted(m.num_bytes for transfer in program.transfers for m in transfer.messages if m.keys) or [0]
     return sorted({0, sizes[len(sizes) // 2], sizes[-1]})
 
@@ -76,7 +76,7 @@ def test_no_receive_of_nccl_is_pending_while_a_rank_computes():
 
 
 def gpu_programs(rng: random.Random, num: int) -> Iterator[Program]:
-    """Random programs, every third in slices and stages, with some or all rows by NCCL."""
+    """Yields random programs, every third in slices and stages, with some or all rows by NCCL."""
     for number in range(num):
         workload, placement, cluster = random_plan(rng.choice)
         if number % 3 == 0:
@@ -108,7 +108,8 @@ def test_what_check_passes_also_ends_after_a_change():
 
 
 def crossing(communicators: tuple[str, str]) -> Program:
-    """Rank 0 posts transfers 0 and 1, rank 1 posts 1 and 0; each goes through a communicator."""
+    """Returns a program in which rank 0 posts transfers 0 and 1, rank 1 posts 1 and 0; each goes through a
+    communicator."""
     messages = [Message(0, 1, ("responses",), range(4), 1, through_host=name == HOST) for name in communicators]
     transfers = tuple(Transfer(f"transfer {number}", (message,)) for number, message in enumerate(messages))
     program = replace(place_models(make_workload(), 2), transfers=transfers)

@@ -14,7 +14,7 @@ TRAINER, GENERATOR = 0, 1
 
 
 def streaming(**options) -> Program:
-    """Rank 0 trains, rank 1 does the rest, three mini-batches stream."""
+    """Returns a program in which rank 0 trains, rank 1 does the rest, and three mini-batches stream."""
     workload = make_workload(num_mini_batches=3, epochs=2)
     return load_strategy("separation").compile(workload, Cluster.parse("1x2"), options)
 
@@ -29,7 +29,7 @@ def transfer_of(program: Program, key: str, mini_batch: int) -> int:
 
 
 def moved(program: Program, rank: int, step, to: int) -> Program:
-    """The program with an instruction of one rank at another place, earlier or later."""
+    """Returns the program with an instruction of one rank at another place, earlier or later."""
     return edited(program, rank, lambda steps: steps.insert(to, steps.pop(steps.index(step))))
 
 
@@ -219,7 +219,7 @@ def test_parts_that_belong_to_no_iteration(step):
 
 
 def by_hand(*order: tuple[int, bool]) -> Program:
-    """One rank that does all; each pair names a mini-batch to prepare (False) or to train on (True)."""
+    """Returns one rank that does all; each pair names a mini-batch to prepare (False) or to train on (True)."""
     program = place_models(make_workload(num_mini_batches=2), 1)
     steps: list = []
     for mini_batch, trains in order:

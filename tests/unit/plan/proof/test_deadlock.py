@@ -18,7 +18,7 @@ def has_errors(program: Program) -> bool:
 
 
 def peers(transfer: Transfer, rank: int, *, chained: bool) -> set[int]:
-    """Whom a rank needs for a transfer, or for what goes on of it at the Wait."""
+    """Returns whom a rank needs for a transfer, or for what goes on of it at the Wait."""
     if chained:
         return set(transfer.ranks) - {rank}
     if transfer.reallocation is None:
@@ -28,7 +28,7 @@ def peers(transfer: Transfer, rank: int, *, chained: bool) -> set[int]:
 
 
 def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> dict[int, int]:
-    """Steps ranks at random until none can move; -> where the others are left standing, empty if all lists end.
+    """Steps ranks at random until none can move. Returns where the others are left standing, empty if all lists end.
 
     Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a
     rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted. The
@@ -109,8 +109,8 @@ def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> di
 
 
 def ring(orders: list[tuple[str, ...]]) -> Program:
-    """Three ranks that each send to the next: transfer n goes from rank n to rank n + 1. The letters of an order are
-    p0 (Post), w0 (Wait); all computing is left out of the program."""
+    """Returns three ranks that each send to the next: transfer n goes from rank n to rank n + 1. The letters of an
+    order are p0 (Post), w0 (Wait); all computing is left out of the program."""
     program = place_models(make_workload(), 3)
     transfers = []
     for number in range(3):
@@ -142,7 +142,7 @@ def test_posts_in_a_circle_hang_a_backend_that_carries_them_out_in_order():
 
 
 def jumble(rng: random.Random) -> Program:
-    """Ranks that post, wait and meet in groups without a plan, though mostly in the order of one list."""
+    """Returns ranks that post, wait and meet in groups without a plan, though mostly in the order of one list."""
     size = rng.randint(2, 4)
     ranks = tuple(range(size))
     groups = {f"group {i}": tuple(sorted(rng.sample(ranks, rng.randint(1, size)))) for i in range(2)}

@@ -68,7 +68,8 @@ def test_shipped_strategies_pass_and_end(size):
 
 
 def found_in(num_programs: int, num_schedules: int, seed: int) -> dict[str, int]:
-    """Random programs, most with Posts in another order: how many pass, and how many that are refused would end."""
+    """Tries random programs, most with Posts in another order. Returns how many pass, and how many that are refused
+    would end."""
     rng = random.Random(seed)
     counts = dict.fromkeys(("passed", "passed with stages", "refused", "refused but ends", "hangs unless connected"), 0)
     while counts["passed"] < num_programs:
@@ -91,7 +92,7 @@ def found_in(num_programs: int, num_schedules: int, seed: int) -> dict[str, int]
 
 
 def reordered(program: Program, rng: random.Random) -> Program:
-    """Another order of Posts on one rank: two change places, or one moves."""
+    """Returns another order of Posts on one rank: two change places, or one moves."""
     rank = rng.choice(program.cluster.ranks)
     steps = list(program.instructions[rank])
     posts = [place for place, step in enumerate(steps) if isinstance(step, Post)]

@@ -26,8 +26,8 @@ def brute_force_s(space: Space) -> float:
 
 
 def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
-    """A few candidates of each call, quick ones first, as the search wants them. One ahead, those that leave ranks to
-    others."""
+    """Returns a few candidates of each call, quick ones first, as the search wants them. One ahead, those that leave
+    ranks to others."""
     lists = []
     for call in model.calls:
         every = [one for one in model.costs.candidates(call) if not model.ahead or 2 * len(one.ranks) <= 8]

@@ -25,7 +25,7 @@ def space() -> Space:
 
 
 def beginning(space: Space, draw: random.Random) -> list:
-    """A choice that fits for all other calls."""
+    """Returns a choice that fits for all other calls."""
     while True:
         chosen = [draw.choice(of) for of in space.candidates]
         for index in LAST:
@@ -35,7 +35,7 @@ def beginning(space: Space, draw: random.Random) -> list:
 
 
 def brute_force(space: Space, chosen: list, lists: list) -> list[float]:
-    """Seconds of the phase for all combinations that fit."""
+    """Returns seconds of the phase for all combinations that fit."""
     found, whole = [], list(chosen)
     for picked in product(*lists):
         for index, one in zip(LAST, picked, strict=True):

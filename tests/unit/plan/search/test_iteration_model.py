@@ -86,7 +86,7 @@ def test_one_iteration_ahead_agrees_with_programs(epochs, train_first):
 
 
 def test_one_iteration_ahead_counts_the_parity_gate():
-    """It is a pass over one mini-batch, in the layout that drew it; where old logprobs are recomputed, no other pass."""
+    """It is a pass over one mini-batch in the layout that drew it; where old logprobs are recomputed, there is none."""
 
     def drawing(ahead, *overrides):
         model = CallModel(Cost(A100, *llama("llama-7b", "2x8", *overrides)), ahead=ahead)

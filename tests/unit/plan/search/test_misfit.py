@@ -24,7 +24,7 @@ BUDGET = 600_000  # steps, eight seconds
 
 
 def refused(preset: str, cluster: Cluster, *overrides: str, method: str = "exact") -> str:
-    """The message of a search that finds nothing."""
+    """Returns the message of a search that finds nothing."""
     with pytest.raises(UserError) as error:
         search(make_workload(load(preset, overrides)), cluster, A100, method=method, budget=BUDGET)
     return str(error.value)

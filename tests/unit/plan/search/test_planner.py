@@ -49,7 +49,7 @@ def model_of(layout: str, num_bytes: int | None = None, ahead: int = 0, **option
 
 
 def on_one_base(workload: Workload) -> Workload:
-    """The workload with adapters on a base that all models have in common; the reference is this base."""
+    """Returns the workload with adapters on a base that all models have in common; the reference is this base."""
     adapters = Adapters(8, 16.0)
     with_adapters = {name: replace(shape, adapters=adapters) for name, shape in workload.models.items()}
     models = with_adapters | {"reference": replace(workload.shape("reference"), adapters=None)}

@@ -30,7 +30,7 @@ def loaded(source: str, folder: Path, name: str = "plan"):
 
 
 def assert_tidy(path: Path) -> None:
-    """As `make lint` would have it."""
+    """Asserts that a file is tidy, as `make lint` would have it."""
     config = ["--config", str(ROOT / "pyproject.toml"), "--no-cache"]
     for command in (["check"], ["format", "--diff"]):
         done = subprocess.run(

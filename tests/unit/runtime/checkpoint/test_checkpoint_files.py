@@ -22,7 +22,7 @@ TEXTS = {"state.json": "{}", "config.json": "{}", "strategy.py": "def place(): .
 
 
 def write(root: Path, iteration: int, *, keep: int = 2) -> None:
-    """A checkpoint with a second rank's file, as the threads of two ranks write it."""
+    """Writes a checkpoint with a second rank's file, as the threads of two ranks write it."""
     draft = checkpoint_files.make_draft(root, iteration)
     name = rank_file(1)
     checkpoint_files.say_written(draft, name, checkpoint_files.write(draft / name, [b"others", b"!" * 50]))

@@ -62,7 +62,7 @@ MAY_CHANGE |= {"eval.every", "eval.at_start", "eval.patience", "rollouts.every",
 
 
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
-    """A run folder as a run with these options leaves it."""
+    """Writes a run folder as a run with these options leaves it."""
     values = json.dumps(resolved(presets.load("tiny", overrides)))
     (folder / "config.json").write_text(values, encoding="utf-8")
     (folder / "strategy.py").write_text("def place(): ...\n", encoding="utf-8")

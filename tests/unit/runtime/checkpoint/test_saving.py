@@ -21,7 +21,7 @@ TEXTS = {"config.json": "{}", "strategy.py": ""}
 
 @pytest.fixture
 def saver(tmp_path, monkeypatch) -> Saver:
-    """Of a rank with nothing but small files to write."""
+    """Makes the saver of a rank with nothing but small files to write."""
     monkeypatch.setattr(saving, "collect", lambda models: ({}, {"places": "{}", "steps": "{}"}))
     world = OneRank()
     world.deadline_s = 5.0

@@ -21,7 +21,7 @@ GRIDS = some.tuples(some.integers(1, 4), some.integers(1, 3), some.integers(1, 2
 
 
 def whole_model() -> dict[str, torch.Tensor]:
-    """Every number of a kind of a parameter is another one."""
+    """Makes a model in which every number of a kind of a parameter is another one."""
     found, first = {}, 0
     for name, ((_, rows), (_, columns)) in boxes_of(SHAPE, Shard()).items():
         for kind in KINDS:
@@ -35,7 +35,7 @@ WHOLE = whole_model()
 
 
 def shares(grid) -> list[tuple[Shard, dict[str, tuple[int, int]]]]:
-    """What the ranks of a layout update: of a row of all weights a part, or of each weight a part."""
+    """Returns what the ranks of a layout update: of a row of all weights a part, or of each weight a part."""
     dp, pp, tp, by_weight = grid
     found = []
     for replica in range(dp):
@@ -63,7 +63,7 @@ def cut(kind: str, name: str, shard: Shard, part: tuple[int, int]) -> torch.Tens
 
 
 def write(folder: Path, grid, change=lambda places, tensors: None) -> Checkpoint:
-    """A checkpoint of the actor; with tp, slices that hold the same numbers write them all."""
+    """Writes a checkpoint of the actor; with tp, slices that hold the same numbers write them all."""
     draft, files = checkpoint_files.make_draft(folder, 1), {}
     for rank, (shard, mine) in enumerate(shares(grid)):
         tensors = {f"actor.{k}.{n}": cut(k, n, shard, part).contiguous() for n, part in mine.items() for k in KINDS}

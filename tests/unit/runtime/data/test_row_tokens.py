@@ -31,7 +31,7 @@ def render(where, messages, *, answers=True):
 
 
 def rewriting(where, messages, *, answers=True):
-    """A template that writes only the last message."""
+    """Returns a template that writes only the last message."""
     return render(where, messages[-1:], answers=answers)
 
 
@@ -59,7 +59,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def one_row(tmp_path: Path, row: dict, **options) -> tuple[str, str, str]:
-    """Prompt, response, and its learned tokens."""
+    """Returns prompt, response, and its learned tokens."""
     found = load(tmp_path, [row], **(ONE | options))
     response, marks = found.responses["responses"][0], found.numbers["own"][0]
     assert len(response) == len(marks)

@@ -14,7 +14,7 @@ def standing(program, rank, position, iteration=3, **more):
 
 
 def find(program, rank, kind, **fields):
-    """The first position of an instruction like this in a rank's list."""
+    """Returns the first position of an instruction like this in a rank's list."""
     for position, step in enumerate(program.instructions[rank]):
         if isinstance(step, kind) and all(getattr(step, name) == value for name, value in fields.items()):
             return position

@@ -79,7 +79,7 @@ def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capfd):
 
 @contextmanager
 def used_by_a_thread(name: bytes, seconds: float) -> Iterator[None]:
-    """Inside, there is a thread of this name that has used its processor for so long."""
+    """Runs a thread of this name inside this context that has used its processor for so long."""
     has_spun, over = threading.Event(), threading.Event()
 
     def spin() -> None:

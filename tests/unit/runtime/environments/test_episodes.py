@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def world(folder, tmp_path):
-    """world(spec, ...) -> what makes episodes, on workers that are closed afterwards."""
+    """Returns world(spec, ...), which makes episodes, on workers that are closed afterwards."""
     pools: dict[str, EnvironmentWorkers] = {}
 
     def world(spec: str, rows: list[Row], *, name="chatml", journal=None, iteration=3, limits=None, **more) -> Episodes:
@@ -97,7 +97,8 @@ def rows_of(num: int, samples: int = 1, **columns) -> list[Row]:
 
 
 def play(episodes: Episodes, says, *, is_cut=False) -> tuple[list[list[int]], list[str], list[list[float]]]:
-    """The engine: ids, reasons and rewards of the rows. says(row, turn, ids) -> text of a turn; None: a limit."""
+    """Plays the engine: returns ids, reasons and rewards of the rows. says(row, turn, ids) -> text of a turn; None: a
+    limit."""
     ids = episodes.openings()
     tokenizer, (stop,) = episodes.lives[0].speech.tokenizer, episodes.lives[0].speech.joins.stops
     reasons, turns, running = [""] * len(ids), [0] * len(ids), set(range(len(ids)))
@@ -233,7 +234,7 @@ def test_a_prompt_that_is_text_is_refused_where_turns_need_a_template(world):
 
 
 def by_ids(row: int, turn: int, ids: list[int]) -> str | None:
-    """A turn that depends on every token so far; most end after three."""
+    """Returns a turn that depends on every token so far; most end after three."""
     number = int(hashlib.sha256(repr(ids).encode()).hexdigest()[:6], 16)
     return (
         f"so {number}" if turn and number % 3 == 0 else None if turn == 4 else CALL.format("add", f'{{"x": {number}}}')
@@ -241,7 +242,7 @@ def by_ids(row: int, turn: int, ids: list[int]) -> str | None:
 
 
 def played(world, spec, journals, rows) -> dict:
-    """The rows, drawn by ranks one after the other; what each came to."""
+    """Returns the rows, drawn by ranks one after the other; what each came to."""
     found = {}
     for rank, journal in enumerate(journals):
         mine = rows[rank :: len(journals)]

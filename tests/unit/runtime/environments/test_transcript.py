@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 
 def shown(run, rows, *turns) -> list[dict]:
-    """The transcript of an episode whose turns are given."""
+    """Returns the transcript of an episode whose turns are given."""
     episodes = run.episodes(rows, 1, keep=False)
     speech, place = episodes.lives[0].speech, len(run.episodes(rows, 1, keep=False).openings()[0])
     (ids,), *_ = play(episodes, scripted(*turns))

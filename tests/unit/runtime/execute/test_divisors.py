@@ -24,7 +24,7 @@ def actor(tmp_path_factory) -> Path:
 
 
 def run_of(actor: Path, path: Path, weights: list[float], *more: str) -> RunOf:
-    """A run whose iterations read four rows each, in the order of the weights."""
+    """Returns a run whose iterations read four rows each, in the order of the weights."""
     rows = [
         {"prompt": WORDS[i % 4], "completion": " ".join(WORDS[5 : 7 + i % 4]), "weight": weight}
         for i, weight in enumerate(weights)
@@ -36,7 +36,7 @@ def run_of(actor: Path, path: Path, weights: list[float], *more: str) -> RunOf:
 
 
 def state_of(run: RunOf) -> tuple[int, list[Tensor]]:
-    """A copy of all that an optimizer step changes."""
+    """Returns a copy of all that an optimizer step changes."""
     num_steps, slices = run.job.models.engines["actor"].optimizer_state()
     return num_steps, [x.clone() for kinds in slices.values() for x in kinds.values()]
 

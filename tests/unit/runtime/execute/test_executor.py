@@ -67,7 +67,7 @@ def job_of(program: Program, world: RankOf) -> SimpleNamespace:
 
 
 def executors(program: Program, board: Board) -> list[Executor]:
-    """An executor for every rank whose instructions do nothing."""
+    """Returns an executor for every rank whose instructions do nothing."""
     made = []
     for rank in program.cluster.ranks:
         executor = Executor(job_of(program, RankOf(rank, board)), Tracer())

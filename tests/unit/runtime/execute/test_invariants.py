@@ -31,7 +31,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Over all weights, relative where they are above 1."""
+    """Returns the largest difference over all weights, relative where they are above 1."""
     assert one.keys() == other.keys() and one
     return max(float(((one[n] - other[n]).abs() / other[n].abs().clamp(min=1.0)).max()) for n in one)
 
@@ -155,7 +155,7 @@ def test_tokens_sha256():
 
 
 def hash_of(*ranks: list[list]) -> str:
-    """tokens_sha256 of what ranks have generated: rows of prompt, sample, tokens."""
+    """Returns tokens_sha256 of what ranks have generated: rows of prompt, sample, tokens."""
     said = []
     for rows in ranks:
         responses_BG = torch.full((len(rows), 9), -1)

@@ -13,7 +13,7 @@ SHAPE = (8, 2 * MEAN_TOKENS // 8)
 
 
 def gate(difference_BG: torch.Tensor, *options: str, corrected: bool = False) -> dict:
-    """Through the gate of a bfloat16 run with logprobs that differ by this much -> what is logged of it."""
+    """Passes logprobs that differ by this much through the gate of a bfloat16 run. Returns what is logged of it."""
     config = presets.load("tiny", ["dtype=bfloat16", *options])
     old_BG = torch.full(difference_BG.shape, -3.0)
     responses_BG = torch.zeros(difference_BG.shape, dtype=torch.int64)

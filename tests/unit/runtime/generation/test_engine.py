@@ -35,7 +35,7 @@ def draws(num: int, seed: int = 0) -> torch.Tensor:
 
 
 def some_sampling(num: int) -> list[Sampling]:
-    """All different."""
+    """Returns sampling parameters that are all different."""
     return [
         Sampling(
             max_new_tokens=1 + (5 * i) % MAX_NEW,
@@ -142,7 +142,7 @@ def test_places_are_refilled_at_once():
 
 
 def decode(tokens, *, special: bool = False) -> str:
-    """Token 3 is `d`, and so on."""
+    """Returns letters: token 3 is `d`, and so on."""
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 

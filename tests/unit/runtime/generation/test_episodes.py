@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def answer_to(row: int, turn: int, token_ids: list[int]) -> Answer:
-    """A function of the call alone: 1 to 4 tokens, or the end after a few turns."""
+    """Returns a function of the call alone: 1 to 4 tokens, or the end after a few turns."""
     if turn >= 1 + row % 4:
         return Answer(row, None, "tool_stopped" if row % 2 else "max_turns")
     return Answer(row, tuple((7 * token + 3 * turn + i) % VOCAB for i, token in enumerate(token_ids[:4])))
@@ -67,7 +67,7 @@ class Scripted(Episodes):
 
 
 def slow_episode(model, row: int, prompt: list[int], bits_G) -> tuple[list[int], list[tuple[int, int]], str]:
-    """The response, begin and end of each turn, and why it ended."""
+    """Returns the response, begin and end of each turn, and why it ended."""
     response: list[int] = []
     turns: list[tuple[int, int]] = []
     while True:

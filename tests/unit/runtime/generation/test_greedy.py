@@ -30,7 +30,7 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def by_transformers(model, prompts: list[list[int]], eos_ids: list[int], *, use_cache: bool) -> list[list[int]]:
-    """Its own batch: padding on the left, and a mask that hides it."""
+    """Generates with transformers as one batch: padding on the left, and a mask that hides it."""
     width = max(map(len, prompts))
     tokens_BT = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
     mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])

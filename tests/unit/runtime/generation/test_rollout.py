@@ -47,7 +47,7 @@ def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes) -> Tr
 
 
 def make_prompts(num: int, seed: int = 0) -> list[list[int]]:
-    """1 to 9 tokens each, any token, the end-of-sequence ids included."""
+    """Makes prompts of 1 to 9 tokens each, any token, the end-of-sequence ids included."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, 1 + (5 * i + seed) % 9).tolist() for i in range(num)]
 
@@ -63,7 +63,7 @@ def run(model: Transformer, prompts: list[list[int]], bits_BG: Tensor, **options
 def slow_response(
     model: Transformer, prompt: list[int], bits_G, *, temperature=1.0, eos_ids=(), min_new_tokens=0, **limits
 ) -> tuple[list[int], list[float], list[list[int]]]:
-    """Tokens, logprobs and sampling supports by the textbook, in float64, without a cache."""
+    """Returns tokens, logprobs and sampling supports by the textbook, in float64, without a cache."""
     response, logprobs, sets = [], [], []
     for t, bits in enumerate(bits_G.tolist()):
         logits = model.logits(model(torch.tensor([prompt + response]))[0, -1]).double().numpy() / temperature
@@ -87,7 +87,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def slow_kept(probabilities: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """The most likely tokens, in that order, until one of the three limits ends the list."""
+    """Returns the most likely tokens, in that order, until one of the three limits ends the list."""
     likely = [int(v) for v in np.argsort(-probabilities) if probabilities[v] > 0][: top_k or VOCAB]
     whole, kept, mass = sum(probabilities[v] for v in likely), [], 0.0
     for v in likely:
@@ -99,7 +99,7 @@ def slow_kept(probabilities: np.ndarray, top_k: int = 0, top_p: float = 1.0, min
 
 
 def rows(responses_BG: Tensor) -> list[list[int]]:
-    """Rows without their padding, which must be at the end only."""
+    """Returns rows without their padding, which must be at the end only."""
     found = []
     for row in responses_BG.tolist():
         tokens = list(itertools.takewhile(lambda token: token >= 0, row))

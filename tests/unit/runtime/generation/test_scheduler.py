@@ -10,13 +10,13 @@ LONGEST = 20
 
 
 def waiting(requests: list[tuple[int, int]]) -> list[WaitingRequest]:
-    """(key, tokens of the prompt) of each; one key has one length."""
+    """Queues (key, tokens of the prompt) of each; one key has one length."""
     length = {}
     return [WaitingRequest(n, key, *[length.setdefault(key, size)] * 2) for n, (key, size) in enumerate(requests)]
 
 
 def check_rows(scheduler: Scheduler, keys: dict[int, WaitingRequest]) -> None:
-    """No two rows write to one block, and none is lost or taken twice."""
+    """Checks that no two rows write to one block, and that none is lost or taken twice."""
     blocks = scheduler.blocks
     uses = [0] * blocks.num_blocks
     written = set()

@@ -18,7 +18,7 @@ TALKS = "print('é')\nsys.stdout.flush()\nprint('é', flush=True)\nstreams.flush
 
 
 def run(redirected: str, body: str = TALKS, *, is_work: bool = False, **environment: str) -> tuple[int, bytes, str]:
-    """Status, standard output and standard error of a program whose streams a shell has prepared."""
+    """Returns status, standard output and standard error of a program whose streams a shell has prepared."""
     program = PREPARED.format(is_work) + body
     done = subprocess.run(
         ["bash", "-c", f'exec "$0" -c "$1" {redirected}', sys.executable, program],

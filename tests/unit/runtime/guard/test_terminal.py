@@ -27,7 +27,8 @@ if launcher.launched(os.environ).rank == 0:
 
 
 def on_terminal(command: list[str], columns: int = 0, **environment: str) -> str:
-    """What a program prints whose standard streams are a terminal with so many columns (0: it does not tell)."""
+    """Returns what a program prints whose standard streams are a terminal with so many columns (0: it does not
+    tell)."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     own = {name: text for name, text in environment_alone().items() if name not in ("COLUMNS", "TERM")} | environment

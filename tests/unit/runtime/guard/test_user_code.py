@@ -25,7 +25,7 @@ from tests.run_mpi import environment_alone
 
 @pytest.fixture
 def said(monkeypatch):
-    """What is said about user code."""
+    """Returns what is said about user code."""
     said = []
     notes = user_code.Notes()
     notes.tell = said.append

@@ -9,7 +9,7 @@ from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, read_ch
 
 
 def record(rank, *spans, host="n1"):
-    """A record with times relative to a date; spans are (name, category, start_s, end_s, iteration)."""
+    """Returns a record with times relative to a date; spans are (name, category, start_s, end_s, iteration)."""
     rows = [
         [name, category, 1.7e9 + start, 1.7e9 + end, iteration, {}] for name, category, start, end, iteration in spans
     ]
@@ -137,7 +137,7 @@ def test_spans_of_a_device_are_when_it_worked_and_not_when_it_was_asked():
 
 
 def check_chrome(document):
-    """The parts of the Trace Event Format that viewers rely on."""
+    """Checks the parts of the Trace Event Format that viewers rely on."""
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert document["displayTimeUnit"] in ("ms", "ns")
     threads = {}

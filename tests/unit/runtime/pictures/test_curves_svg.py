@@ -23,7 +23,7 @@ VALUES = [
 
 
 def boxes(svg: str) -> dict[str, Box]:
-    """Left, top, right and bottom of each text in DejaVu Sans, the widest of the usual fonts."""
+    """Returns left, top, right and bottom of each text in DejaVu Sans, the widest of the usual fonts."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 
@@ -38,7 +38,7 @@ def boxes(svg: str) -> dict[str, Box]:
 
 
 def check(svg: str) -> None:
-    """All texts are inside the picture, and apart from each other."""
+    """Checks that all texts are inside the picture, and apart from each other."""
     _, _, wide, high = map(float, ElementTree.fromstring(svg).get("viewBox").split())
     found = boxes(svg)
     for name, (left, top, right, bottom) in found.items():

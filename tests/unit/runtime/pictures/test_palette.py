@@ -9,7 +9,7 @@ from tests.programs import make_workload
 
 
 def apart(one: str, other: str) -> float:
-    """How far two colours are from each other, from 0 to 3."""
+    """Returns how far two colours are from each other, from 0 to 3."""
     pairs = [(int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
     return sum(abs(a - b) for a, b in pairs) / 255
 

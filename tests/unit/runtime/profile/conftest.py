@@ -9,7 +9,7 @@ from rlhf_spmd.runtime.world.world import World
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """The world of a program that was started without mpirun."""
+    """Yields the world of a program that was started without mpirun."""
     world = World.discover()
     world.use_device("auto")
     yield world

@@ -96,7 +96,7 @@ def test_as_many_rows_as_there_is_time_for():
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """One rank, with torch started."""
+    """Yields one rank, with torch started."""
     found = World.discover()
     found.use_device("auto")
     program = demo()

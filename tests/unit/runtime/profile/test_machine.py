@@ -41,7 +41,7 @@ class Ranks:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Where the module reads from: nothing is there yet."""
+    """Makes the folders that the module reads from: nothing is there yet."""
     monkeypatch.setattr(machine_module, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine_module, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(machine_module, "OWN_CGROUPS", tmp_path / "own")

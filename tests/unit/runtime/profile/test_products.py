@@ -49,7 +49,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch) -> list[torch.dtype]:
-    """What was measured; oneDNN is found to be twice as fast."""
+    """Returns what was measured; oneDNN is found to be twice as fast."""
     asked = []
 
     def found(dtype):
@@ -74,7 +74,7 @@ class TwoRanks(OneRank):
 
 
 def stored(**changed) -> products.Recorded:
-    """HERE as a run folder has it."""
+    """Returns HERE as a run folder has it."""
     return json.loads(json.dumps(asdict(replace(HERE, **changed)))), "program.json"
 
 

@@ -30,7 +30,7 @@ LINES = {"iteration": 0, "reward": 1.0, "iteration_s": 1.0, "gen_tokens": 8, "ge
 
 
 def words(verb: str, run: Path) -> list[str]:
-    """A command line of a verb that reads a run folder or its options."""
+    """Returns a command line of a verb that reads a run folder or its options."""
     if verb in PLANNING:
         out = run.parent / f"{verb}.{'py' if verb == 'plan' else 'png'}"
         more = ["--out", str(out), "--overwrite"] if verb in ("plan", "draw") else []
@@ -40,7 +40,7 @@ def words(verb: str, run: Path) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run of PPO that has done an iteration, with a checkpoint, samples and flight records."""
+    """Returns a run of PPO that has done an iteration, with a checkpoint, samples and flight records."""
     folder = tmp_path / "run"
     for name in ("flight", "rollouts/iteration-000000", "checkpoints/iteration-000001"):
         (folder / name).mkdir(parents=True)
@@ -69,7 +69,8 @@ def edit(path: Path, **values: object) -> None:
 
 @pytest.fixture
 def marker(tmp_path, run) -> Path:
-    """The file that code of the run would make: it has a page, a strategy, a reward function, and names them."""
+    """Returns the file that code of the run would make: it has a page, a strategy, a reward function, and names
+    them."""
     marker = tmp_path / "ran"
     code = f"open({str(marker)!r}, 'w')\ndef place(workload, cluster): ...\ndef score(prompts, responses): ...\n"
     for name in ("algorithm.py", "strategy.py", "reward.py", "elsewhere.py"):

@@ -13,7 +13,7 @@ from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path_factory):
-    """A user whom Weights & Biases does not know."""
+    """Makes a user whom Weights & Biases does not know."""
     home = tmp_path_factory.mktemp("home")
     for name, value in {"HOME": home, "NETRC": home / "netrc", "WANDB_CONFIG_DIR": home}.items():
         monkeypatch.setenv(name, str(value))
@@ -30,7 +30,7 @@ def draw(folder: Path, *steps: int) -> str:
 
 
 def draw_apart(folder: Path, *steps: int) -> subprocess.CompletedProcess:
-    """In a process of its own: the package puts hooks into the interpreter and reads its environment once."""
+    """Draws in a process of its own: the package puts hooks into the interpreter and reads its environment once."""
     code = "from pathlib import Path\nfrom tests.unit.runtime.records.test_loggers import draw\n"
     code += f"print(draw(Path({str(folder)!r}), *{steps}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120)

@@ -141,7 +141,7 @@ def test_metrics_are_on_disk_after_every_iteration(tmp_path):
 
 
 def gone(folder: RunFolder) -> bool:
-    """Whether the next metrics are refused, in words that name the folder."""
+    """Returns whether the next metrics are refused, in words that name the folder."""
     try:
         folder.write_metrics(1, {"reward": 0.5})
     except UserError as error:

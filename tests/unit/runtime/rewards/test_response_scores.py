@@ -19,7 +19,7 @@ FUNCTION = "def f(prompts, responses):\n    seen.append((prompts, responses))\n 
 
 @pytest.fixture
 def score(tmp_path):
-    """score(more overrides) -> scores of the rows above, by a scorer of that config."""
+    """Returns score(more overrides): scores of the rows above, by a scorer of that config."""
     overrides = write_all(tmp_path)
     (tmp_path / "r.py").write_text("seen = []\n" + FUNCTION, encoding="utf-8")
 

@@ -34,7 +34,7 @@ def scores(function, rows: Scored = ROWS) -> list:
 
 
 def seen(*names: str, rows: Scored = ROWS):
-    """What a function with these parameters gets, by name."""
+    """Returns what a function with these parameters gets, by name."""
     got: dict = {}
     space = {"got": got}
     exec(f"def f({', '.join(names)}):\n    got.update(locals())\n    return 1.0", space)

@@ -107,7 +107,7 @@ def file(tmp_path) -> Path:
 
 @pytest.fixture
 def workers(file):
-    """workers(names, ...) -> a pool, which is closed; none of its processes is there afterwards."""
+    """Returns workers(names, ...): a pool, which is closed; none of its processes is there afterwards."""
     made = []
 
     def workers(*names: str, num: int = 2, timeout_s: float = 0.0, **more) -> RewardWorkers:

@@ -10,7 +10,7 @@ from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluation, alike
 
 
 def metrics_of(*scores: float, right_at: float = 1.0, best: str = "") -> dict:
-    """Of one prompt with these scores."""
+    """Returns the metrics of one prompt with these scores."""
     workload = SimpleNamespace(rollout_batch=1, samples_per_prompt=len(scores))
     config = SimpleNamespace(eval=SimpleNamespace(right_at=right_at), checkpoint=SimpleNamespace(best=best))
     job = SimpleNamespace(program=SimpleNamespace(workload=workload), config=config)

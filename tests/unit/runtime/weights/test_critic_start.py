@@ -18,7 +18,7 @@ FUNCTION = ["reward_function={root}/length.py:score"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Folders `actor` and `reward` with one tokenizer, and more models beside them."""
+    """Returns folders `actor` and `reward` with one tokenizer, and more models beside them."""
     root = tmp_path_factory.mktemp("critic")
     write_all(root)
     for name, head, seed in (("critic", "scalar", 3), ("lm", "lm", 4), ("foreign", "scalar", 5), ("bare", "scalar", 6)):
@@ -56,7 +56,7 @@ CASES = {  # overrides, folder of the critic, whether that has a head
 
 
 def body_of(folder: Path) -> dict[str, Tensor]:
-    """A checkpoint's weights without heads, under our names."""
+    """Returns a checkpoint's weights without heads, under our names."""
     tensors = load_file(folder / "model.safetensors")
     heads = ("lm_head.weight", "score.weight")
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name not in heads}

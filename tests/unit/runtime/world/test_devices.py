@@ -22,7 +22,7 @@ NODES = (0, 0, 0, 1, 1, 1)
 
 
 def seen(*rows: Sequence[str]) -> list[list[VisibleDevice]]:
-    """What ranks see, by the devices' identities."""
+    """Returns what ranks see, by the devices' identities."""
     return [[VisibleDevice(identity, "NVIDIA H100 80GB HBM3", 85 * 10**9) for identity in row] for row in rows]
 
 

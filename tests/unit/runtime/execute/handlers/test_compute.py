@@ -20,7 +20,7 @@ MINI_BATCH, NUM = 6, 2  # rows lie in a matrix [NUM mini-batches, MINI_BATCH col
 
 
 def estimate(program: Program, rank: int) -> tuple[Store, dict]:
-    """What a rank's advantage Runs leave in its store, given all inputs; and what they count."""
+    """Returns what a rank's advantage Runs leave in its store, given all inputs; and what they count."""
     config = load("tiny")
     world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
     job = Job(
