@@ -29,6 +29,7 @@ STRATEGIES = (
 )  # that are forecast
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
 Finish = Callable[[list[dict]], list[dict]]
+DIRTY = "-dirty"  # how a commit ends that does not say what was run
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 
@@ -64,6 +65,17 @@ def write(name: str, rows: list[dict]) -> Path:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a file of results."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def clean_rows(name: str) -> list[dict]:
+    """The rows of bench/results/NAME.jsonl, for a document. Raises ValueError if a commit does not say what was run."""
+    rows = read_rows(RESULTS / f"{name}.jsonl")
+    if dirty := sum((row["commit"] or DIRTY).endswith(DIRTY) for row in rows):
+        raise ValueError(
+            f"bench/results/{name}.jsonl: {dirty} of {len(rows)} rows were measured with changes that no commit holds; "
+            "commit them and measure again"
+        )
+    return rows
 
 
 def add(name: str, rows: list[dict]) -> Path:

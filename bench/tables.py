@@ -1,4 +1,4 @@
-"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows.
+"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows, all of which are from clean commits.
 
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from bench import evidence
 from bench.columns import COLUMNS, JOINED, Columns
-from bench.rows import REPOSITORY, RESULTS, read_rows
+from bench.rows import REPOSITORY, clean_rows
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
 LEFT = 3  # columns of a table in a terminal that start at the left: names
@@ -35,7 +35,7 @@ def _table(name: str) -> str:
     if name == "evidence":  # of the rows of several files
         return "\n".join(markdown(*evidence.table()))
     file, joined, columns = JOINED.get(name) or (name, list, COLUMNS[name])
-    rows = read_rows(RESULTS / f"{file}.jsonl")
+    rows = clean_rows(file)
     lines, about = markdown(columns, joined(rows)), rows[0]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
