@@ -1,4 +1,4 @@
-"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows, all of which are from clean commits.
+"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows of clean commits.
 
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
