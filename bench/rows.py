@@ -19,14 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
 TIMELINES = RESULTS / "timelines.json"  # what `bench strategies` recorded of the runs that are drawn
 PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
-STRATEGIES = (
-    "flattening",
-    "interleaving1",
-    "interleaving2",
-    "separation",
-    "reallocation",
-    "planner",
-)  # that are forecast
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "planner")  # forecast
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
 Finish = Callable[[list[dict]], list[dict]]
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
