@@ -65,6 +65,15 @@ def add(name: str, rows: list[dict]) -> Path:
     return write(name, (read_rows(path) if path.exists() else []) + rows)
 
 
+def keep(name: str, rows: list[dict], keys: Sequence[str], order: Callable[[dict], Any] = lambda row: 0) -> None:
+    """Writes rows in place of those of bench/results/NAME.jsonl that have the same values of these keys; the others
+    stay. order: what all are sorted by."""
+    path = RESULTS / f"{name}.jsonl"
+    old = read_rows(path) if path.exists() else []
+    places = {tuple(row.get(key) for key in keys): row for row in [*old, *rows]}  # a new row keeps an old one's place
+    write(name, sorted(places.values(), key=order))
+
+
 def fill(
     name: str, cases: Iterable[dict], measure: Callable[[dict], dict], *, together: int = 1, finish: Finish = list
 ) -> list[dict]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.rows import REPOSITORY, RESULTS, write
+from bench.rows import REPOSITORY, keep
 from bench.speed import generate_peers as peers
 from bench.speed.generate_compare import compare, precision_of, show
 from bench.speed.generate_costs import floor
@@ -34,6 +34,7 @@ PLACES = 32
 THREADS = 2
 REPEATS = 3
 LEAST = {"limit": 1.5, "spread": 2.5}  # promised ratios on a CPU
+CASE = ("model", "device", "dtype", "work")  # what tells rows apart
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -98,20 +99,6 @@ def ours_only() -> None:
             print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
 
 
-def keep(rows: list[dict], name: str) -> None:
-    """Writes these rows of NAME.jsonl in place of those of the same case; the others stay as they are."""
-
-    def case(row: dict) -> tuple:
-        return tuple(row.get(key) for key in ("model", "device", "dtype", "work"))
-
-    path = RESULTS / f"{name}.jsonl"
-    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    places = {case(json.loads(line)): line for line in old}  # of rows, which keep their order
-    new = write(name, rows).read_text(encoding="utf-8").splitlines()
-    places |= {case(json.loads(line)): line for line in new}
-    path.write_text("".join(line + "\n" for line in places.values()), encoding="utf-8")
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench generate", description=__doc__)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
@@ -133,6 +120,6 @@ def main(arguments: list[str]) -> int:
     ok = all(row["ok"] for row in rows) or parsed.quick
     if not parsed.quick:
         about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}
-        keep([about | row for row in rows], "generate")
+        keep("generate", [about | row for row in rows], CASE)
     print(json.dumps({"bench": "generate", "device": name_of(CPU), "ok": ok}))
     return 0 if ok else 1

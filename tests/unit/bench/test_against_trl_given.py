@@ -118,7 +118,8 @@ def test_one_case_is_of_its_parts_only(monkeypatch, tmp_path):
 
     monkeypatch.setattr(against_trl.equality, "PEER", tmp_path)
     monkeypatch.setattr(against_trl, "PARTS", {name: part_of(name) for name in against_trl.PARTS})
-    monkeypatch.setattr(against_trl, "keep", lambda part, rows: None)
+    monkeypatch.setattr(against_trl, "keep", lambda *_: None)
+    monkeypatch.setattr(against_trl, "versions_of_peer", dict)
     assert against_trl.main(["--case", "IPO"]) == 0
     assert against_trl.main(["equality", "--case", "GRPO"]) == 0
     assert ran == [("given", ["IPO"]), ("equality", ["GRPO"])]
