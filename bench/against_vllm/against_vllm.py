@@ -26,7 +26,8 @@ from bench.against_trl.steps import Worker
 from bench.rows import REPOSITORY, keep, provenance
 from bench.speed import generate_peers as peers
 from bench.speed.generate import CASE, DTYPES, PLACES, REPEATS, SMOLLM2, THREADS
-from bench.speed.generate_compare import precision_of, row_of, take_turns
+from bench.speed.generate_compare import row_of, take_turns
+from bench.speed.roofline import precision_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.profile.machine import cpu_info, details
 

@@ -19,7 +19,7 @@ from bench.forecast import derived
 from bench.forecast.derived import GPU, GPUS, Derived
 from bench.speed.gpu_decode import Shape, captured
 from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, show
-from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling
+from bench.speed.roofline import alternate, ceilings_of, precision_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
@@ -44,10 +44,7 @@ QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=
 
 def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
     """The ceilings of memory and of matrix products in these precisions; invented in a dry run."""
-    if device.type == "cpu":
-        return DRY_CEILINGS
-    matrix = {str(dtype).removeprefix("torch."): matrix_ceiling(device, dtype) for dtype in dtypes}
-    return {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
+    return DRY_CEILINGS if device.type == "cpu" else ceilings_of(device, *dtypes)
 
 
 @torch.no_grad()
@@ -131,7 +128,7 @@ def sampling(light: Light) -> Found:
         ours = case.calls["ours"]
         seconds = alternate({"graph": captured(ours, device), "launched": ours}, device, rounds=ROUNDS)
         shares = {name: case.num_bytes / s / ceilings["memory_bytes_per_s"] for name, s in seconds.items()}
-        name = str(dtype).removeprefix("torch.")
+        name = precision_of(dtype)
         should, words = beside(light, lambda gpu, size=dtype.itemsize: derived.sample(gpu, rows, vocab, size))
         about = {"kernel": "sample", "shape": case.shape, "dtype": name} | should | ceilings
         light.row(**about, seconds=seconds, share_of_memory=shares)

@@ -13,7 +13,6 @@ Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision fl
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -23,9 +22,10 @@ import torch
 
 from bench.rows import REPOSITORY, keep
 from bench.speed import generate_peers as peers
-from bench.speed.generate_compare import compare, precision_of, show
+from bench.speed.generate_compare import compare, show
 from bench.speed.generate_costs import floor
-from bench.speed.roofline import matrix_ceiling, memory_ceiling, name_of
+from bench.speed.roofline import ceilings_of, name_of, precision_of
+from bench.tables import ended
 from rlhf_spmd.model.transformer import Transformer
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
@@ -49,14 +49,6 @@ def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def measure_ceilings(device: torch.device) -> dict:
-    matrix = {precision_of(dtype): matrix_ceiling(device, dtype) for dtype in DTYPES}
-    ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
-    rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
-    print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}", flush=True)
-    return ceilings
 
 
 def on_cpu(
@@ -112,14 +104,12 @@ def main(arguments: list[str]) -> int:
     if parsed.ours:
         torch.set_num_threads(1)  # threads that wait for one another would count as work
         ours_only()
-        print(json.dumps({"bench": "generate", "ok": True}))
         return 0
     torch.set_num_threads(THREADS)
-    ceilings, part = measure_ceilings(CPU), {"precision": parsed.precision, "only": parsed.work}
+    ceilings, part = ceilings_of(CPU, *DTYPES), {"precision": parsed.precision, "only": parsed.work}
     rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick, **part)
-    ok = all(row["ok"] for row in rows) or parsed.quick
-    if not parsed.quick:
-        about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}
-        keep("generate", [about | row for row in rows], CASE)
-    print(json.dumps({"bench": "generate", "device": name_of(CPU), "ok": ok}))
-    return 0 if ok else 1
+    if parsed.quick:
+        return ended("generate", rows, ok=True)
+    about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}
+    keep("generate", [about | row for row in rows], CASE)
+    return ended("generate", rows)

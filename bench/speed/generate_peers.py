@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from bench.speed.roofline import precision_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.kernels.products import use
 from rlhf_spmd.model.config import from_hf
@@ -114,7 +115,7 @@ def same_weights(theirs: AutoModelForCausalLM, dtype: torch.dtype) -> Transforme
 
 def use_fastest(dtype: torch.dtype) -> str:
     """Chooses the library of products, as a run does -> its name."""
-    name = str(dtype).removeprefix("torch.")
+    name = precision_of(dtype)
     table = of_this_machine(name)
     use({name: table.choice})
     return table.library
