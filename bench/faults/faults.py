@@ -104,14 +104,8 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
     """Adds the missing runs of an algorithm under a strategy."""
     found = read_rows(points) if points.exists() else []
     done = {row["run"] for row in found if (row["algorithm"], row["strategy"]) == (algorithm, strategy)}
-    options = [
-        "--algorithm",
-        algorithm.partition(" ")[0],
-        *OPTIONS,
-        *WORDS[algorithm],
-        *strategy_words(strategy, folder),
-        *environment_words(algorithm, folder),
-    ]
+    options = ["--algorithm", algorithm.partition(" ")[0], *OPTIONS, *WORDS[algorithm]]
+    options += [*strategy_words(strategy, folder), *environment_words(algorithm, folder)]
     name = f"{algorithm.replace(' ', '_')}-{strategy}"
     expected, iteration_s = None, 0.0
     for run in sorted(set(range(num_runs)) - done):
