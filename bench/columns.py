@@ -83,10 +83,10 @@ OPTIONS: Columns = {"options, or why not": _options}
 PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
 
 
-def rates(digits: int, without: str = "") -> Columns:
+def rates(without: str = "") -> Columns:
     """Samples per second of each strategy. without: one that was not tried."""
     tried = (name for name in STRATEGIES if name != without)
-    return {f"`{name}`": lambda row, name=name: number(row.get(name), digits) for name in tried}
+    return {f"`{name}`": lambda row, name=name: number(row.get(name), 2) for name in tried}
 
 
 def _lengths(row: dict) -> str:
@@ -94,18 +94,9 @@ def _lengths(row: dict) -> str:
     return row["forecast_lengths"].replace(",", ", ")
 
 
-RATES = PLACE_ALONE | rates(2)
-RATES_ON_EACH = PLACE_ALONE | {"calibration": lambda row: row["calibration"]} | rates(2)
 # tables that have one row for several: the file, what joins its rows, the columns
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
-    "scan": (
-        "scan",
-        by_place,
-        RATES,
-    ),
-    "networks": ("networks", by_place, RATES_ON_EACH),
-    "graphs": ("graphs", by_place, RATES_ON_EACH),
-    "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
+    "scan": ("scan", by_place, PLACE_ALONE | rates()),
     "adapters": (
         "adapters",
         by_rank_of_adapters,
@@ -121,7 +112,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "seeds": lambda row: str(row["seeds"]),
         },
     ),
-    "spread": ("spread", by_place, PLACE_ALONE | {"mean, sigma": _lengths} | rates(2, without="interleaving2")),
+    "spread": ("spread", by_place, PLACE_ALONE | {"mean, sigma": _lengths} | rates(without="interleaving2")),
     "validate_searched": (
         "validate",
         lambda rows: [row for row in rows if "ratio" in row],
@@ -166,38 +157,6 @@ SCANS: dict[str, Columns] = {
         "of it shadow copies": lambda row: _gib(row["shadow_bytes"]),
         "fits": lambda row: "no" if row["why_not"] else "yes",
     },
-    "app_communication": {
-        **PLACE,
-        "iteration, s": lambda row: number(row["iteration_s"], 2),
-        "moved, MB": lambda row: number(row["data_bytes"] / 1e6, 1) if "data_bytes" in row else "-",
-        "it adds, us": lambda row: number(1e6 * row["data_exposed_s"]) if "data_exposed_s" in row else "-",
-        "of an iteration": lambda row: (
-            f"{row['data_exposed_s'] / row['iteration_s']:.0e}" if row["iteration_s"] else "-"
-        ),
-        **OPTIONS,
-    },
-    "app_separation": {
-        **PLACE,
-        **SPEED,
-        "generation runs, s": lambda row: number(row.get("generation_s")),
-        "training runs, s": lambda row: number(row.get("training_s")),
-        "devices wait": lambda row: percent(
-            row["device_s"]["rest"] / row["iteration_s"] if "device_s" in row else None
-        ),
-        "shadow copies, GiB": lambda row: _gib(row.get("shadow_bytes")),
-        "weights moved, GB": lambda row: number(row["sync_bytes"] / 1e9) if "sync_bytes" in row else "-",
-        "it adds, s": lambda row: number(row.get("sync_exposed_s"), 2),
-        **OPTIONS,
-    },
-    "heterogeneous": {
-        "model": lambda row: row["preset"],
-        "nodes of 8": lambda row: row["nodes"],
-        "strategy": lambda row: f"`{row['strategy']}`",
-        **SPEED,
-        "generation runs, s": lambda row: number(row.get("generation_s")),
-        "training runs, s": lambda row: number(row.get("training_s")),
-        **OPTIONS,
-    },
     "convergence": {
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",
@@ -207,16 +166,13 @@ SCANS: dict[str, Columns] = {
         "largest difference": lambda row: f"{row['difference']:.1e}",
     },
 }
-SCANS["app_planner"] = SCANS["scan"]
-SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
-SCANS["baselines"] = SCANS["graphs"] = SCANS["networks"]
+SCANS["baselines"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
 SCANS["spread"] = {"mean, sigma": _lengths, **SCANS["scan"]}
-SCANS["long_context"] = SCANS["four_70b"] = SCANS["ahead"] = SCANS["scan"]
-SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
+SCANS["ahead"] = SCANS["scan"]
+SCANS |= trl_table.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
 SCANS |= recipe_tables.COLUMNS | ahead_tables.COLUMNS
 JOINED |= ahead_tables.JOINED | trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED | recipe_tables.JOINED
-SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 GENERATED = {
     "model": lambda row: row["model"],
     "precision": lambda row: row["dtype"],
@@ -370,26 +326,6 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "error": lambda row: f"{row['error']:+.1%}",
         "of equal lengths, s": lambda row: f"{row['of_mean_s']:.2f}",
         "its error": lambda row: f"{row['error_of_mean']:+.0%}",
-    },
-    "measure_plans": {
-        "workload": lambda row: row["workload"],
-        "ranks": lambda row: str(row["ranks"]),
-        "plan": lambda row: row["plan"] if row["plan"].startswith("plan ") else f"`{row['plan']}`",
-        "chosen": lambda row: "yes" if row["chosen"] else "",
-        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "behind the fastest": lambda row: f"{row['behind']:.0%}",
-        "error": lambda row: f"{row['error']:+.0%}",
-    },
-    "machines": {
-        "machine": lambda row: row["machine"],
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
-        "forecast / measured": lambda row: f"{row['ratio']:.2f}",
-        "five runs": lambda row: ", ".join(f"{ratio:.2f}" for ratio in sorted(row["ratios"])),
-        "not scaled, s": lambda row: f"{row['as_given_s']:.2f}",
-        "not scaled / measured": lambda row: f"{row['as_given_ratio']:.2f}",
-        "probe at most, s": lambda row: f"{row['probe_s']:.1f}",
     },
     "faults": {
         "algorithm": lambda row: f"`{row['algorithm']}`",

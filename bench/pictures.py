@@ -15,7 +15,7 @@ from bench.rows import RESULTS, read_rows
 from rlhf_spmd.__main__ import main as run
 
 DRAWN_FROM = RESULTS / "pictures.json"
-ROWS = ("scan", "validate", "convergence", "faults", "plan_methods")
+ROWS = ("scan", "validate", "convergence", "faults")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
@@ -32,7 +32,6 @@ def draw(folder: Path = RESULTS) -> list[Path]:
         diagrams.resume_picture(folder / "resume.png", rows["faults"]),
         plots.published(rows["validate"], folder / "validate.png"),
         plots.differences(rows["convergence"], folder / "convergence.png", promise=TOLERANCE),
-        planner_plots.methods(rows["plan_methods"], folder / "plan_methods.png"),
         planner_plots.behind(rows["scan"], folder / "separation_behind.png"),
         *plots.draw(rows["scan"], folder),
         *plots.timelines(folder),

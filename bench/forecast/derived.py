@@ -1,9 +1,9 @@
 """What a GPU should take for this engine's work, derived term by term from data sheets and counted kernels.
 
 No number here is measured. A constant comes from a data sheet, from a count of what the code launches or moves, or it
-is an assumed efficiency, which says what step of `bench first-light` measures it. The table of bench/RESULTS.md, the
-calibrations `a100-40g-derived`, `a100-80g-derived` and `h100-80g-derived`, and what first-light prints beside its
-measurements are computed from the same terms.
+is an assumed efficiency, which says what step of `bench first-light` measures it. The table of bench/RESULTS.md, what
+first-light prints beside its measurements, and the derived calibrations (`python -m tools derive`) are computed from
+the same terms.
 
 Cost: none. Command: python -m bench derived
 """
@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 
 from bench.rows import write
 from bench.tables import text_table
-from rlhf_spmd.machines.calibration_file import SHIPPED, write_calibration
-from rlhf_spmd.plan.cost.calibration import OF_DEVICE, OF_LINKS, Calibration, Device, Link
+from rlhf_spmd.plan.cost.calibration import Link
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, all_gather_s, head_flops, layer_flops
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.workload import SHAPES, ModelShape
@@ -52,11 +51,9 @@ DEVICE = "h100-80g"  # of the table
 # Assumed efficiencies
 MEMORY_SHARE = 0.85  # of memory_bytes, in a long read (kernel-step, sample)
 LINK_SHARE = 0.78  # of link_bytes, as fitted to published runs on A100s
-HOST_SHARE = 0.80  # of host_bytes
 KERNEL_S = 2.5e-6  # from the end of a small kernel to the end of the next one, inside a CUDA graph (decode-profile)
-LAUNCH_S = 12e-6  # in which the host launches one kernel: torch 6 us, Triton 12, attention's Python operation 60
 ROUND_S = 250e-6  # between two replays: a blocking wait 50 us, scheduling and copies 180, the graph's start 20
-HOP_S, NETWORK_S = 1.5e-6, 10e-6  # of a message over NVLink inside a collective, and between nodes
+HOP_S = 1.5e-6  # of a message over NVLink inside a collective
 STEP_S = 0.5e-3  # in which the host posts and completes one bucket of weights (tests on CPU ranks)
 
 # Counted in model/transformer.py and runtime/generation/, for each layer
@@ -212,46 +209,6 @@ def reallocate(gpu: GPU, shape: ModelShape, tp: int) -> Derived:
     return Derived(num_bytes / gpu.link_bytes, terms, "bytes that a rank lacks / link + 0.5 ms for each 64 MiB")
 
 
-# ---- calibrations ----------------------------------------------------------------------------------------------------
-
-
-def layer_rate(gpu: GPU, shape: ModelShape, length: int = 1024) -> float:
-    """FLOP/s of a layer of training: products, attention and the kernels between them. The formulas of seconds.py have
-    one rate for all three."""
-    flops = layer_flops(shape, 1, length / 2)
-    attention = flops - layer_flops(shape, 1, 0)
-    moved = NUMBER_BYTES * sum(moved_when_training(shape))
-    seconds = product_s(gpu, 3 * (flops - attention)) + attention_s(gpu, 3.5 * attention) + memory_s(gpu, moved)
-    return 3 * flops / seconds
-
-
-def calibration(device: str) -> Calibration:
-    """The constants of a type of GPU with this engine, whose decode steps are CUDA graphs."""
-    gpu = GPUS[device]
-    constants = Device(
-        matrix_flops=layer_rate(gpu, LLAMA_7B),
-        memory_bytes_per_s=MEMORY_SHARE * gpu.memory_bytes,
-        host_bytes_per_s=HOST_SHARE * gpu.host_bytes,
-        layer_s=FORWARD_KERNELS * KERNEL_S,
-        decode_layer_s=DECODE_KERNELS * LAUNCH_S,
-        decode_reduce_s=LAUNCH_S,
-        graph_layer_s=DECODE_KERNELS * KERNEL_S,
-    )
-    about = (
-        "Derived for this program from data sheets and counted kernels (bench/forecast/derived.py). matrix_flops: a "
-        f"layer of 7B training, its products at {gpu.matrix_share:.0%} of {gpu.matrix_flops / 1e12:.0f}e12 and its "
-        f"other kernels at the rate of memory, {MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e9:,.0f}e9; graph_layer_s: "
-        f"{DECODE_KERNELS} kernels of a decode step from a CUDA graph, {1e6 * KERNEL_S:g} us each. No GPU has "
-        "confirmed any of it."
-    )
-    between = Link(gpu.network_bytes, NETWORK_S)
-    sources = dict.fromkeys((*OF_DEVICE, *OF_LINKS), "derived") | {"between.bytes_per_s": "data sheet"}
-    latencies = ("inside.latency_s", "between.latency_s", "host.latency_s")
-    sources |= dict.fromkeys((*latencies, "host.bytes_per_s"), "assumed")
-    name = f"{device}-derived"
-    return Calibration(name, {device: constants}, link(gpu), between, about, pipelined_prefill=True, sources=sources)
-
-
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -280,11 +237,8 @@ def make_rows() -> list[dict]:
 
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="bench derived", description=__doc__.partition("\n\n")[0]).parse_args(arguments)
-    for device in GPUS:
-        found = calibration(device)
-        write_calibration(found, str(SHIPPED / f"{found.name}.json"))
     rows = make_rows()
     write("derived", rows)
     print(text_table("derived", rows))
-    print(json.dumps({"bench": "derived", "rows": len(rows), "calibrations": len(GPUS), "ok": True}))
+    print(json.dumps({"bench": "derived", "rows": len(rows), "ok": True}))
     return 0

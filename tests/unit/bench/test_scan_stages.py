@@ -9,8 +9,7 @@ from bench.forecast.claims import ahead_of_zero3
 from bench.forecast.measure_cpu import program_of
 from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, others, run_suite
-from bench.forecast.stages import STAGES
-from bench.forecast.suites import SUITES
+from bench.forecast.suites import STAGES, SUITES
 from bench.rows import RESULTS
 from bench.stage_tables import DEFAULT, ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import text_table
