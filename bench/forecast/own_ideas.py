@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command line."""
     parser.add_argument("--preset", help="instead of those of the suite")
     parser.add_argument("--layout", metavar="NxG", help="instead of those of the suite")
-    text = (
-        "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages, whose rows are kept"
-    )
+    text = "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages"
     parser.add_argument("--algorithm", metavar="NAME|FILE.py", help=text)
     parser.add_argument(
         "--strategy", action="append", default=[], metavar="NAME|FILE.py", help="beside the shipped ones"
@@ -33,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
 
 
-def is_own(of_suite: Sequence[Case], parsed: argparse.Namespace) -> bool:
-    """Whether the rows are not those of a suite, nor a part of them."""
-    other = parsed.algorithm and parsed.algorithm not in {case.algorithm for case in of_suite}
-    return bool(parsed.preset or parsed.layout or parsed.strategy or parsed.overrides or other)
+def is_own(parsed: argparse.Namespace) -> bool:
+    """Whether the rows are not those of a suite."""
+    return bool(parsed.preset or parsed.layout or parsed.algorithm or parsed.strategy or parsed.overrides)
 
 
 def own_cases(of_suite: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, ...]:

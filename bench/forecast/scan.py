@@ -26,7 +26,7 @@ from bench.forecast.claims import place_of
 from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
 from bench.forecast.suites import GRIDS, STAGES, SUITES, Case, grid_of, later_grid_of
 from bench.forecast.tuning import best_options
-from bench.rows import RESULTS, read_rows, write
+from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -254,12 +254,6 @@ def run_case(case: Case, overrides: Sequence[str]) -> dict:
     return row | lengths | ({"overrides": " ".join(overrides)} if overrides else {})
 
 
-def others(file: str, rows: Sequence[Mapping]) -> list[dict]:
-    """The rows of a file of other algorithms than these rows."""
-    path, mine = RESULTS / f"{file}.jsonl", {row["algorithm"] for row in rows}
-    return [row for row in read_rows(path) if row["algorithm"] not in mine] if path.exists() else []
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench scan", description=__doc__.partition("\n")[0])
     what = parser.add_mutually_exclusive_group()
@@ -268,7 +262,7 @@ def main(arguments: list[str]) -> int:
     add_arguments(parser)
     parsed = parser.parse_args(arguments)
     name = parsed.suite or ("quick" if parsed.quick else "stages" if parsed.algorithm in STAGES else "all")
-    suite, own = SUITES[name], is_own(SUITES[name].cases, parsed)
+    suite, own = SUITES[name], is_own(parsed)
     try:
         mine, words = own_cases(suite.cases, parsed), workload_words(parsed.overrides)
         rows = run_suite(mine, [*suite.overrides, *words], suite.decoded)
@@ -284,7 +278,7 @@ def main(arguments: list[str]) -> int:
         words = "nothing to compare" if cases is None else "not for " + "; ".join(cases) if cases else "yes"
         print(f"{claim}: {words}")
     if name != "quick" and not own:
-        write(file, [*others(file, rows), *rows] if parsed.algorithm else rows)
+        write(file, rows)
     if name == "all" and not own:
         plots.draw(rows)
     ok = all(claims[claim] == [] for claim in suite.promised if not own) and all(

@@ -10,32 +10,30 @@ Five physical constants (bench/data/real_v1.json) are fitted to the rows of thes
 fit-published`), none per row or per model; those with HELD_OUT new tokens are not used for that. The other systems are
 forecast with the same constants; of them, what counts is which runs are faster than which.
 
-Cost: five minutes, most of it the planner's. Command: python -m bench validate [--rows FILE.csv]
+Cost: five minutes, most of it the planner's. Command: python -m bench validate
 """
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from bench.forecast.spaces import reals_space
 from bench.forecast.validate_rows import (
     COLUMNS,
     DATA,
     HELD_OUT,
-    ROWS,
     SEARCHED,
     SETTING,
     cluster_of,
     read_rows,
     workload_of,
 )
-from bench.forecast.validate_systems import SYSTEMS, fastest
+from bench.forecast.validate_systems import fastest
 from bench.rows import write
 from bench.tables import text_table
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -55,21 +53,17 @@ def searched(workload: Workload, cluster: Cluster, calibration: Calibration, all
     return search(workload, cluster, calibration, method=METHOD, keep=5, allowed=allowed).plans[0]
 
 
-def judged(
-    row: Mapping[str, str], calibration: Calibration, rows: Sequence[dict] = (), *, own_space: bool = False
-) -> dict:
-    """A row with its forecast. rows: among which that of the heuristic plan may be. own_space: search the planner's own
-    space, too. Raises UserError if nothing fits."""
+def judged(row: Mapping[str, str], calibration: Calibration, rows: Sequence[dict]) -> dict:
+    """A row with its forecast. rows: among which is that of the heuristic plan. Raises UserError if nothing fits."""
     workload, cluster = workload_of(row), cluster_of(row)
-    found: dict[str, float | str | None]
+    found: dict[str, float | str]
     if row["system"] == SEARCHED:
         plan = searched(workload, cluster, calibration, reals_space(workload))
         layouts = plan.placement.layouts.items()
         words = (f"{name} {one.dp}x{one.pp}x{one.tp} at {min(one.ranks)}" for name, one in layouts)
         base_s, found_s = fastest(BASE, workload, cluster, calibration)[0].makespan_s, plan.forecast.makespan_s
         found = {"forecast_s": found_s, "plan": ", ".join(words), "base_s": base_s, "ratio": base_s / found_s}
-        if own_space:
-            found["own_space_s"] = searched(workload, cluster, calibration).forecast.makespan_s
+        found["own_space_s"] = searched(workload, cluster, calibration).forecast.makespan_s
         found["published_ratio"] = published_ratio(row, rows)
     else:
         simulated, name = fastest(row["system"], workload, cluster, calibration)
@@ -80,12 +74,10 @@ def judged(
     return {"bench": "validate", **kept, **found, "error": error, "seconds_are": kind_of(row)}
 
 
-def published_ratio(row: Mapping[str, str], rows: Sequence[dict]) -> float | None:
-    """How many times faster the searched plan of a row was than the heuristic one; None without a row of that."""
-    for other in rows:
-        if other["system"] == BASE and all(other[name] == row[name] for name in SETTING):
-            return float(other["sec_per_iter"]) / float(row["sec_per_iter"])
-    return None
+def published_ratio(row: Mapping[str, str], rows: Sequence[dict]) -> float:
+    """How many times faster the searched plan of a row was than the heuristic one."""
+    alike = (one for one in rows if one["system"] == BASE and all(one[name] == row[name] for name in SETTING))
+    return float(next(alike)["sec_per_iter"]) / float(row["sec_per_iter"])
 
 
 def kind_of(row: Mapping) -> str:
@@ -125,26 +117,11 @@ def summary(results: Sequence[dict]) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench validate", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=Path, metavar="FILE.csv", help="other rows with the same columns; not recorded")
-    parsed = parser.parse_args(arguments)
-    calibration = read_calibration(str(DATA / "real_v1.json"))
-    try:
-        rows = read_rows(parsed.rows or ROWS)
-    except UserError as error:
-        parser.error(str(error))
-    results, known = [], {*SYSTEMS, SEARCHED}
-    for row in rows:
-        try:
-            results += [judged(row, calibration, rows, own_space=parsed.rows is None)] if row["system"] in known else []
-        except UserError as error:
-            print(f"left out: {error}")
-    unknown = sorted({row["system"] for row in rows} - known)
-    if unknown:
-        print(f"left out, since their placements are not known: {', '.join(unknown)}")
+    argparse.ArgumentParser(prog="bench validate", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    calibration, rows = read_calibration(str(DATA / "real_v1.json")), read_rows()
+    results = [judged(row, calibration, rows) for row in tqdm(rows, unit="row", leave=False)]
     print(text_table("validate", results))
-    if parsed.rows is None:
-        write("validate", results)
+    write("validate", results)
     result = summary(results)
     print(json.dumps(result))
     return 0 if result["ok"] else 1

@@ -16,7 +16,6 @@ from bench.forecast.derived import (
     MEMORY_SHARE,
     NUMBER_BYTES,
     attention_s,
-    link,
     memory_s,
     moved_when_training,
     product_s,
@@ -28,8 +27,15 @@ from rlhf_spmd.plan.workload import ModelShape
 
 # Assumed
 HOST_SHARE = 0.80  # of host_bytes
+LINK_SHARE = 0.78  # of link_bytes, as fitted to published runs on A100s
+HOP_S = 1.5e-6  # of a message over NVLink inside a collective
 LAUNCH_S = 12e-6  # in which the host launches one kernel: torch 6 us, Triton 12, attention's Python operation 60
 NETWORK_S = 10e-6  # of a message between nodes
+
+
+def link(gpu: GPU) -> Link:
+    """NVLink inside a node."""
+    return Link(LINK_SHARE * gpu.link_bytes, HOP_S)
 
 
 def layer_rate(gpu: GPU, shape: ModelShape, length: int = 1024) -> float:

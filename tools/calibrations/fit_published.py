@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.forecast.spaces import reals_space
 from bench.forecast.validate import BASE, searched
-from bench.forecast.validate_rows import DATA, DEVICE, HELD_OUT, ROWS, SEARCHED, cluster_of, read_rows, workload_of
+from bench.forecast.validate_rows import DATA, DEVICE, HELD_OUT, SEARCHED, cluster_of, read_rows, workload_of
 from bench.forecast.validate_systems import SYSTEMS
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
     """Prints the constants, and the rows on which each hangs."""
     assert not arguments, "fit-published takes no options"
     calibration = read_calibration(str(DATA / "real_v1.json"))
-    rows = [row for row in read_rows(ROWS) if row["system"] in (BASE, SEARCHED)]
+    rows = [row for row in read_rows() if row["system"] in (BASE, SEARCHED)]
     used = [row for row in rows if row["gen_len"] != HELD_OUT]
     for turn in range(TURNS):
         programs = [program_of(row, calibration) for row in used]
