@@ -168,9 +168,10 @@ SCANS: dict[str, Columns] = {
 }
 SCANS["baselines"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
+SCANS["stages"] = {"calibration": lambda row: row["calibration"], **SCANS["algorithms"]}
 SCANS["spread"] = {"mean, sigma": _lengths, **SCANS["scan"]}
 SCANS["ahead"] = SCANS["scan"]
-SCANS |= trl_table.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
+SCANS |= trl_table.COLUMNS | planner_tables.COLUMNS
 SCANS |= recipe_tables.COLUMNS | ahead_tables.COLUMNS
 JOINED |= ahead_tables.JOINED | trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED | recipe_tables.JOINED
 GENERATED = {

@@ -86,11 +86,9 @@ def setups(name: str, workload: Workload, cluster: Cluster) -> Iterator[Setup]:
             else replace(layouts[call.name], micro_batch=trained if isinstance(call, Train) else generated)
             for call in workload.workflow.placed_calls
         }
-        sized_plan, sized_workload = (
-            replace(plan, placement=Placement(sized)),
-            replace(workload, max_sequences=generated * tp),
-        )
-        yield Setup(sized_plan, sized_workload, generated, trained, peak, per_token)
+        batched = replace(workload, max_sequences=generated * tp)
+        placed = replace(plan, placement=Placement(sized))
+        yield Setup(placed, batched, generated, trained, peak, per_token)
 
 
 def rows_at_once(program: Program, tp: int, *, per_token: bool) -> tuple[int, int, int]:

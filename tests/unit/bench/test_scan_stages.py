@@ -11,8 +11,8 @@ from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
 from bench.rows import RESULTS
-from bench.stage_tables import DEFAULT, ZERO3, by_stage, limit_of, overlapped_s
-from bench.tables import text_table
+from bench.stage_tables import DEFAULT, JOINED, ZERO3, by_stage, limit_of, overlapped_s
+from bench.tables import markdown
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.workload import SHAPES, ResponseLengths
@@ -71,7 +71,7 @@ def test_the_plan_beside_zero3():
     (place,) = by_stage(rows)
     assert place["factor"] == rows[0]["iteration_s"] / rows[1]["iteration_s"] >= 1
     assert place["least_factor"] == overlapped_s(rows[0]) / rows[1]["iteration_s"] < place["factor"]
-    assert f"{rows[1]['step_s']:.2f}" in text_table("stages", rows)
+    assert f"{rows[1]['step_s']:.2f}" in markdown(JOINED["stages"][2], [place])[2]
     rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
     assert ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
     rows[0] |= {"iteration_s": None}
@@ -93,7 +93,7 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
     assert main(["--algorithm", "reward_model", "--preset", "llama-7b", "--layout", "1x8"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
-    assert any("planner" in line and "dp" in line for line in lines)
+    assert any("planner" in line and "plan=" in line for line in lines)
     assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
 
 
