@@ -26,7 +26,7 @@ ROOMS = {
         "rehearse": "64 processes rehearse the shipped strategies and a plan for 8x8: seconds against their forecast",
         "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds; the planner's "
         "methods and APP's space from 8 to 1,024 devices: seconds, distance from the optimum",
-        "derived": "what one H100 should take for a 7B, from data sheets and counted kernels; writes two calibrations",
+        "derived": "what one H100 should take for a 7B, from data sheets and counted kernels",
         "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
         "recipes": "a strategy to begin with for 0.5B to 70B on 1 to 64 A100s of 40 and 80 GB: options, bytes, seconds",
     },

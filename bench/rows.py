@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_spmd.runtime.records.software import commit, version_of
@@ -79,14 +79,13 @@ def train(
     *,
     limit_s: float = 900.0,
     environment: Mapping[str, str] | None = None,
-    enter: Callable[[], object] | None = None,
 ) -> tuple[dict, list[dict]]:
     """Runs the program as a user would; returns its last line and its metrics rows. environment: of the program instead
-    of this one's; enter: what its process does first. Raises if it fails."""
+    of this one's. Raises if it fails."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = [str(mpirun), "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
     told = {"capture_output": True, "text": True, "timeout": limit_s}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, preexec_fn=enter, check=False, **told)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False, **told)
     if done.returncode:
         raise RuntimeError(f"{' '.join(options)} ended with {done.returncode}:\n{done.stderr}")
     result = json.loads(done.stdout.splitlines()[-1])
