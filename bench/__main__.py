@@ -19,16 +19,12 @@ ROOMS = {
     "forecast": {
         "validate": "the simulator against published measurements of PPO iterations: error per row",
         "measure-cpu": "forecasts of four strategies and a searched plan on CPU ranks against measured iterations",
-        "measure-plans": "the planner's best plans against all shipped strategies, run in turn on 4 and 8 CPU ranks",
         "lengths": "iterations with spread lengths on 2 to 8 CPU ranks whose layers sleep, against forecasts of their "
         "distribution from a calibration of the same ranks",
-        "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
-        "published-hours": "DeepSpeed-Chat's published table against its forecast: hours of an epoch, error per row",
         "rehearse": "64 processes rehearse the shipped strategies and a plan for 8x8: seconds against their forecast",
         "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds; the planner's "
         "methods and APP's space from 8 to 1,024 devices: seconds, distance from the optimum",
-        "ablation": "a heuristic plan, then own layouts, own ranks, offloading and CUDA graphs: what each step gains",
-        "derived": "what one H100 should take for a 7B, from data sheets and counted kernels; writes two calibrations",
+        "derived": "what one H100 should take for a 7B, from data sheets and counted kernels",
         "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
         "recipes": "a strategy to begin with for 0.5B to 70B on 1 to 64 A100s of 40 and 80 GB: options, bytes, seconds",
     },

@@ -1,7 +1,8 @@
-"""The tables of other systems beside the strategies: how many times faster than each, and DeepSpeed-Chat's hours."""
+"""The tables of other systems beside the strategies: seconds of each, and how many times faster the strategies are."""
 
 from collections.abc import Callable, Mapping, Sequence
 
+from bench.cells import number
 from bench.rows import STRATEGIES
 
 Columns = dict[str, Callable[[dict], str]]
@@ -29,10 +30,6 @@ def times_faster(rows: Sequence[Mapping]) -> list[dict]:
     return list(places.values())
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 PLACE: Columns = {
     "model": lambda row: row["preset"],
     "layout": lambda row: row["layout"],
@@ -45,7 +42,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         {
             **PLACE,
             **{
-                f"{which} over {words}": lambda row, key=f"{which} over {base}": _number(row[key], 2)
+                f"{which} over {words}": lambda row, key=f"{which} over {base}": number(row[key], 2)
                 for base, words in AGAINST.items()
                 for which in ("planner", "shipped")
             },
@@ -57,26 +54,12 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         {
             **PLACE,
             **{
-                f"{words}, s": lambda row, name=name: _number(row["seconds"].get(name))
+                f"{words}, s": lambda row, name=name: number(row["seconds"].get(name))
                 for name, words in AGAINST.items()
             },
             "best shipped": lambda row: f"`{row['shipped']}`" if row["shipped"] else "-",
-            "its s": lambda row: _number(row["seconds"].get(row["shipped"])),
-            "planner, s": lambda row: _number(row["seconds"].get("planner")),
+            "its s": lambda row: number(row["seconds"].get(row["shipped"])),
+            "planner, s": lambda row: number(row["seconds"].get("planner")),
         },
     ),
-}
-COLUMNS: dict[str, Columns] = {
-    "published_hours": {
-        "actor": lambda row: row["model"],
-        "GPUs": lambda row: str(row["n_gpus"]),
-        "network": lambda row: row["network"],
-        "configuration": lambda row: row["plan"] + (", LoRA" if row["lora"] else ""),
-        "batch": lambda row: str(row["batch"]),
-        "published, h": lambda row: _number(row["published_hours"], 2),
-        "forecast of 131,900 pairs, h": lambda row: _number(row["hours, README"], 2),
-        "error": lambda row: f"{row['error, README']:+.0%}",
-        "of 264,292 pairs, h": lambda row: _number(row["hours, benchmark page"], 2),
-        "its error": lambda row: f"{row['error, benchmark page']:+.0%}",
-    },
 }

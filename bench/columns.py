@@ -75,11 +75,6 @@ def _options(row: Mapping) -> str:
     return " ".join(f"{name}={word}" for name, word in words if word)
 
 
-def _share(part: Callable[[Mapping], float | None]) -> Callable[[Mapping], float | None]:
-    """Of an iteration; none where there is no forecast."""
-    return lambda row: part(row) / row["iteration_s"] if row["iteration_s"] else None
-
-
 def _measure(when: str) -> Callable[[Mapping], str]:
     """Shares as percentages, other measures as numbers."""
     return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:.3f}"
@@ -95,11 +90,7 @@ VALUES: dict[str, Callable[[Mapping], Any]] = {
     "options_or_why_not": _options,
     "mean_and_sigma": lambda row: row["forecast_lengths"].replace(",", ", "),
     "fits": lambda row: not row["why_not"],
-    "rest_share": _share(lambda row: row["device_s"]["rest"]),
-    "data_share": _share(lambda row: row["data_exposed_s"]),
     "published_s": lambda row: float(row["sec_per_iter"]),
-    "plan_or_strategy": lambda row: row["plan"] if row["plan"].startswith("plan ") else f"`{row['plan']}`",
-    "sorted_ratios": lambda row: sorted(row["ratios"]),
     "fastest_peer_tokens_per_s": lambda row: max(row["peers_tokens_per_s"].values()),
     "kernel_name": lambda row: row["kernel"].partition(".")[2].strip("_").removesuffix("_kernel"),
     "what_trains": lambda row: f"rank {row['rank']}" if row["rank"] else "all weights",
@@ -138,7 +129,7 @@ def _read(name: str) -> Columns:
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 COLUMNS: dict[str, Columns] = {name: _read(name) for name in TABLES if name not in ("parts", "joined")}
 JOINS: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]]]] = {  # the file, what joins its rows
-    **{name: (name, by_place) for name in ("scan", "networks", "graphs", "long_context", "spread")},
+    **{name: (name, by_place) for name in ("scan", "spread")},
     "adapters": ("adapters", by_rank_of_adapters),
     "validate_searched": ("validate", lambda rows: [row for row in rows if "ratio" in row]),
     "validate_systems": ("validate", by_system),
@@ -146,5 +137,5 @@ JOINS: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]]]] = {  # the 
 }
 JOINED: dict[str, Joined] = {name: (*join, _read(f"joined.{name}")) for name, join in JOINS.items()}
 for made in (baseline_tables, planner_tables, stage_tables, recipe_tables, ahead_tables):
-    COLUMNS |= made.COLUMNS
+    COLUMNS |= getattr(made, "COLUMNS", {})
     JOINED |= getattr(made, "JOINED", {})

@@ -1,4 +1,4 @@
-"""The tables of the planner: seconds of its methods, their distance from the optimum, and what each freedom gains."""
+"""The tables of the planner: seconds of its methods, their distances from the optimum, rehearsals; derived seconds."""
 
 from collections.abc import Callable
 
@@ -46,15 +46,5 @@ COLUMNS: dict[str, Columns] = {
         "gap": lambda row: percent(row["gap"]),
         "forecast, s": lambda row: number(row.get("forecast_s"), 2),
         "plan": lambda row: row.get("plan", "-"),
-    },
-    "ablation": {
-        "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",
-        "GPUs": lambda row: row["n_gpus"],
-        "new tokens": lambda row: row["gen_len"],
-        "with": lambda row: row["step"] + ("" if row["fits"] else " (does not fit)"),
-        "forecast, s": lambda row: number(row["forecast_s"]),
-        "gain of this step": lambda row: percent(row["gain"]),
-        "times as fast as the heuristic plan": lambda row: number(row["faster"], 2),
-        "published, s": lambda row: number(row["published_s"]),
     },
 }

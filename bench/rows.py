@@ -146,15 +146,13 @@ def run(
     *,
     limit_s: float = 3600.0,
     environment: Mapping[str, str] | None = None,
-    enter: Callable[[], object] | None = None,
     within: Sequence[str] = ("rlhf_spmd",),
 ) -> dict:
     """Runs the program as a user would; returns the JSON of its last line. environment: of the program instead of this
-    one's; enter: what its process does first; within: the module that runs it, with its arguments. Raises if it
-    fails."""
+    one's; within: the module that runs it, with its arguments. Raises if it fails."""
     told = {"capture_output": True, "text": True, "timeout": limit_s}
     command = [*_on(num_ranks), *within, *words]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, preexec_fn=enter, check=False, **told)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False, **told)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -78,19 +78,3 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         },
     ),
 }
-COLUMNS: dict[str, Columns] = {
-    "stages": {
-        **PLACE,
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "step, s": lambda row: number(row.get("step_s"), 2),
-        "tokens/s and GPU": lambda row: number(row.get("tokens_per_s_device"), 0),
-        "limit of training": limit_of,
-        "GiB": lambda row: number(row["peak_bytes"] / 2**30 if "peak_bytes" in row else None),
-        "over flattening": lambda row: number(row["speed_up"], 2),
-        "options, or why not": lambda row: row["why_not"] if row["iteration_s"] is None else _words(row["options"]),
-    },
-}
-
-
-def _words(options: Mapping) -> str:
-    return " ".join(f"{name}={value}" for name, value in options.items() if value not in ((), [], ""))

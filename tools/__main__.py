@@ -15,6 +15,10 @@ TOOLS = {
     "unchanged": {
         "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
     },
+    "calibrations": {
+        "fit-published": "five constants of ReaL's runtime, fitted to its published runs, and what hangs on them",
+        "derive": "the calibrations derived from data sheets and counted kernels, written anew",
+    },
     "embedded": {
         "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
         "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",

@@ -7,12 +7,12 @@ transformers gathers all weights for each token.
 
 Both generate and train the most rows at once that fit (powers of two, unless it is all of them), as DeepSpeed-Chat's
 page on its benchmark says of itself. They have the same batches as our strategies, full training and Adam on the
-devices; the fastest configuration that fits counts. With `lora`, as in DeepSpeed-Chat's scripts of 13B and more, only
-added matrices train, whose own seconds and bytes do not count.
+devices; the fastest configuration that fits counts.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from bench.baseline_tables import PER_TOKEN
 from bench.forecast.validate_systems import USABLE, Plan, deepspeed_chat, simulated
@@ -42,7 +42,6 @@ class Setup:
     generated: int
     trained: int
     peak_bytes: int
-    lora: bool
     per_token: bool
 
     @property
@@ -57,18 +56,17 @@ def recomputing(workload: Workload) -> Workload:
 
 
 def fastest_baseline(
-    name: str, workload: Workload, cluster: Cluster, calibration: Calibration, *, lora: bool = False
+    name: str, workload: Workload, cluster: Cluster, calibration: Calibration
 ) -> tuple[Forecast, Setup]:
     """One iteration of a baseline in its fastest configuration. Raises UserError if none fits."""
-    found = []
-    for setup in setups(name, recomputing(workload), cluster, lora=lora):
-        found.append((baseline_forecast(setup, cluster, calibration), setup))
+    tried = setups(name, recomputing(workload), cluster)
+    found = [(baseline_forecast(setup, cluster, calibration), setup) for setup in tried]
     if not found:
         raise UserError(f"no configuration of {name} fits into {cluster.num_devices} devices")
     return min(found, key=lambda one: one[0].makespan_s)
 
 
-def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = False) -> Iterator[Setup]:
+def setups(name: str, workload: Workload, cluster: Cluster) -> Iterator[Setup]:
     """The configurations of a baseline that fit."""
     per_token = name == PER_TOKEN
     generate = workload.workflow.generate_calls[0].name
@@ -79,7 +77,7 @@ def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = Fals
             continue
         alone = Placement({**layouts, generate: replace(train, recompute=False)})  # so tp ranks hold no copy
         program = Program(workload, alone, cluster, {}, (), ((),) * cluster.num_devices)
-        generated, trained, peak = rows_at_once(program, tp, per_token=per_token, lora=lora)
+        generated, trained, peak = rows_at_once(program, tp, per_token=per_token)
         if not (generated and trained):
             continue
         sized = {
@@ -88,23 +86,17 @@ def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = Fals
             else replace(layouts[call.name], micro_batch=trained if isinstance(call, Train) else generated)
             for call in workload.workflow.placed_calls
         }
-        yield Setup(
-            replace(plan, placement=Placement(sized)),
-            replace(workload, max_sequences=generated * tp),
-            generated,
-            trained,
-            peak,
-            lora,
-            per_token,
-        )
+        batched = replace(workload, max_sequences=generated * tp)
+        placed = replace(plan, placement=Placement(sized))
+        yield Setup(placed, batched, generated, trained, peak, per_token)
 
 
-def rows_at_once(program: Program, tp: int, *, per_token: bool, lora: bool) -> tuple[int, int, int]:
+def rows_at_once(program: Program, tp: int, *, per_token: bool) -> tuple[int, int, int]:
     """The most rows that a device can generate, and train, at once, and the bytes that it then needs. program:
     generation has the layout of training, so that no copy is held; tp: of gathered weights."""
     workload, cluster = program.workload, program.cluster
     limit = min(cluster.device_bytes(rank) for rank in cluster.ranks) * USABLE
-    held = held_bytes(program, 0, lora=lora)
+    held = sum(static_bytes(program, 0).values())
     all_rows, step_rows = (-(-rows // cluster.num_devices) for rows in (workload.num_sequences, workload.mini_batch))
 
     def generates(rows: int) -> int:
@@ -125,17 +117,6 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 # ---- bytes of a rank ------------------------------------------------------------------------------------------------
-
-
-def held_bytes(program: Program, rank: int, *, lora: bool) -> int:
-    """Bytes that a rank holds all the time; with LoRA the actor has neither gradients nor optimizer states."""
-    held = sum(static_bytes(program, rank).values())
-    if lora:
-        shape, layout = program.workload.models["actor"], program.placement.layouts["actor_train"]
-        params = num_params(shape, layout.shard(rank))
-        of_actor = zero_bytes(layout, params, 0, program.workload.param_bytes, trains=True)
-        held -= of_actor["gradients"] + of_actor["optimizer"]
-    return held
 
 
 def generation_bytes(program: Program, tp: int, rows: int, *, per_token: bool) -> int:
@@ -171,12 +152,7 @@ def baseline_forecast(setup: Setup, cluster: Cluster, calibration: Calibration) 
     """One iteration of a configuration."""
     program = compile_program(setup.workload, setup.plan.placement, cluster)
 
-    def more_s(cost: Cost, rank: int, step: Run) -> float:
-        return gathers_s(setup, program, cost, rank, step) - (
-            saved_by_lora_s(program, cost, rank, step) if setup.lora else 0.0
-        )
-
-    return simulated(program, setup.plan, calibration, more_s)
+    return simulated(program, setup.plan, calibration, partial(gathers_s, setup, program))
 
 
 def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) -> float:
@@ -202,20 +178,6 @@ def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) 
     params = num_params(workload.models[call.model], home.shard(rank))
     reduce_s = all_gather_s(cost.link(home.data_ranks(rank)), home.dp, workload.param_bytes * params)
     return (passes - 1) * ((setup.plan.num_gathers - 2) * one_s + reduce_s)
-
-
-def saved_by_lora_s(program: Program, cost: Cost, rank: int, step: Run) -> float:
-    """Seconds of a training step that the actor's weights need no gradients: the products of a forward pass, and
-    reducing the gradients."""
-    workload = program.workload
-    call = workload.workflow.call(step.call)
-    if not isinstance(call, Train) or call.model != "actor":
-        return 0.0
-    layout, length = program.layout_of(step), workload.max_prompt + workload.max_response
-    tokens = len(program.columns_of(step, rank)) * length
-    whole_bytes = workload.param_bytes * num_params(workload.models["actor"], layout.shard(rank))
-    reduce_s = all_gather_s(cost.link(layout.data_ranks(rank)), layout.dp, whole_bytes)
-    return cost.pass_s(call, layout, rank, tokens, length) + reduce_s
 
 
 def _home(program: Program, model: str) -> Layout:

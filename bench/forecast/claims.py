@@ -9,17 +9,24 @@ from bench.rows import STRATEGIES
 from bench.stage_tables import by_stage
 
 INTERLEAVING = ("interleaving1", "interleaving2")
+SHIPPED = tuple(name for name in STRATEGIES if name != "planner")
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 APP_FACTOR = 11  # the largest speed-up that APP reports
 NEAR = 1.005  # forecasts this near to each other count as equal
+PLACE = ("algorithm", "preset", "layout", "calibration", "forecast_lengths")  # what compared rows have in common
 Claims = dict[str, list[str] | None]  # name -> the cases in which it does not come out; None: no case decides it
 
 
-def rate(rows: Sequence[Mapping], preset: str, layout: str, *strategies: str) -> float:
-    """Samples per second of the best of some strategies; 0 where none fits."""
-    found = [row for row in rows if (row["preset"], row["layout"]) == (preset, layout)]
-    return max((row["samples_per_s"] or 0.0 for row in found if row["strategy"] in strategies), default=0.0)
+def place_of(row: Mapping) -> tuple:
+    """The values of PLACE; None for what a row does not have."""
+    return tuple(row.get(name) for name in PLACE)
+
+
+def rate(rows: Sequence[Mapping], place: tuple, strategies: Sequence[str]) -> float:
+    """Samples per second of the best of some strategies in a place; 0 where none fits."""
+    found = [row for row in rows if place_of(row) == place and row["strategy"] in strategies]
+    return max((row["samples_per_s"] or 0.0 for row in found), default=0.0)
 
 
 def exceptions(pairs: Mapping[str, tuple[float, float]]) -> list[str] | None:
@@ -29,65 +36,42 @@ def exceptions(pairs: Mapping[str, tuple[float, float]]) -> list[str] | None:
     return [f"{where}: {first:.3g} against {second:.3g}" for where, (first, second) in pairs.items() if first <= second]
 
 
-def orders(rows: Sequence[Mapping]) -> Claims:
-    """The order that APP reports (arXiv 2312.11819), and that the planner is behind nothing."""
-    places = dict.fromkeys((row["preset"], row["layout"]) for row in rows)
-    small = {
-        f"{preset} {layout}": (rate(rows, preset, layout, *INTERLEAVING), rate(rows, preset, layout, "flattening"))
-        for preset, layout in places
-        if layout in SMALL and rate(rows, preset, layout, "flattening", *INTERLEAVING)
-    }
-    large = {
-        f"{preset} {layout}": (
-            rate(rows, preset, layout, "separation"),
-            rate(rows, preset, layout, "flattening", *INTERLEAVING),
-        )
-        for preset, layout in places
-        if layout in LARGE
-        and preset in LARGE_MODELS
-        and rate(rows, preset, layout, "separation", "flattening", *INTERLEAVING)
-    }
-    one_node = {
-        f"{preset} {layout}": (rate(rows, preset, layout, "flattening"), rate(rows, preset, layout, "separation"))
-        for preset, layout in places
-        if layout == "1x8" and rate(rows, preset, layout, "flattening", "separation")
-    }
-    found = {
-        "interleaving_ahead_on_small": exceptions(small),
-        "separation_ahead_on_large": exceptions(large),
-        "separation_behind_on_one_node": exceptions(one_node),
-    }
-    return found | planner_first(rows)
+def faster(rows: Sequence[Mapping], first: Sequence[str], second: Sequence[str], near: float = 1.0) -> list[str] | None:
+    """The places in which the best of the first strategies, times `near`, is not ahead of the best of the others."""
+    pairs = {}
+    for place in dict.fromkeys(map(place_of, rows)):
+        rates = near * rate(rows, place, first), rate(rows, place, second)
+        if any(rates):
+            pairs[" ".join(filter(None, place))] = rates
+    return exceptions(pairs)
 
 
 def planner_first(rows: Sequence[Mapping]) -> Claims:
-    """The planner's plan is as fast as the best strategy, up to the tolerance NEAR."""
-    places = dict.fromkeys((row["preset"], row["layout"]) for row in rows if row["strategy"] == "planner")
-    fixed = [strategy for strategy in STRATEGIES if strategy != "planner"]
-    pairs = {
-        f"{preset} {layout}": (NEAR * rate(rows, preset, layout, "planner"), rate(rows, preset, layout, *fixed))
-        for preset, layout in places
-        if rate(rows, preset, layout, "planner", *fixed)
+    """In every place the planner's plan is as fast as the best strategy, up to the tolerance NEAR."""
+    planned = {place_of(row) for row in rows if row["strategy"] == "planner"}
+    return {"planner_first": faster([row for row in rows if place_of(row) in planned], ["planner"], SHIPPED, NEAR)}
+
+
+def orders(rows: Sequence[Mapping]) -> Claims:
+    """The order of strategies that APP reports (arXiv 2312.11819), how little their messages add, and that the planner
+    is behind nothing."""
+    small, one_node = ([row for row in rows if row["layout"] in layouts] for layouts in (SMALL, SMALL[:1]))
+    large = [row for row in rows if row["layout"] in LARGE and row["preset"] in LARGE_MODELS]
+    return {
+        "interleaving_ahead_on_small": faster(small, INTERLEAVING, ["flattening"]),
+        "separation_ahead_on_large": faster(large, ["separation"], ["flattening", *INTERLEAVING]),
+        "separation_behind_on_one_node": faster(one_node, ["flattening"], ["separation"]),
+        "data_below_1_percent_in_interleaving": late(rows, INTERLEAVING, "data_exposed_s", 0.01),
+        "new_weights_below_5_percent_in_separation": late(rows, ["separation"], "sync_exposed_s", 0.05),
+        **planner_first(rows),
     }
-    return {"planner_first": exceptions(pairs)}
 
 
-def planner_first_for_each(rows: Sequence[Mapping]) -> Claims:
-    """The same of every algorithm by itself."""
-    found: list[str] = []
-    for name in dict.fromkeys(row["algorithm"] for row in rows):
-        slower = planner_first([row for row in rows if row["algorithm"] == name])["planner_first"]
-        found += [f"{name}, {case}" for case in slower or ["nothing fits"]] if slower != [] else []
-    return {"planner_first": found}
-
-
-def planner_first_for_lengths(rows: Sequence[Mapping]) -> Claims:
-    """The same of every distribution of lengths by itself."""
-    found: list[str] = []
-    for lengths in dict.fromkeys(row["forecast_lengths"] for row in rows):
-        slower = planner_first([row for row in rows if row["forecast_lengths"] == lengths])["planner_first"]
-        found += [f"lengths {lengths}, {case}" for case in slower or ["nothing fits"]] if slower != [] else []
-    return {"planner_first": found}
+def late(rows: Sequence[Mapping], strategies: Sequence[str], seconds: str, share: float) -> list[str] | None:
+    """Where messages of some strategies add a share of an iteration or more."""
+    fit = [row for row in rows if row["strategy"] in strategies and row["samples_per_s"]]
+    found = [row for row in fit if row[seconds] >= share * row["iteration_s"]]
+    return [f"{row['preset']} {row['layout']} {row['strategy']}" for row in found] if fit else None
 
 
 def frozen_halved(rows: Sequence[Mapping]) -> Claims:
@@ -104,102 +88,32 @@ def frozen_halved(rows: Sequence[Mapping]) -> Claims:
                 found["shards_unchanged" if zero == 3 else "replicas_halved"].append(where)
         if row["strategy"] == "separation" and row["shadow_bytes"] == 0:
             found["shadows_cost"].append(where)
-    return found
-
-
-def traffic_small(rows: Sequence[Mapping]) -> Claims:
-    """The transfers of interleaving take less than a hundredth of an iteration."""
-    late = [row for row in rows if row["samples_per_s"] and row["data_exposed_s"] >= 0.01 * row["iteration_s"]]
-    return {"traffic_below_1_percent": [f"{row['preset']} {row['layout']} {row['strategy']}" for row in late]}
-
-
-def overlapping(rows: Sequence[Mapping]) -> Claims:
-    """Under separation, generation and training lie over each other; the weights' way back is short."""
-    mine = [row for row in rows if row["strategy"] == "separation"]
-    fit = [row for row in mine if row["samples_per_s"]]
-    alone = [row for row in fit if row["generation_s"] + row["training_s"] <= row["iteration_s"]]
-    slow = [row for row in fit if row["sync_exposed_s"] >= 0.05 * row["iteration_s"]]
-    return {
-        "separation_fits": [f"{row['preset']} {row['layout']}" for row in mine if not row["samples_per_s"]],
-        "generation_and_training_overlap": [f"{row['preset']} {row['layout']}" for row in alone],
-        "sync_below_5_percent": [f"{row['preset']} {row['layout']}" for row in slow],
-    }
-
-
-def mixed_ahead(rows: Sequence[Mapping]) -> Claims:
-    """On mixed devices: one type generating and the other training, against everything on both types."""
-    pairs = {
-        f"{row['preset']} {row['nodes']}": (row["nodes"], row["preset"])
-        for row in rows
-        if row["strategy"] == "heterogeneous"
-    }
-    found = {}
-    for where, (nodes, preset) in pairs.items():
-        alike = [row for row in rows if (row["nodes"], row["preset"]) == (nodes, preset)]
-        best = {
-            name: max((row["samples_per_s"] or 0.0 for row in alike if row["strategy"] == name), default=0.0)
-            for name in ("heterogeneous", "flattening")
-        }
-        found[where] = best["heterogeneous"], best["flattening"]
-    return {"types_apart_ahead_of_flattening": exceptions(found)}
-
-
-def networks_agree(rows: Sequence[Mapping]) -> Claims:
-    """The same strategy is the fastest of the shipped ones, whatever the device and the network between nodes."""
-    fixed, different = [strategy for strategy in STRATEGIES if strategy != "planner"], []
-    for preset, layout in dict.fromkeys((row["preset"], row["layout"]) for row in rows):
-        alike = [row for row in rows if (row["preset"], row["layout"]) == (preset, layout)]
-        best = {}
-        for calibration in dict.fromkeys(row["calibration"] for row in alike):
-            rates = {name: rate(_of(alike, calibration), preset, layout, name) for name in fixed}
-            best[calibration] = max(rates, key=rates.__getitem__)
-        if len(set(best.values())) > 1:
-            words = ", ".join(f"{name} on {calibration}" for calibration, name in best.items())
-            different.append(f"{preset} {layout}: {words}")
-    return {"same_strategy_on_every_network": different}
+    return dict(found)
 
 
 def eleven_times(rows: Sequence[Mapping]) -> Claims:
     """APP's "up to 11 times" (arXiv 2312.11819): per network and baseline, whether the planner's plan is anywhere so
     much faster; an exception names the largest factor."""
-    found = {}
+    found: Claims = {}
     for base, calibration in product(AGAINST, dict.fromkeys(row["calibration"] for row in rows)):
-        factors = [row[f"planner over {base}"] or 0.0 for row in times_faster(_of(rows, calibration))]
-        most = max(factors)
+        alike = times_faster([row for row in rows if row["calibration"] == calibration])
+        most = max(row[f"planner over {base}"] or 0.0 for row in alike)
         words = f"at most {most:.2f} times" if most else "nothing fits"
         found[f"11_times_over_{base}_on_{calibration}"] = [] if most >= APP_FACTOR else [words]
     return found
 
 
-def planner_first_on_each(rows: Sequence[Mapping]) -> Claims:
-    """The planner is first on every network."""
-    found = []
-    for calibration in dict.fromkeys(row["calibration"] for row in rows):
-        slower = planner_first(_of(rows, calibration))["planner_first"]
-        found += [f"{calibration}, {case}" for case in slower or []]
-    return networks_agree(rows) | {"planner_first": found}
-
-
 def ahead_of_zero3(rows: Sequence[Mapping]) -> Claims:
     """On every network, the planner's plan is nowhere slower than the best strategy or ZeRO 3."""
-    names = ("algorithm", "preset", "layout", "calibration")
-    places = {" ".join(place[name] for name in names): place["factor"] for place in by_stage(rows)}
-    found = [planner_first_for_each(_of(rows, one)) for one in dict.fromkeys(row["calibration"] for row in rows)]
-    return {
-        "planner_first": [case for claims in found for case in claims["planner_first"] or []],
-        "planner_ahead_of_zero3": exceptions({case: (one, 1 / NEAR) for case, one in places.items() if one}),
-    }
+    factors = {" ".join(filter(None, place_of(place))): place["factor"] for place in by_stage(rows)}
+    pairs = {where: (factor, 1 / NEAR) for where, factor in factors.items() if factor}
+    return planner_first(rows) | {"planner_ahead_of_zero3": exceptions(pairs)}
 
 
 def ahead_gains(rows: Sequence[Mapping]) -> Claims:
     """One iteration ahead, separation is faster than the fastest plan without, and than flattening."""
-    cases = joined_ahead(rows)
-    found = {}
+    found: Claims = {}
     for base in ("planner", "flattening"):
-        pairs = {f"{one['preset']} {one['layout']} {one['words']}": one[f"gain_{base}"] for one in cases}
-        found[f"ahead_faster_than_{base}"] = exceptions({case: (gain, 1.0) for case, gain in pairs.items() if gain})
+        gains = {f"{one['preset']} {one['layout']} {one['words']}": one[f"gain_{base}"] for one in joined_ahead(rows)}
+        found[f"ahead_faster_than_{base}"] = exceptions({case: (gain, 1.0) for case, gain in gains.items() if gain})
     return found
-
-
-def _of(rows: Sequence[Mapping], calibration: str) -> list[Mapping]:
-    return [row for row in rows if row["calibration"] == calibration]

@@ -1,25 +1,21 @@
 """What a GPU should take for this engine's work, derived term by term from data sheets and counted kernels.
 
 No number here is measured. A constant comes from a data sheet, from a count of what the code launches or moves, or it
-is an assumed efficiency, which says what step of `bench first-light` measures it. The table of bench/RESULTS.md, the
-calibrations `a100-40g-derived`, `a100-80g-derived` and `h100-80g-derived`, and what first-light prints beside its
-measurements are computed from the same terms.
+is an assumed efficiency, which says what step of `bench first-light` measures it. The table of bench/RESULTS.md, what
+first-light prints beside its measurements, and the derived calibrations (`python -m tools derive`) are computed from
+the same terms.
 
 Cost: none. Command: python -m bench derived
 """
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from bench.rows import write
 from bench.tables import text_table
-from rlhf_spmd.machines.calibration_file import SHIPPED, write_calibration
-from rlhf_spmd.plan.cost.calibration import OF_DEVICE, OF_LINKS, Calibration, Device, Link
-from rlhf_spmd.plan.cost.seconds import STATE_BYTES, all_gather_s, head_flops, layer_flops
-from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
+from rlhf_spmd.plan.cost.seconds import STATE_BYTES, head_flops, layer_flops
 from rlhf_spmd.plan.workload import SHAPES, ModelShape
 
 
@@ -51,13 +47,8 @@ DEVICE = "h100-80g"  # of the table
 
 # Assumed efficiencies
 MEMORY_SHARE = 0.85  # of memory_bytes, in a long read (kernel-step, sample)
-LINK_SHARE = 0.78  # of link_bytes, as fitted to published runs on A100s
-HOST_SHARE = 0.80  # of host_bytes
 KERNEL_S = 2.5e-6  # from the end of a small kernel to the end of the next one, inside a CUDA graph (decode-profile)
-LAUNCH_S = 12e-6  # in which the host launches one kernel: torch 6 us, Triton 12, attention's Python operation 60
 ROUND_S = 250e-6  # between two replays: a blocking wait 50 us, scheduling and copies 180, the graph's start 20
-HOP_S, NETWORK_S = 1.5e-6, 10e-6  # of a message over NVLink inside a collective, and between nodes
-STEP_S = 0.5e-3  # in which the host posts and completes one bucket of weights (tests on CPU ranks)
 
 # Counted in model/transformer.py and runtime/generation/, for each layer
 DECODE_KERNELS = 15  # products: q, k, v, o, gate, up, down; norm twice, rope, cache write, attention 2, SwiGLU, sum
@@ -103,26 +94,14 @@ def memory_s(gpu: GPU, num_bytes: float) -> float:
     return num_bytes / (MEMORY_SHARE * gpu.memory_bytes)
 
 
-def link(gpu: GPU) -> Link:
-    """NVLink inside a node."""
-    return Link(LINK_SHARE * gpu.link_bytes, HOP_S)
-
-
 def attention_flops(shape: ModelShape, tokens: float, length: float) -> float:
     """FLOPs of causal attention in all layers, forward; a token attends to half of a sequence."""
     return shape.num_layers * (layer_flops(shape, tokens, length / 2) - layer_flops(shape, tokens, 0))
 
 
-def moved_when_generating(shape: ModelShape) -> int:
-    """Numbers that the fused kernels between the products move for a token and layer: two norms (one with a sum), rope,
-    cache write, SwiGLU, the sum at the end."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return 9 * shape.hidden_size + 2 * (q + kv) + 4 * kv + 3 * shape.intermediate_size
-
-
 def moved_when_training(shape: ModelShape) -> tuple[int, int]:
-    """The same where nothing but norms is fused: forward, and backward, which also adds up gradients of inputs that
-    several products read."""
+    """Numbers that the kernels between the products move for a token and layer, where nothing but norms is fused:
+    forward, and backward, which also adds up gradients of inputs that several products read."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     h, i, rope = shape.hidden_size, shape.intermediate_size, ROPE * (q + kv)
     return 2 * 2 * h + 2 * 3 * h + rope + 5 * i, 2 * 3 * h + 5 * 3 * h + rope + 9 * i
@@ -149,21 +128,6 @@ def decode(gpu: GPU, shape: ModelShape, rows: int, context: int) -> Derived:
     return Derived(max(read_s, flops / gpu.matrix_flops), terms, formula)
 
 
-def prefill(gpu: GPU, shape: ModelShape, prompts: int, length: int) -> Derived:
-    """Some prompts of one length, packed."""
-    tokens = prompts * length
-    products = shape.num_layers * layer_flops(shape, tokens, 0) + head_flops(shape, prompts)
-    attention = attention_flops(shape, tokens, length)
-    moved = NUMBER_BYTES * moved_when_generating(shape) * shape.num_layers * tokens
-    terms = {
-        "products": product_s(gpu, products),
-        "attention": attention_s(gpu, attention),
-        "other kernels": memory_s(gpu, moved),
-        "between kernels": shape.num_layers * DECODE_KERNELS * KERNEL_S,
-    }
-    return Derived((products + attention) / gpu.matrix_flops, terms, "products + attention + other kernels + starts")
-
-
 def train(gpu: GPU, shape: ModelShape, sequences: int, prompt: int, response: int, *, update: bool) -> Derived:
     """One micro-batch forward and backward, without recomputation, and the sums of gradients; update: and an optimizer
     step of all weights on this GPU."""
@@ -184,72 +148,11 @@ def train(gpu: GPU, shape: ModelShape, sequences: int, prompt: int, response: in
     return Derived(3 * (layers + head + attention) / gpu.matrix_flops, terms, formula)
 
 
-def update(gpu: GPU, shape: ModelShape, dp: int) -> Derived:
-    """What ends an optimizer step under ZeRO 1, after the last backward pass."""
-    params, one = shape.num_params, link(gpu)
-    bytes_s = all_gather_s(Link(gpu.link_bytes, 0.0), dp, (4 + 4 + NUMBER_BYTES) * params)
-    terms = {
-        "sum of gradients": 2 * all_gather_s(one, dp, 4 * params),
-        "new weights": all_gather_s(one, dp, NUMBER_BYTES * params),
-        "zero, norm, clip": memory_s(gpu, CLIP_BYTES * params),
-        "AdamW": memory_s(gpu, STATE_BYTES * params / dp),
-    }
-    return Derived(bytes_s, terms, "all-reduce of float32 gradients + all-gather of weights + passes over gradients")
-
-
 def sample(gpu: GPU, rows: int, vocab: int, number_bytes: int = NUMBER_BYTES) -> Derived:
     """Draws a token for each row, without top-p."""
     num_bytes = rows * vocab * number_bytes
     terms = {"logits": memory_s(gpu, num_bytes), "between kernels": DRAW_KERNELS * KERNEL_S}
     return Derived(num_bytes / gpu.memory_bytes, terms, "logits read once + 3 kernels")
-
-
-def reallocate(gpu: GPU, shape: ModelShape, tp: int) -> Derived:
-    """From tp slices to whole copies on every rank of a node: each rank receives what it lacks, in buckets."""
-    num_bytes = (1 - 1 / tp) * NUMBER_BYTES * shape.num_params
-    buckets = math.ceil(num_bytes / BUCKET_BYTES)
-    terms = {"bytes": num_bytes / link(gpu).bytes_per_s, "host": buckets * STEP_S}
-    return Derived(num_bytes / gpu.link_bytes, terms, "bytes that a rank lacks / link + 0.5 ms for each 64 MiB")
-
-
-# ---- calibrations ----------------------------------------------------------------------------------------------------
-
-
-def layer_rate(gpu: GPU, shape: ModelShape, length: int = 1024) -> float:
-    """FLOP/s of a layer of training: products, attention and the kernels between them. The formulas of seconds.py have
-    one rate for all three."""
-    flops = layer_flops(shape, 1, length / 2)
-    attention = flops - layer_flops(shape, 1, 0)
-    moved = NUMBER_BYTES * sum(moved_when_training(shape))
-    seconds = product_s(gpu, 3 * (flops - attention)) + attention_s(gpu, 3.5 * attention) + memory_s(gpu, moved)
-    return 3 * flops / seconds
-
-
-def calibration(device: str) -> Calibration:
-    """The constants of a type of GPU with this engine, whose decode steps are CUDA graphs."""
-    gpu = GPUS[device]
-    constants = Device(
-        matrix_flops=layer_rate(gpu, LLAMA_7B),
-        memory_bytes_per_s=MEMORY_SHARE * gpu.memory_bytes,
-        host_bytes_per_s=HOST_SHARE * gpu.host_bytes,
-        layer_s=FORWARD_KERNELS * KERNEL_S,
-        decode_layer_s=DECODE_KERNELS * LAUNCH_S,
-        decode_reduce_s=LAUNCH_S,
-        graph_layer_s=DECODE_KERNELS * KERNEL_S,
-    )
-    about = (
-        "Derived for this program from data sheets and counted kernels (bench/forecast/derived.py). matrix_flops: a "
-        f"layer of 7B training, its products at {gpu.matrix_share:.0%} of {gpu.matrix_flops / 1e12:.0f}e12 and its "
-        f"other kernels at the rate of memory, {MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e9:,.0f}e9; graph_layer_s: "
-        f"{DECODE_KERNELS} kernels of a decode step from a CUDA graph, {1e6 * KERNEL_S:g} us each. No GPU has "
-        "confirmed any of it."
-    )
-    between = Link(gpu.network_bytes, NETWORK_S)
-    sources = dict.fromkeys((*OF_DEVICE, *OF_LINKS), "derived") | {"between.bytes_per_s": "data sheet"}
-    latencies = ("inside.latency_s", "between.latency_s", "host.latency_s")
-    sources |= dict.fromkeys((*latencies, "host.bytes_per_s"), "assumed")
-    name = f"{device}-derived"
-    return Calibration(name, {device: constants}, link(gpu), between, about, pipelined_prefill=True, sources=sources)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -260,12 +163,9 @@ def table() -> Iterator[tuple[str, Callable[[GPU], Derived]]]:
     yield "decode Llama 7B, 64 rows of 1,024", lambda gpu: decode(gpu, LLAMA_7B, 64, 1024)
     yield "decode Qwen2.5-7B, 64 rows of 1,024", lambda gpu: decode(gpu, QWEN2_7B, 64, 1024)
     yield "decode Qwen2.5-7B, 256 rows of 1,024", lambda gpu: decode(gpu, QWEN2_7B, 256, 1024)
-    yield "prompts of Qwen2.5-7B, 4 of 1,024", lambda gpu: prefill(gpu, QWEN2_7B, 4, 1024)
     yield "train Llama 7B, 8 of 1,024, a micro-batch", lambda gpu: train(gpu, LLAMA_7B, 8, 128, 896, update=False)
-    yield "end of its step, ZeRO 1 on 8 GPUs", lambda gpu: update(gpu, LLAMA_7B, 8)
     yield "sample 64 of 131,072", lambda gpu: sample(gpu, 64, 131072)
     yield "sample 256 of 131,072", lambda gpu: sample(gpu, 256, 131072)
-    yield "reallocate Llama 7B, tp 4 to dp 8", lambda gpu: reallocate(gpu, LLAMA_7B, 4)
 
 
 def make_rows() -> list[dict]:
@@ -280,11 +180,8 @@ def make_rows() -> list[dict]:
 
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="bench derived", description=__doc__.partition("\n\n")[0]).parse_args(arguments)
-    for device in GPUS:
-        found = calibration(device)
-        write_calibration(found, str(SHIPPED / f"{found.name}.json"))
     rows = make_rows()
     write("derived", rows)
     print(text_table("derived", rows))
-    print(json.dumps({"bench": "derived", "rows": len(rows), "calibrations": len(GPUS), "ok": True}))
+    print(json.dumps({"bench": "derived", "rows": len(rows), "ok": True}))
     return 0

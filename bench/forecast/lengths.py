@@ -7,9 +7,8 @@ All else is real: the engine with its refilled places, packing, micro-batches, o
 then calibrated as they are, with the measurements of `profile`, and each program is forecast from that calibration and
 the distribution: the mean of iterations, beside a forecast of responses that all have the mean length.
 
-Each row is written when it has been measured, and cases that have one are left out.
-
-Cost: 8 minutes on two cores for each number of ranks. Command: python -m bench lengths [--ranks N ...] [--again]
+Cost: 8 minutes on two cores for each number of ranks, whose rows are replaced.
+Command: python -m bench lengths [--ranks N ...]
 """
 
 import argparse
@@ -19,13 +18,14 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench.forecast.measure_cpu import forecast_calls_s, measured_calls_s
 from bench.rows import RESULTS, on_ranks, read_rows, write
+from bench.tables import text_table
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
@@ -218,12 +218,12 @@ def row_of(
     }
 
 
-def run_cases(again: bool) -> None:
-    """The main function of each rank; rank 0 writes each row. again: also of cases that have one."""
+def run_cases() -> None:
+    """The main function of each rank; rank 0 writes the rows of this number of ranks."""
     from rlhf_spmd.runtime.profile.profile import groups_of
     from rlhf_spmd.runtime.world.world import World
 
-    world = World.discover()
+    world, rows = World.discover(), []
     world.use_device("cpu")
     try:
         with tempfile.TemporaryDirectory() as name, planted() as tokens:
@@ -232,61 +232,38 @@ def run_cases(again: bool) -> None:
                 write_inputs(folder)
             world.barrier("the models")
             configs = {algorithm: config_of(algorithm, folder) for algorithm in ALGORITHMS}
-            done = set() if again else {case_of(row) for row in known_rows()}
             cases = [(one, *case) for one, config in configs.items() for case in programs(config, world.size)]
-            cases = [case for case in cases if (*case[:2], world.size) not in done]
             groups, pairs = communicators(program for *_, program in cases)
             world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
-            calibration = calibrate(world, configs["ppo"]) if cases else None
+            calibration = calibrate(world, configs["ppo"])
             for algorithm, strategy, program in cases:
-                row = row_of(
-                    algorithm, strategy, program, calibration, *measure(world, configs[algorithm], program, tokens)
-                )
-                if world.rank == 0:
-                    show(row)
-                    write("lengths", replaced(known_rows(), row))
+                seconds, calls_s = measure(world, configs[algorithm], program, tokens)
+                rows.append(row_of(algorithm, strategy, program, calibration, seconds, calls_s))
+            if world.rank == 0:
+                write("lengths", of_ranks(read_rows(RESULTS / "lengths.jsonl"), world.size, rows))
             world.barrier("the end of the folder")
         world.shutdown()
     except BaseException as error:
         world.fail(error)
 
 
-def known_rows() -> list[dict]:
-    """The rows that there are."""
-    file = RESULTS / "lengths.jsonl"
-    return read_rows(file) if file.exists() else []
-
-
-def case_of(row: Mapping) -> tuple[str, str, int]:
-    """Algorithm, strategy and ranks of a row."""
-    return row["algorithm"], row["strategy"], row["ranks"]
-
-
-def replaced(rows: Sequence[dict], row: dict) -> list[dict]:
-    """Rows with that of one case, by ranks."""
-    return sorted([*(one for one in rows if case_of(one) != case_of(row)), row], key=lambda one: one["ranks"])
-
-
-def show(row: dict) -> None:
-    """A case for people."""
-    case = f"{row['ranks']:5}  {row['algorithm']:<9}  {row['strategy']:<13}"
-    seconds = f"{row['forecast_s']:10.2f}  {row['measured_s']:10.2f}  {row['error']:+6.1%}"
-    print(f"{case}  {seconds}  {row['of_mean_s']:13.2f}  {row['error_of_mean']:+6.1%}", flush=True)
+def of_ranks(rows: Sequence[dict], size: int, new: Sequence[dict]) -> list[dict]:
+    """Rows with the new ones of a number of ranks, by ranks."""
+    return sorted([*(row for row in rows if row["ranks"] != size), *new], key=lambda row: row["ranks"])
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench lengths", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="default: 2 4 8")
-    parser.add_argument("--again", action="store_true", help="measure also the cases that have rows")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.on_ranks:
-        run_cases(parsed.again)
+        run_cases()
         return 0
-    print("ranks  algorithm  strategy       forecast s  measured s   error  of the mean s   error", flush=True)
     for size in parsed.ranks:
-        on_ranks(size, ["lengths", "--on-ranks", *["--again"] * parsed.again], limit_s=1800.0)
-    rows = known_rows()
+        on_ranks(size, ["lengths", "--on-ranks"], limit_s=1800.0)
+    rows = read_rows(RESULTS / "lengths.jsonl")
+    print(text_table("lengths", rows))
     near = sum(row["ok"] for row in rows)
     ok = near >= SHARE * len(rows)
     print(json.dumps({"bench": "lengths", "cases": len(rows), "near": near, "ok": ok}))

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.rows import RESULTS, on_ranks, read_rows, train, write
+from bench.tables import text_table
 from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -58,7 +59,6 @@ def main(arguments: list[str]) -> int:
         write_lengths(parsed.on_ranks, parsed.algorithm, words)
         return 0
     calibration, rows = load_calibration(parsed.calibration), []
-    print("ranks  strategy        forecast s  measured s  error", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = ["--algorithm", parsed.algorithm, "--on-ranks", str(folder / "lengths.json")]
@@ -69,15 +69,14 @@ def main(arguments: list[str]) -> int:
                 try:
                     program = program_of(parsed.algorithm, words, lengths, size, strategy)
                 except UserError as error:
-                    print(f"{size:5}  {strategy:<14}  left out: {error}")
+                    print(f"{size} ranks, {strategy}: left out: {error}")
                     continue
                 rows.append(run_case(folder, calibration, program, parsed.algorithm, strategy, words))
-                show(rows[-1])
             file = folder / f"plan_{size}.py"
             program = searched(parsed.algorithm, words, lengths, size, calibration, file)
             found = run_case(folder, calibration, program, parsed.algorithm, str(file), words)
             rows.append(found | {"strategy": SEARCHED})
-            show(rows[-1])
+    print(text_table("measure_cpu", rows))
     if not parsed.quick:
         others = [row for row in read_rows(RESULTS / "measure_cpu.jsonl") if row["algorithm"] != parsed.algorithm]
         write("measure_cpu", others + rows)
@@ -162,14 +161,6 @@ def measured_calls_s(
 
 def _largest(total: Counter) -> dict[str, float]:
     return {call: max(s for (name, _), s in total.items() if name == call) for call, _ in total}
-
-
-def show(row: dict) -> None:
-    """A case for people: the iteration, then its calls."""
-    seconds = f"{row['forecast_s']:10.2f}  {row['measured_s']:10.2f}"
-    print(f"{row['ranks']:5}  {row['strategy']:<14}  {seconds}  {row['error']:+5.0%}")
-    for call, measured_s in row["calls_measured_s"].items():
-        print(f"         {call:<20} {row['calls_forecast_s'].get(call, 0.0):7.3f}  {measured_s:10.3f}", flush=True)
 
 
 def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:

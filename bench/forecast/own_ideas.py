@@ -9,22 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.baseline_tables import BASELINES
-from bench.forecast.stages import STAGES
-from bench.forecast.suites import Case, grid_of, stages, tuned
-from bench.rows import STRATEGIES
+from bench.forecast.suites import GRIDS, HALVES, STAGES, TUNED, Case, cases, stages
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 
 OF_STRATEGY = "strategy."  # the beginning of a word that is for the strategies of --strategy alone
+USUAL = {"tp": HALVES, "pp": HALVES, "inference_pp": HALVES[:3], "generation_pp": HALVES[:3], **GRIDS["reallocation"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command line."""
-    parser.add_argument("--preset", help="instead of those of the suite; of --measure: one that has weights")
+    parser.add_argument("--preset", help="instead of those of the suite")
     parser.add_argument("--layout", metavar="NxG", help="instead of those of the suite")
-    text = (
-        "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages, whose rows are kept"
-    )
+    text = "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages"
     parser.add_argument("--algorithm", metavar="NAME|FILE.py", help=text)
     parser.add_argument(
         "--strategy", action="append", default=[], metavar="NAME|FILE.py", help="beside the shipped ones"
@@ -34,56 +31,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
 
 
-def is_own(cases: Sequence[Case], parsed: argparse.Namespace) -> bool:
-    """Whether the rows are not those of a suite, nor a part of them."""
-    other = parsed.algorithm and parsed.algorithm not in {case.algorithm for case in cases}
-    return bool(parsed.preset or parsed.layout or parsed.strategy or parsed.overrides or other)
+def is_own(parsed: argparse.Namespace) -> bool:
+    """Whether the rows are not those of a suite."""
+    return bool(parsed.preset or parsed.layout or parsed.algorithm or parsed.strategy or parsed.overrides)
 
 
-def own_cases(cases: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, ...]:
+def own_cases(of_suite: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, ...]:
     """The cases of a suite, with the algorithm, on the preset and the layout that are given, and the strategies of
     --strategy beside them in every place. Raises UserError for a strategy that does not exist, an option that it does
     not have, and a file that cannot be written."""
     if parsed.csv and not parsed.csv.parent.is_dir():
         raise UserError(f"{parsed.csv} can't be written: there is no such folder; name another file")
+    found = list(of_suite)
     if parsed.algorithm:
-        of_algorithm = [case for case in cases if case.algorithm == parsed.algorithm]
-        cases = of_algorithm or _with_algorithm(cases, parsed.algorithm)
+        first = [replace(case, algorithm=parsed.algorithm) for case in found if case.algorithm == found[0].algorithm]
+        found = [case for case in found if case.algorithm == parsed.algorithm] or first
     if parsed.preset or parsed.layout:
-        presets, layouts = ([*dict.fromkeys(getattr(case, name) for case in cases)] for name in ("preset", "layout"))
-        presets, layouts = [parsed.preset] if parsed.preset else presets, [parsed.layout] if parsed.layout else layouts
-        kinds = (*STRATEGIES, *dict.fromkeys(case.strategy for case in cases if case.strategy in BASELINES))
-        algorithms = dict.fromkeys(case.algorithm for case in cases)
-        given = [name for name in algorithms if name in STAGES]
-        found = [*stages(given, presets, layouts)]
-        for name in (name for name in algorithms if name not in STAGES):
-            found += [replace(case, algorithm=name) for case in tuned(presets, layouts, kinds)]
-    else:
-        found = list(cases)
+        found = _elsewhere(found, parsed.preset, parsed.layout)
     words = [word.removeprefix(OF_STRATEGY) for word in parsed.overrides if word.startswith(OF_STRATEGY)]
     if words and not parsed.strategy:
         raise UserError(f"{OF_STRATEGY}{words[0]}: the options of the shipped strategies are searched; give --strategy")
     options = dict(word.split("=", 1) for word in words)
-    places = dict.fromkeys((case.preset, case.layout, case.nodes, case.algorithm, case.overrides) for case in found)
+    places = dict.fromkeys((case.preset, case.layout, case.algorithm, case.overrides) for case in found)
     for name in parsed.strategy:
         typed = load_strategy(name).typed(options)
-        found += [
-            Case(preset, layout, name, typed, nodes, algorithm=algorithm, overrides=overrides)
-            for preset, layout, nodes, algorithm, overrides in places
-        ]
+        for preset, layout, algorithm, overrides in places:
+            found.append(Case(preset, layout, name, typed, algorithm=algorithm, overrides=overrides))
     return tuple(found)
 
 
-def _with_algorithm(cases: Sequence[Case], algorithm: str) -> list[Case]:
-    """The cases of the first algorithm of a suite, with another one."""
-    return [replace(case, algorithm=algorithm) for case in cases if case.algorithm == cases[0].algorithm]
+def _elsewhere(of_suite: Sequence[Case], preset: str | None, layout: str | None) -> list[Case]:
+    """All strategies, and the other systems of these cases, for another preset or on another layout."""
+    presets = [preset] if preset else list(dict.fromkeys(case.preset for case in of_suite))
+    layouts = [layout] if layout else list(dict.fromkeys(case.layout for case in of_suite))
+    kinds = TUNED | {case.strategy: {} for case in of_suite if case.strategy in BASELINES}
+    found: list[Case] = []
+    for name in dict.fromkeys(case.algorithm for case in of_suite):
+        found += stages([name], presets, layouts) if name in STAGES else cases(presets, layouts, kinds, algorithm=name)
+    return found
 
 
-def own_grid(strategy: Strategy, num_devices: int) -> dict[str, tuple]:
+def own_grid(strategy: Strategy) -> dict[str, tuple]:
     """What is searched over for a strategy of one's own: those of its options that have usual names."""
-    usual = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "inference_pp": (1, 2, 4), "generation_pp": (1, 2, 4)}
-    usual |= grid_of("reallocation", num_devices)
-    return {name: usual[name] for name in strategy.parameters if name in usual}
+    return {name: USUAL[name] for name in strategy.parameters if name in USUAL}
 
 
 def workload_words(overrides: Iterable[str]) -> list[str]:

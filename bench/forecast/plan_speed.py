@@ -1,30 +1,44 @@
-"""How long planning takes on one core: programs of 1,024 ranks from layouts to forecast, searches for 8x8 and 128x8.
+"""How long planning takes on one core: programs of 1,024 ranks from layouts to forecast, searches for 8x8 and 128x8;
+then the planner's methods side by side, from 8 to 1,024 devices, and how far they end from the optimum.
 
-LLaMA-2 70B models, calibration a100-80g, processor seconds. The search is exact in the call-level model, with a proof;
-compiling and simulating the best plans is shown apart. The methods of the planner are then compared from 8 to 1,024
-devices (plan_methods.py).
+Calibration a100-80g, processor seconds, so that other work on the machine does not count. What is promised is of
+LLaMA-2 70B models: the search is exact in the call-level model, with a proof; compiling and simulating the best plans
+is shown apart.
 
-Cost: two minutes, and ten for the methods.
+For the methods, models grow with the devices as in ReaL's experiments (arXiv 2406.14088): 7B on 8, 13B on 16, 33B on
+32, 70B from 64 on. An iteration has 512 responses, as theirs has with the shortest ones, and from 128 devices on four
+for each. The distance is that of the best choice, in the call-level model that all methods share, from the exact
+optimum; where `exact` has spent LONG_BUDGET, from the best choice of all methods. APP's space (spaces.py) is searched
+exactly, part by part, so what it lacks is due to the space.
+
+Cost: two minutes, and eight for the methods.
 Command: python -m bench plan-speed [--part promised | methods] [--layout NxG]
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from bench.forecast import plan_methods
+from bench.forecast.spaces import apps_parts
 from bench.rows import RESULTS, read_rows, write
+from bench.tables import text_table
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.search.planner import search
+from rlhf_spmd.plan.search.budget import Budget
+from rlhf_spmd.plan.search.exact import Best, Space
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.planner import BUDGET, choose, search, simulated
+from rlhf_spmd.plan.workload import Workload
 
 DEVICE, PRESET = "a100-80g", "llama-70b"
 RANKS = "128x8"
@@ -36,7 +50,15 @@ STRATEGIES = {
 }
 PROGRAM_S = 5.0  # promised of a program of 1,024 ranks
 SEARCH_S = {"8x8": 2.0, RANKS: 30.0}  # promised of a search
-KEEP = {"8x8": 20, RANKS: 2}  # plans that are simulated, which is shown apart; of 1,024 ranks each takes ten seconds
+KEPT = {"8x8": 20, RANKS: 2}  # plans that are simulated, which is shown apart; of 1,024 ranks each takes ten seconds
+
+FAMILY = {"1x8": "llama-7b", "2x8": "llama-13b", "4x8": "llama-33b"}  # of the methods: layout -> preset
+FAMILY |= {f"{nodes}x8": PRESET for nodes in (8, 16, 32, 64, 128)}
+ROWS, ROWS_OF_DEVICE, MINI_BATCHES = 512, 4, 4  # at least, for each device, and parts of an iteration
+EXACT, TWO_PHASE, APP = METHODS = ("exact", "two_phase", "APP's space")
+LONG_BUDGET = 6 * BUDGET  # of the exact search; APP's parts share it
+KEEP = 2  # choices that are simulated
+MOST_SIMULATED = 256  # devices: of 1,024 each program takes ten seconds, and those that stream are tried in ten ways
 
 
 def timed(work: Callable) -> tuple[float, object]:
@@ -44,6 +66,9 @@ def timed(work: Callable) -> tuple[float, object]:
     began = time.process_time()
     found = work()
     return time.process_time() - began, found
+
+
+# ---- what is promised -----------------------------------------------------------------------------------------------
 
 
 def program_row(strategy: str) -> dict:
@@ -65,7 +90,7 @@ def search_row(layout: str) -> dict:
     words = WORDS if layout == RANKS else ()
     workload = make_workload(presets.load(PRESET, words))
     cluster, calibration = Cluster.parse(layout, DEVICE), load_calibration(DEVICE)
-    found = search(workload, cluster, calibration, keep=KEEP[layout])
+    found = search(workload, cluster, calibration, keep=KEPT[layout])
     row = {"what": "search, exact", "layout": layout, "seconds": found.processor_s, "simulate_s": found.simulate_s}
     row |= {"gap": found.gap, "num_plans": len(found.plans), "forecast_s": found.plans[0].forecast.makespan_s}
     return row | {"promised_s": SEARCH_S[layout], "ok": found.processor_s <= SEARCH_S[layout]}
@@ -74,40 +99,83 @@ def search_row(layout: str) -> dict:
 def promised() -> bool:
     """Programs and searches of which a time is promised: are they within it?"""
     cases = [partial(program_row, name) for name in STRATEGIES] + [partial(search_row, name) for name in SEARCH_S]
-    rows = []
-    for case in cases:
-        rows.append({"bench": "plan-speed"} | case())
-        row = rows[-1]
-        print(
-            f"{row['what']:<22} {row['layout']:>6}  {row['seconds']:6.2f} s, promised {row['promised_s']:g}", flush=True
-        )
+    rows = [{"bench": "plan-speed"} | case() for case in cases]
+    print(text_table("plan_speed", rows), flush=True)
     write("plan_speed", rows)
     return all(row["ok"] for row in rows)
 
 
+# ---- the methods ----------------------------------------------------------------------------------------------------
+
+
+def setting(layout: str) -> tuple[Workload, Cluster]:
+    """The workload and the devices of a row."""
+    cluster = Cluster.parse(layout, DEVICE)
+    rows = max(ROWS, ROWS_OF_DEVICE * cluster.num_devices)
+    words = (f"rollout_batch={rows}", f"mini_batch={rows // MINI_BATCHES}")
+    return make_workload(presets.load(FAMILY[layout], words)), cluster
+
+
+def searched(
+    method: str, workload: Workload, cluster: Cluster, calibration: Calibration
+) -> tuple[Space, Best, float | None]:
+    """A space, the best choices of a method, and the gap, None if the method proves nothing."""
+    best = Best(KEEP)
+    if method != APP:
+        space = Space.of(CallModel(Cost(calibration, workload, cluster)))
+        _, gap = choose(space, method, best, Budget(LONG_BUDGET))
+        return space, best, gap
+    spaces = [part.space(workload, cluster, calibration) for part in apps_parts(cluster)]
+    spaces = [space for space in spaces if space is not None]
+    gaps = [choose(space, EXACT, best, Budget(LONG_BUDGET // len(spaces)))[1] for space in spaces]
+    return spaces[0], best, max(gaps)
+
+
+def method_row(method: str, layout: str) -> dict:
+    """One method on one layout."""
+    (workload, cluster), calibration = setting(layout), load_calibration(DEVICE)
+    clock_s = time.perf_counter()
+    processor_s, (space, best, gap) = timed(lambda: searched(method, workload, cluster, calibration))
+    row = {"bench": "plan-speed", "what": "method", "method": method, "preset": FAMILY[layout], "layout": layout}
+    row |= {"devices": cluster.num_devices, "rows": workload.num_sequences, "seconds": time.perf_counter() - clock_s}
+    row |= {"processor_s": processor_s, "num_scored": best.num_scored, "gap": gap}
+    row["call_level_s"] = best.seconds if best.found else None
+    if best.found and cluster.num_devices <= MOST_SIMULATED:
+        plans = simulated(space, best, TWO_PHASE if method == APP else method, calibration)  # with exchanges of pairs
+        row |= {"plan": plans[0].name, "forecast_s": plans[0].forecast.makespan_s}
+    return row
+
+
+def with_distances(rows: Sequence[dict]) -> Iterator[dict]:
+    """The rows of one layout with `proved`, whether the optimum is known, and `distance`: from the optimum or, without
+    a proof, from the best choice of all methods. None where a method found nothing."""
+    proved = next(row["gap"] for row in rows if row["method"] == EXACT) == 0.0
+    least_s = min(row["call_level_s"] for row in rows if row["call_level_s"])
+    for row in rows:
+        yield row | {"proved": proved, "distance": row["call_level_s"] / least_s - 1 if row["call_level_s"] else None}
+
+
 def methods(layouts: Sequence[str]) -> bool:
     """The methods side by side: did each find a placement wherever another one did? Rows of other layouts are kept."""
-    path, rows = RESULTS / "plan_methods.jsonl", []
-    if path.exists():
-        rows = [row for row in read_rows(path) if row["layout"] not in layouts]
-    for row in plan_methods.method_rows(layouts):
-        rows.append({"bench": "plan-speed"} | row)
-        far = "-" if row["distance"] is None else f"{row['distance']:.2%}"
-        print(f"{row['method']:<12} {row['layout']:>6}  {row['processor_s']:6.1f} s, {far} from the best", flush=True)
+    path = RESULTS / "plan_methods.jsonl"
+    rows = [row for row in read_rows(path) if row["layout"] not in layouts] if path.exists() else []
+    for layout in layouts:
+        found = list(with_distances([method_row(method, layout) for method in METHODS]))
+        print(text_table("plan_methods", found), flush=True)
+        rows += found
     write("plan_methods", sorted(rows, key=lambda row: row["devices"]))
-    return all(row["distance"] is not None for row in rows if row["method"] != plan_methods.APP)
+    return all(row["distance"] is not None for row in rows if row["method"] != APP)
 
 
 def main(arguments: list[str]) -> int:
-    layouts = [layout for _, layout in plan_methods.FAMILY]
-    parser = argparse.ArgumentParser(prog="bench plan-speed", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench plan-speed", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--part", choices=("promised", "methods"), help="without it, both")
-    parser.add_argument("--layout", choices=layouts, help="the methods on this one only; the rows of others are kept")
+    parser.add_argument("--layout", choices=FAMILY, help="the methods on this one only; the rows of others are kept")
     parsed = parser.parse_args(arguments)
     found = {}
     if parsed.part != "methods":
         found["promised"] = promised()
     if parsed.part != "promised":
-        found["methods"] = methods([parsed.layout] if parsed.layout else layouts)
+        found["methods"] = methods([parsed.layout] if parsed.layout else list(FAMILY))
     print(json.dumps({"bench": "plan-speed", **found, "ok": all(found.values())}))
     return 0 if all(found.values()) else 1

@@ -4,7 +4,7 @@ For each place every shipped strategy has the best of its options (bench/forecas
 of STRATEGIES within NEAR of the fastest: forecasts err by more, and the first ones are the simplest. docs/recipes.md is
 made from the rows. **Nothing is measured on a GPU**: seconds come from the derived calibrations of A100s.
 
-Cost: about five minutes of a core, on all cores. Command: python -m bench recipes [ALGORITHM ...]
+Cost: about five minutes of a core, on all cores. Command: python -m bench recipes
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from bench.forecast.scan import machine
 from bench.forecast.suites import Case, grid_of
 from bench.forecast.tuning import Tuned, best_options
-from bench.rows import RESULTS, read_rows, write
+from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -163,24 +163,11 @@ def arguments(strategy: str, options: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0])
-    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)}; none: all")
-    wanted = parser.parse_args(arguments).algorithms or list(ALGORITHMS)
-    if unknown := set(wanted) - set(ALGORITHMS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(ALGORITHMS)}")
+    argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0]).parse_args(arguments)
     every = list(places())
     with ProcessPoolExecutor() as pool:
-        mine = [place for place in every if place.algorithm in wanted]
-        made = list(tqdm(pool.map(row_of, mine), total=len(mine), unit="place", leave=False))
-    found = dict(zip(mine, made, strict=True))
-    others = {of_row(row): row for row in read_rows(RESULTS / "recipes.jsonl")} if len(mine) < len(every) else {}
-    rows = [(others | found)[place] for place in every]
+        rows = list(tqdm(pool.map(row_of, every), total=len(every), unit="place", leave=False))
     print(text_table("recipes", rows))
     write("recipes", rows)
     print(json.dumps({"bench": "recipes", "rows": len(rows), "fit": sum(bool(row["strategy"]) for row in rows)}))
     return 0
-
-
-def of_row(row: Mapping[str, Any]) -> Place:
-    """The place of a row."""
-    return Place(*(row[key] for key in ("algorithm", "preset", "layout", "device_type", "network")))

@@ -49,21 +49,6 @@ def reals_space(workload: Workload) -> Allowed:
     return allowed
 
 
-def both(first: Allowed, second: Allowed) -> Allowed:
-    """The layouts that two predicates allow."""
-    return lambda call, layout, cluster: first(call, layout, cluster) and second(call, layout, cluster)
-
-
-def on_all_ranks(call: Call, layout: Layout, cluster: Cluster) -> bool:
-    """Each call has a layout of its own, but all of them use the same ranks: all."""
-    return len(layout.ranks) == cluster.num_devices
-
-
-def kept_on_devices(call: Call, layout: Layout, cluster: Cluster) -> bool:
-    """Nothing lies in host memory."""
-    return not layout.offload
-
-
 # ---- APP's -----------------------------------------------------------------------------------------------------------
 
 

@@ -156,14 +156,12 @@ def best_options(
     for least_s, _, options in sorted(fitting, key=lambda entry: entry[:2]):
         if num_forecasts == most or (best is not None and least_s >= best[2].makespan_s):
             break
-        program = strategy.compile(workload, cluster, options)
+        found = _forecast(strategy, workload, cluster, calibration, options)
         num_forecasts += 1
-        if memory(program):  # the buckets of weights on their way may be what is too much
+        if found is None:  # the buckets of weights on their way may be what is too much
             nearest = nearest or (0, options)
-            continue
-        found = forecast(program, calibration)
-        if best is None or found.makespan_s < best[2].makespan_s:
-            best = options, program, found
+        elif best is None or found[2].makespan_s < best[2].makespan_s:
+            best = found
     for name, values in (later or {}).items() if best else ():
         for value in values:
             found = _forecast(strategy, workload, cluster, calibration, best[0] | {name: value})

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.forecast.validate_systems import SYSTEMS
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.workload import ModelShape, Workload
@@ -56,28 +55,7 @@ def cluster_of(row: Mapping[str, str]) -> Cluster:
     return Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", DEVICE).reserving({DEVICE: 0.0})
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a file that were measured. Raises UserError naming the file and what is wrong in it."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a .csv file") from None
-    lacking = [name for name in COLUMNS if not rows or name not in rows[0]]
-    if lacking:
-        raise UserError(f"{path} has no rows, or lacks columns: {', '.join(lacking)}")
-    for number, row in enumerate(rows, start=2):
-        unknown = [row[name] for name in COLUMNS[:4] if row[name] not in SHAPES]
-        if unknown:
-            raise UserError(f"{path}, line {number}: no model of {unknown[0]} billion; known: {', '.join(SHAPES)}")
-        try:
-            whole = [int(row[name]) for name in ("prompt_len", "gen_len", "batch", "n_gpus")]
-            positive = min(*whole, 1 if row["sec_per_iter"] == "NA" else float(row["sec_per_iter"])) > 0
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}") from None
-        if not positive or whole[3] % DEVICES or whole[2] % MINI_BATCHES:
-            raise UserError(
-                f"{path}, line {number}: lengths and seconds must be positive, n_gpus a multiple of {DEVICES}, "
-                f"batch one of {MINI_BATCHES}"
-            )
-    return [row for row in rows if row["sec_per_iter"] != "NA"]
+def read_rows() -> list[dict[str, str]]:
+    """The published rows that were measured."""
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["sec_per_iter"] != "NA"]

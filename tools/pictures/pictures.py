@@ -13,7 +13,7 @@ from rlhf_spmd.__main__ import main as run
 from tools.pictures import diagrams, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
-ROWS = ("scan", "validate", "faults", "plan_methods")
+ROWS = ("scan", "validate", "faults")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
@@ -29,7 +29,6 @@ def draw(folder: Path = RESULTS) -> list[Path]:
         diagrams.weights_picture(folder / "weights.png"),
         diagrams.resume_picture(folder / "resume.png", rows["faults"]),
         plots.published(rows["validate"], folder / "validate.png"),
-        planner_plots.methods(rows["plan_methods"], folder / "plan_methods.png"),
         planner_plots.behind(rows["scan"], folder / "separation_behind.png"),
         *plots.draw(rows["scan"], folder),
         *plots.timelines(folder),

@@ -1,11 +1,10 @@
-"""Other systems beside the strategies: seconds and bytes against closed forms, speed-ups apart, published hours."""
+"""Other systems beside the strategies: seconds and bytes against closed forms, speed-ups apart."""
 
 from dataclasses import replace
 
 import pytest
 
 from bench.baseline_tables import AGAINST, BASELINES, DEEPSPEED_CHAT, JOINED, PER_TOKEN, times_faster
-from bench.forecast import published_hours
 from bench.forecast.baselines import baseline_forecast, fastest_baseline, largest, recomputing, setups
 from bench.forecast.claims import eleven_times, planner_first
 from bench.forecast.scan import machine, phase_s, row_of, solve
@@ -105,17 +104,6 @@ def test_what_fits_nowhere_is_refused():
     assert row["iteration_s"] is None and "no configuration" in row["why_not"]
 
 
-def test_lora_trains_without_gradients_of_the_weights():
-    setup = one(DEEPSPEED_CHAT)
-    whole_s, lora_s = (baseline_forecast(replace(setup, lora=lora), CLUSTER, A100).makespan_s for lora in (False, True))
-    cost, layout = Cost(A100, WORKLOAD, CLUSTER), setup.plan.placement.layouts["actor_train"]
-    pass_s = cost.pass_s(WORKLOAD.workflow.train_call("actor"), layout, 0, 4 * 512, 512)
-    reduce_s = 7 / 8 * WHOLE_BYTES / A100.inside.bytes_per_s + 7 * A100.inside.latency_s
-    assert whole_s - lora_s == pytest.approx(2 * (pass_s + reduce_s))  # two steps
-    least = min(setup.peak_bytes for setup in setups(DEEPSPEED_CHAT, WORKLOAD, CLUSTER, lora=True))
-    assert least < min(setup.peak_bytes for setup in setups(DEEPSPEED_CHAT, WORKLOAD, CLUSTER))
-
-
 # ---- speed-ups ------------------------------------------------------------------------------------------------------
 
 
@@ -163,26 +151,3 @@ def test_baselines_are_no_strategies():
     rows = [row | {"samples_per_s": 9.0} for row in rows_of(deepspeed_chat=1.0)]
     rows += [row | {"samples_per_s": 1.0} for row in rows_of(planner=9.0, flattening=9.0)]
     assert planner_first(rows) == {"planner_first": []}  # a faster baseline does not count
-
-
-# ---- published hours ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("model", "billions"), [("opt-6.7b", 6.7), ("opt-13b", 13), ("opt-30b", 30), ("opt-66b", 66)])
-def test_shapes_of_opt_have_its_weights(model, billions):
-    shape = published_hours.SHAPES[model]
-    assert shape.num_params == pytest.approx(1e9 * billions, rel=0.03)
-    assert 3 * shape.intermediate_size == pytest.approx(8 * shape.hidden_size, abs=3)
-
-
-def test_hours_are_iterations_of_an_epoch():
-    row = published_hours.row_of("opt-66b", 8, "200g-per-gpu")
-    assert row["batch"] <= published_hours.MOST_ROWS and row["published_hours"] == 50.4 and row["lora"]
-    for name, pairs in published_hours.PAIRS.items():
-        hours = -(-pairs // row["batch"]) * row["iteration_s"] / 3600
-        assert row[f"hours, {name}"] == pytest.approx(hours)
-        assert row[f"error, {name}"] == pytest.approx(hours / 50.4 - 1)
-
-
-def test_pairs_of_the_benchmark_page_have_the_tokens_of_the_table():
-    assert published_hours.PAIRS["benchmark page"] * 2 * published_hours.TOKENS == 135_317_504

@@ -7,6 +7,7 @@ from bench.forecast import derived
 from bench.forecast.derived import DEVICE, GPUS, LLAMA_7B, QWEN2_7B
 from bench.rows import ABOUT, RESULTS, read_rows
 from rlhf_spmd.machines.calibration_file import load_calibration, read_calibration, write_calibration
+from tools.calibrations.derive import calibration
 
 H100 = GPUS[DEVICE]
 
@@ -21,7 +22,7 @@ def test_the_rows_are_those_of_the_terms():
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_the_shipped_calibrations_are_those_of_the_terms(tmp_path, kind):
-    found = derived.calibration(kind)
+    found = calibration(kind)
     path = tmp_path / f"{found.name}.json"
     write_calibration(found, str(path))
     assert read_calibration(str(path)) == load_calibration(found.name)

@@ -51,7 +51,7 @@ def test_own_strategies_stand_beside_the_others_in_every_place(mine):
 
 
 def test_usual_options_of_a_strategy_are_searched(mine):
-    assert own_grid(load_strategy(mine), 8) == {"tp": (1, 2, 4, 8), "zero": (0, 1, 2, 3)}
+    assert own_grid(load_strategy(mine)) == {"tp": (1, 2, 4, 8), "zero": (0, 1, 2, 3)}
 
 
 def test_rows_as_csv(tmp_path):
@@ -66,7 +66,7 @@ def test_rows_as_csv(tmp_path):
 
 def test_a_scan_of_one_place(mine, tmp_path, capsys, monkeypatch):
     """With models of two sizes; the committed rows stay."""
-    monkeypatch.setattr("bench.forecast.own_ideas.STRATEGIES", ("flattening",))
+    monkeypatch.setattr("bench.forecast.own_ideas.TUNED", {"flattening": {}})
     before, out = (RESULTS / "scan.jsonl").read_bytes(), tmp_path / "mine.csv"
     given = ["--strategy", mine, "--preset", "llama-7b", "--layout", "1x8", "--csv", str(out)]
     options = ["shape=critic=llama-13b,reward=llama-7b", "rollout_batch=64", "mini_batch=32"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.forecast import recipes, tuning
-from bench.forecast.recipes import Place, arguments, grid, of_row, places, recipe, row_of
+from bench.forecast.recipes import Place, arguments, grid, places, recipe, row_of
 from bench.recipe_tables import by_strategy
 from bench.rows import ABOUT, RESULTS, read_rows
 from rlhf_spmd.__main__ import main
@@ -17,7 +17,8 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 
-ROWS = {of_row(row): row for row in read_rows(RESULTS / "recipes.jsonl")}
+OF_PLACE = ("algorithm", "preset", "layout", "device_type", "network")
+ROWS = {Place(*(row[key] for key in OF_PLACE)): row for row in read_rows(RESULTS / "recipes.jsonl")}
 AGAIN = (
     Place("ppo", "qwen2.5-0.5b", "1x1", "a100-40g"),
     Place("grpo", "qwen2.5-7b", "1x8", "a100-80g"),

@@ -1,8 +1,10 @@
-"""Fits the constants of bench/data/real_v1.json to published seconds of ReaL-Heuristic and of ReaL's searched plans.
+"""Prints the constants of bench/data/real_v1.json, fitted to published seconds of ReaL-Heuristic and of ReaL's plans.
 
 The placements of the former are known; the planner finds those of the latter with the constants at hand, and constants
 and plans are found in turns. A fit is least squares of the logarithm of forecast / published (Gauss-Newton, with one
 numerical derivative for a few steps), all constants for all rows together. Rows with HELD_OUT new tokens are left out.
+
+Cost: ten minutes. Command: python -m tools fit-published
 """
 
 import json
@@ -13,9 +15,10 @@ from math import log
 import numpy as np
 
 from bench.forecast.spaces import reals_space
-from bench.forecast.validate_rows import DEVICE, HELD_OUT, ROWS, SEARCHED, cluster_of, read_rows, workload_of
-from bench.forecast.validate_searched import BASE, searched
+from bench.forecast.validate import BASE, searched
+from bench.forecast.validate_rows import DATA, DEVICE, HELD_OUT, SEARCHED, cluster_of, read_rows, workload_of
 from bench.forecast.validate_systems import SYSTEMS
+from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.compile import compile_program
@@ -82,9 +85,11 @@ def fitted(rows: Sequence[Mapping[str, str]], programs: Sequence[Program], calib
     return calibration
 
 
-def main(calibration: Calibration) -> int:
+def main(arguments: list[str]) -> int:
     """Prints the constants, and the rows on which each hangs."""
-    rows = [row for row in read_rows(ROWS) if row["system"] in (BASE, SEARCHED)]
+    assert not arguments, "fit-published takes no options"
+    calibration = read_calibration(str(DATA / "real_v1.json"))
+    rows = [row for row in read_rows() if row["system"] in (BASE, SEARCHED)]
     used = [row for row in rows if row["gen_len"] != HELD_OUT]
     for turn in range(TURNS):
         programs = [program_of(row, calibration) for row in used]
@@ -98,5 +103,5 @@ def main(calibration: Calibration) -> int:
         about = f"{row['system']:<15} {row['actor_b']:>3}B, {row['gen_len']} new tokens"
         print(about, "  ".join(f"{name} {one:+.2f}" for name, one in zip(CONSTANTS, of_row, strict=True)))
     found = dict(zip(CONSTANTS, map(float, constants_of(calibration)), strict=True))
-    print(json.dumps({"bench": "validate", "constants": found, "mean_error": float(wrong.mean()), "ok": True}))
+    print(json.dumps({"tool": "fit-published", "constants": found, "mean_error": float(wrong.mean()), "ok": True}))
     return 0

@@ -1,13 +1,8 @@
-"""Plans against strategies on CPU ranks: what is planned, and what a row says."""
+"""Plans on CPU ranks: which are measured, and that what is run is what is forecast."""
 
 from dataclasses import replace
 
-import pytest
-
 from bench.forecast.measure_cpu import searched
-from bench.forecast.measure_plans import CHOOSING, ROUNDS, TOP, Case, planned, rows_of, write_critic
-from bench.tables import text_table
-from rlhf_spmd.command_line.fitting_strategies import COMPARED
 from rlhf_spmd.command_line.plans import Alternative, Misfit, fitted, most_promising
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -17,37 +12,6 @@ from rlhf_spmd.plan.cluster import Cluster
 
 LENGTHS = {"prompts": [6, 8, 9, 12] * 32, "responses": [14, 18, 20, 24] * 32}
 CPU = load_calibration("cpu-2core")
-
-
-def test_three_plans_and_all_strategies_are_run():
-    case = planned(["num_samples=0"], LENGTHS, 4, CPU)
-    names = [name for name, _, _ in case.told]
-    assert case.num_plans == TOP == len({*names[:TOP]} - {*names[TOP:]})
-    assert sorted(name for name in names if not name.startswith("plan ")) == sorted(COMPARED)
-    forecasts = [seconds for _, _, seconds in case.told]
-    assert forecasts[0] == min(forecasts) and forecasts[:TOP] == sorted(forecasts[:TOP])
-
-
-def test_the_critic_is_five_times_the_actor(tmp_path):
-    write_critic(tmp_path / "critic")
-    models = make_workload(load("tiny", [f"models.critic={tmp_path / 'critic'}"])).models
-    assert 5 < models["critic"].num_params / models["actor"].num_params < 6
-    assert planned([f"models.critic={tmp_path / 'critic'}"], LENGTHS, 4, CPU).num_plans == TOP
-
-
-def test_the_plan_is_chosen_in_the_first_rounds():
-    case = Case([("plan 1 (a)", "", 1.0), ("plan 2 (b)", "", 1.1), ("flattening", "", 2.0)], 2)
-    seconds = [
-        [9.0, *[one] * (CHOOSING - 1), *[later] * ROUNDS] for one, later in ((1.2, 1.0), (1.1, 1.2), (1.0, 1.16))
-    ]
-    first, second, shipped = rows_of(case, seconds)
-    assert (first["chosen"], second["chosen"], shipped["chosen"]) == (False, True, False)
-    assert second["behind"] == pytest.approx(0.2) and second["ok"] is False
-    assert first["ok"] is None and first["error"] == pytest.approx(0.0)
-    seconds[0][CHOOSING:] = seconds[2][CHOOSING:] = [1.16] * ROUNDS
-    assert rows_of(case, seconds)[1]["ok"]
-    rows = [{"workload": "short", "ranks": 4} | row for row in rows_of(case, seconds)]
-    assert text_table("measure_plans", rows).splitlines()[2].split()[:6] == ["short", "4", "plan", "2", "(b)", "yes"]
 
 
 def test_each_kind_of_placement_that_may_be_the_fastest_is_measured():

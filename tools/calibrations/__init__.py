@@ -1,0 +1,1 @@
+"""Makes calibrations: constants fitted to published runs, and constants derived from data sheets."""
