@@ -6,14 +6,12 @@ samples, which three data-parallel ranks cut.
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.folders import WORDS, write_model
-from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
-from tests.run_mpi import run_limited
+from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
 
 PAGES = Path(__file__).parents[1] / "toy_pages"
 LR = {"given_responses": ("student",), "pairs": ("policy",), "group": ("actor",)}
@@ -72,14 +70,13 @@ def test_a_page_is_resumed_from_its_run_folder(options, tmp_path):
 
 
 @pytest.mark.parametrize("page", SIZES)
-def test_check_and_plan_know_a_page(page, options):
+def test_check_and_plan_know_a_page(page, options, warm):
     """Every strategy places it or says why not, and the planner finds a plan that check accepts."""
     judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []
     base = ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *judge, "--model", options[-1]]
     refused = {}
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
-        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", "--json", *base]
-        status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
+        status, stdout, stderr = warm.run(["check", strategy, "--layout", "1x4", "--json", *base])
         if status:
             refused[strategy] = stderr
         else:
@@ -90,11 +87,10 @@ def test_check_and_plan_know_a_page(page, options):
     assert {"interleaving1", "interleaving2"} <= refused.keys()  # one model that only infers, or none
     assert ("separation" in refused) == (page == "given_responses")
     out = str(Path(options[-1]).parent / f"{page}-plan.py")
-    command = [sys.executable, "-m", "rlhf_spmd", "plan", "--layout", "1x4", "--calibration", "cpu-2core", "--out", out]
-    status, stdout, stderr = run_limited([*command, *base], limit_s=LIMIT_S)
+    words = ["plan", "--layout", "1x4", "--calibration", "cpu-2core", "--out", out]
+    status, stdout, stderr = warm.run([*words, *base])
     assert status == 0, stdout + stderr
-    command = [sys.executable, "-m", "rlhf_spmd", "check", out, "--layout", "1x4", "--json", *base]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
+    status, stdout, stderr = warm.run(["check", out, "--layout", "1x4", "--json", *base])
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"], stdout + stderr
 
 
