@@ -5,7 +5,7 @@ this finds before any GPU does what a GPU would find first. Prints one JSON obje
 anew, how often of these because the number of rows was another one, and the most shared memory and bytes of spilled
 registers that one takes.
 
-Command: python -m tests.compile_kernels 90     (compute capability 9.0; not with TRITON_INTERPRET=1)
+Command: python -m tests.compile_kernels 90 bfloat16 float32   (compute capability 9.0; not with TRITON_INTERPRET=1)
 """
 
 import importlib
@@ -78,11 +78,11 @@ def all_kernels() -> set[str]:
     return {name_of(kernel) for kernel in found if kernel.__name__.endswith("_kernel")}
 
 
-def main(capability: int) -> dict[str, dict]:
+def main(capability: int, dtypes: list[torch.dtype]) -> dict[str, dict]:
     found: dict[str, dict] = {name: {"versions": 0, "for_rows": 0} for name in all_kernels()}
     with recorded(GPUTarget("cuda", capability, 32)) as launches:
         for case in CASES:
-            for dtype in (torch.bfloat16, torch.float32):
+            for dtype in dtypes:
                 versions = []
                 for num in NUM_ROWS:
                     begin = len(launches)
@@ -99,4 +99,4 @@ def main(capability: int) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]))))
+    print(json.dumps(main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2:]])))

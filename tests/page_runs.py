@@ -1,15 +1,13 @@
 """Runs of a page as a user starts them, and what two runs must have in common."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests import warm
 
-LIMIT_S = 120.0
 REALLOCATION = ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.training_pp=2")
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
 PLACED = ("moved_bytes", "moved_messages", "parity_max_abs")  # what depends on the placement
@@ -26,9 +24,7 @@ def resume(run: Path, num_ranks: int, *words: str) -> None:
 
 
 def _train(words: list[str], num_ranks: int) -> None:
-    launcher = mpi_command(num_ranks) if num_ranks > 1 else []
-    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *words]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
+    status, stdout, stderr = warm.shared().run(["train", *words], num_ranks if num_ranks > 1 else 0)
     assert status == 0, stdout + stderr
 
 

@@ -1,82 +1,146 @@
 """The program started many times without its seconds of imports: each start is a fork of one process that has them.
 
-Such a start is a process of its own with the exit status and the output that a user gets, as one rank without a
-launcher. It serves tests of what the program says about bad input; what happens among ranks needs real launches.
+Such a start is a process of its own with the exit status and the output that a user gets, alone or as one of the ranks
+that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks have the
+same hash seed and their command line is not the program's; tests of signals and kills, of starts that fail and of what
+depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several ranks do so, too.
 """
 
+import atexit
+import functools
+import gc
+import importlib
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from tests.run_mpi import REPOSITORY, environment_alone
+from tests.run_mpi import REPOSITORY, environment_alone, mpi_command, mpi_environment, run_limited
 
-LIMIT_S = 60.0  # for one start
+LIMIT_S = 120.0  # for one start
+IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
+IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
+IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
+MAIN, RANK = REPOSITORY / "rlhf_spmd" / "__main__.py", REPOSITORY / "tests" / "warm_rank.py"
 
 
 class Warm:
-    """A context manager; `run(arguments)` is `python -m rlhf_spmd *arguments`."""
+    """`run(words)` is `python -m rlhf_spmd *words`."""
 
-    def __enter__(self) -> "Warm":
-        pipe = subprocess.PIPE
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="warm_")
+        self.address = str(Path(self.folder.name) / "socket")
+        program = "import sys; from tests.warm import serve; sys.exit(serve(sys.argv[1]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import sys; from tests.warm import serve; sys.exit(serve())"],
+            [sys.executable, "-c", program, self.address],
             cwd=REPOSITORY,
             env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
-            stdin=pipe,
-            stdout=pipe,
-            encoding="utf-8",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        return self
+        assert self.process.stdout.readline(), "it has not started"
 
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
+        """Ends the process."""
         self.process.stdin.close()
         self.process.wait(LIMIT_S)
+        self.folder.cleanup()
 
-    def run(self, arguments: Sequence[object]) -> tuple[int | None, str, str]:
-        """Runs a command. Returns status (None if it had to be stopped at the limit), standard output and standard
-        error."""
-        with tempfile.TemporaryDirectory() as folder:
-            files = [str(Path(folder) / name) for name in ("stdout", "stderr")]
-            self.process.stdin.write(json.dumps([[str(word) for word in arguments], files]) + "\n")
-            self.process.stdin.flush()
-            status = json.loads(self.process.stdout.readline())
-            return status, *(Path(file).read_text(encoding="utf-8") for file in files)
+    def run(
+        self, words: Sequence[object], ranks: int = 0, *, limit_s: float = LIMIT_S, **environment: str
+    ) -> tuple[int | None, str, str]:
+        """-> status (None if it had to be stopped at the limit), standard output and standard error.
+
+        ranks: 0 starts it without mpiexec.
+        """
+        launcher = mpi_command(ranks) if ranks else []
+        may_fork = not ranks or launcher[1] == "-n"  # MPICH
+        program = ["-I", "-S", str(RANK), self.address] if may_fork else ["-m", "rlhf_spmd"]
+        surroundings = mpi_environment(**environment) if ranks else environment_alone(**environment)
+        command = [*launcher, sys.executable, *program, *map(str, words)]
+        return run_limited(command, limit_s=limit_s, environment=surroundings)
 
 
-def serve() -> int:
-    """Forks for each line of standard input; in a child it is the program, whose status it returns."""
-    import transformers  # noqa: F401
+@functools.cache
+def shared() -> Warm:
+    """The one of this process, which ends with it."""
+    warm = Warm()
+    atexit.register(warm.close)
+    return warm
 
+
+def serve(address: str) -> int:
+    """Forks for each connection to the socket `address` until standard input ends; in a child it is the program, whose
+    status it returns. A child whose connection ends is killed, as mpiexec kills its ranks."""
+    for name in IMPORTS:
+        importlib.import_module(name)
     from rlhf_spmd.__main__ import main
 
-    for line in sys.stdin:
-        arguments, files = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            os.setpgid(0, 0)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for number, file in enumerate(files, start=1):
-                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-            return main(arguments)
-        print(json.dumps(_wait(child)), flush=True)
-    return 0
+    gc.collect()
+    gc.freeze()
+    connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
+        listener.bind(address)
+        listener.listen(64)
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        print(flush=True)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj == 0:
+                    return 0
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    descriptors, request = _receive(connection)
+                    if (child := os.fork()) == 0:
+                        for one in (listener, selector, connection, *connections.values()):
+                            one.close()
+                        _prepare(descriptors, *request)
+                        return main()
+                    connections[child] = connection
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                    selector.register(os.pidfd_open(child), selectors.EVENT_READ, child)
+                    selector.register(connection, selectors.EVENT_READ, child)
+                elif isinstance(key.fileobj, int):
+                    _, status = os.waitpid(key.data, 0)
+                    selector.unregister(key.fileobj)
+                    os.close(key.fileobj)
+                    with connections.pop(key.data) as connection, suppress(KeyError, OSError):
+                        connection.sendall(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+                        selector.unregister(connection)
+                else:
+                    selector.unregister(key.fileobj)
+                    with suppress(OSError):
+                        os.killpg(key.data, signal.SIGKILL)
 
 
-def _wait(child: int) -> int | None:
-    """Waits for a process. Returns its status; None if it did not end within the limit and was killed with all that it
-    started."""
-    end_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < end_s:
-        process, status = os.waitpid(child, os.WNOHANG)
-        if process:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+def _receive(connection: socket.socket) -> tuple[list[int], list]:
+    """Open descriptors, and arguments, environment, folder and umask of a tests/warm_rank.py."""
+    size, descriptors, _, _ = socket.recv_fds(connection, 4, 4)
+    text, missing = b"", int.from_bytes(size, "little")
+    while len(text) < missing:
+        text += connection.recv(missing - len(text))
+    return descriptors, json.loads(text)
+
+
+def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str, str], folder: str, mask: int) -> None:
+    """Makes this process that of tests/warm_rank.py."""
+    os.setpgid(0, 0)
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if descriptors[3:]:
+        environment["PMI_FD"] = str(descriptors[3])
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    os.umask(mask)
+    sys.argv = [str(MAIN), *words]

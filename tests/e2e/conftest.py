@@ -1,13 +1,10 @@
 """What the tests of the program share."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.warm import Warm
+from tests.warm import Warm, shared
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    with Warm() as warm:
-        yield warm
+def warm() -> Warm:
+    return shared()

@@ -1,15 +1,13 @@
 """Pages trained with adapters: each on one rank in this process, and stages that hand their adapters on, on ranks."""
 
 import json
-import sys
 
 import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.model.adapters.uniform import is_adapter
 from tests.folders import WORDS, write_model
-from tests.page_runs import LIMIT_S, metrics, resume, trained
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.page_runs import metrics, resume, trained
 from tests.runs import RunOf
 
 SIZES = ("rollout_batch=8", "mini_batch=4", "micro_batch=4", "iterations=2", "data.max_prompt=8")
@@ -58,7 +56,7 @@ def test_a_page_trains_adapters_alone(page, folder):
 
 
 @pytest.mark.slow
-def test_stages_hand_their_adapters_on(folder, tmp_path):
+def test_stages_hand_their_adapters_on(folder, warm, tmp_path):
     """Supervised fine-tuning and a reward model on two ranks, then PPO and best-of from both, in other layouts too."""
     model = ["--model", str(folder / "lm")]
     sft, judge = (
@@ -76,8 +74,7 @@ def test_stages_hand_their_adapters_on(folder, tmp_path):
     resume(two, 2, "iterations=3")
     assert len(metrics(two)) == 3 and is_adapter(two / "actor")
     out = tmp_path / "answers.jsonl"
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "generate", "--model", str(two / "actor")]
-    command += ["--prompts", str(folder / "rows.jsonl"), "--out", str(out), f"best_of={judge / 'reward'}"]
-    command += ["samples_per_prompt=2", "generation.max_new_tokens=4"]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
+    words = ["generate", "--model", two / "actor", "--prompts", folder / "rows.jsonl", "--out", out]
+    words += [f"best_of={judge / 'reward'}", "samples_per_prompt=2", "generation.max_new_tokens=4"]
+    status, stdout, stderr = warm.run(words, 2)
     assert status == 0 and len(out.read_text(encoding="utf-8").splitlines()) == 24, stdout + stderr

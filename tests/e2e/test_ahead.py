@@ -5,22 +5,20 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.faults.faults import AHEAD, OPTIONS, WORDS, killed
-from tests.run_mpi import mpi_command, run_limited
+from tests import warm
 from tests.started import Started, num_iterations, outcome, slowest_s
 
 BASE = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
 SMALL = ("iterations=3", "checkpoint.every=1", "checkpoint.keep=9", "num_samples=0", "rollouts.every=1")
 
 
-def trained(ranks: int, *words) -> tuple[int, str, str]:
-    command = [*mpi_command(ranks), sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)]
-    return run_limited(command, limit_s=120.0)
+def trained(ranks: int, *words) -> tuple[int | None, str, str]:
+    return warm.shared().run(["train", *words], ranks)
 
 
 def rows(run: Path) -> list[dict]:

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
 from tests.folders import WORDS, write_all
-from tests.page_runs import LIMIT_S, REALLOCATION, metrics, resume, trained
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.page_runs import REALLOCATION, metrics, resume, trained
 
 TIMES = ("generate_s", "evaluation_s")
 PLACEMENTS = {
@@ -64,11 +62,10 @@ def test_rows_and_the_last_line(one_rank, options):
     assert rows[0]["mean@3"] == pytest.approx((5 * rows[0]["mean@3/x"] + 4 * rows[0]["mean@3/y"]) / 9)
 
 
-def test_the_verb_gives_the_numbers_of_training(one_rank, options):
+def test_the_verb_gives_the_numbers_of_training(one_rank, options, warm):
     """On two ranks, with the model that the run wrote."""
     words = [*options, f"models.actor={one_rank / 'actor'}", "--after", "4"]
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "evaluate", "--json", *words]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+    status, stdout, stderr = warm.run(["evaluate", "--json", *words], 2)
     assert status == 0, stderr
     mine, theirs = json.loads(stdout.splitlines()[-1]), timeless(one_rank)[-1]
     assert mine["tokens_sha256"] == theirs["tokens_sha256"]
@@ -149,11 +146,11 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
         (["eval.reward_function=nowhere.py:f"], "held_out.jsonl: reward function 'nowhere.py:f'"),
     ],
 )
-def test_bad_input_on_two_ranks(words, says, options, tmp_path):
+def test_bad_input(words, says, options, warm, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     words = [word.replace("HERE", str(tmp_path)) for word in words]
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options, *words, "--runs", str(tmp_path)]
-    status, _, stderr = run_limited(command, limit_s=60.0)
+    num_ranks = 2 if words[0].startswith("checkpoint.") else 0
+    status, _, stderr = warm.run(["train", *options, *words, "--runs", tmp_path], num_ranks)
     assert status == 2 and says in stderr and stderr.count("error:") == 1 and "Traceback" not in stderr, stderr
     assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"], "a run folder was left, or would be changed"
 

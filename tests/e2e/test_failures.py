@@ -149,7 +149,7 @@ def test_one_message_and_nothing_left(name, overrides, tmp_path):
     assert kept == (None if name == "file too large" else stderr.removeprefix(PREFIX).rstrip())
 
 
-@pytest.mark.parametrize("away", ["deleted", "moved"])
+@pytest.mark.parametrize("away", ["deleted", pytest.param("moved", marks=pytest.mark.slow)])
 def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
     """The folder, to which the run also writes checkpoints, is removed during the run."""
     run, log = tmp_path / "run", tmp_path / "log"

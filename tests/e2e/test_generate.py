@@ -1,7 +1,6 @@
 """The verb `generate` as a user starts it: the same file on any number of ranks, and what is wrong told in one line."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,26 +9,21 @@ import torch
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.runtime.offline.generate_file import Estimate
+from tests import warm
 from tests.folders import WORDS, write_model
-from tests.run_mpi import mpi_command, run_limited
-from tests.warm import Warm
 
-LIMIT_S = 120.0
 NUM = 24
 ACTOR = embedded.path_of("actor")
 KEYS = ["prompt", "response", "num_tokens", "finish", "logprob"]
 STATUS = 2
 
 
-def start(ranks: int | Warm, options: list[str]) -> tuple[int | None, str, str]:
-    """Starts `generate` on so many ranks, without a launcher (0), or as a fork of one process, which is quicker."""
-    if isinstance(ranks, Warm):
-        return ranks.run(["generate", *options])
-    launcher = mpi_command(ranks) if ranks else []
-    return run_limited([*launcher, sys.executable, "-m", "rlhf_spmd", "generate", "--json", *options], limit_s=LIMIT_S)
+def start(ranks: int, options: list[str]) -> tuple[int | None, str, str]:
+    """On so many ranks, or without a launcher (0)."""
+    return warm.shared().run(["generate", "--json", *options], ranks)
 
 
-def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, name: str = "out") -> list[dict]:
+def generate(ranks: int, folder: Path, lines: list[dict], *options: str, name: str = "out") -> list[dict]:
     """Runs the embedded model on these lines -> the lines of its file."""
     (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     files = ["--model", str(ACTOR), "--prompts", str(folder / "p.jsonl"), "--out", str(folder / name)]
@@ -37,8 +31,7 @@ def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, 
     assert status == 0, stderr
     found = read(folder / name)
     result = json.loads(stdout.splitlines()[-1])
-    num_ranks = 1 if isinstance(ranks, Warm) else ranks
-    assert result["ok"] and result["ranks"] == num_ranks and result["out"] == str(folder / name)
+    assert result["ok"] and result["ranks"] == max(ranks, 1) and result["out"] == str(folder / name)
     assert result["sequences"] == len(found) and result["tokens"] == sum(line["num_tokens"] for line in found)
     ended = sum(line["finish"] != "length" for line in found)
     assert result["ended_share"] == pytest.approx(ended / len(found), abs=1e-4)
@@ -67,10 +60,10 @@ def without_logprob(lines: list[dict]) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "logprob"} for line in lines]
 
 
-def test_the_same_file_on_any_number_of_ranks(warm, tmp_path):
+def test_the_same_file_on_any_number_of_ranks(tmp_path):
     """Also with windows of two prompts instead of one window for all; logprobs agree to rounding."""
     options = ["generation.max_new_tokens=12", "samples_per_prompt=2", "generation.top_p=0.9", "--seed", "7"]
-    expected = generate(warm, tmp_path, embedded_prompts(), *options, name="one")
+    expected = generate(0, tmp_path, embedded_prompts(), *options, name="one")
     assert [list(line) for line in expected] == [KEYS] * (2 * NUM)
     assert [line["prompt"] for line in expected[::2]] == [line["prompt"] for line in embedded_prompts()]
     assert sum(a["response"] != b["response"] for a, b in zip(expected[::2], expected[1::2], strict=True)) > NUM // 2
@@ -82,7 +75,7 @@ def test_the_same_file_on_any_number_of_ranks(warm, tmp_path):
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
-def test_greedy_is_what_transformers_generates(warm, tmp_path):
+def test_greedy_is_what_transformers_generates(tmp_path):
     """Prompts of unequal length; its padding stands on the left."""
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +87,7 @@ def test_greedy_is_what_transformers_generates(warm, tmp_path):
     mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     said_BG = model.generate(tokens_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=14)[:, width:]
     expected = [tokenizer.decode_pair(p, cut(row.tolist())) for p, row in zip(prompts, said_BG, strict=True)]
-    found = generate(warm, tmp_path, embedded_prompts(), "generation.max_new_tokens=14", "generation.temperature=0")
+    found = generate(0, tmp_path, embedded_prompts(), "generation.max_new_tokens=14", "generation.temperature=0")
     assert [line["response"] for line in found] == [response for _, response in expected]
     assert [line["num_tokens"] for line in found] == [len(cut(row.tolist())) for row in said_BG]
 
@@ -105,14 +98,14 @@ def cut(row: list[int]) -> list[int]:
     return row[: row.index(eos) + 1] if eos in row else row
 
 
-def test_a_line_has_sampling_of_its_own(warm, tmp_path):
+def test_a_line_has_sampling_of_its_own(tmp_path):
     """Each prompt gets what a run with its values gives to it; null and other fields change nothing."""
     plain = embedded_prompts(5)
     own = [{"max_new_tokens": 3}, {"temperature": 0}, {"top_k": 1}, {"stop": ["e"], "answer": 7}, {"top_p": None}]
     lines = [line | extra for line, extra in zip(plain, own, strict=True)]
-    found = generate(warm, tmp_path, lines, "--seed", "3", "generation.max_new_tokens=8")
-    common = generate(warm, tmp_path, plain, "--seed", "3", "generation.max_new_tokens=8", name="common")
-    greedy = generate(warm, tmp_path, plain, "generation.max_new_tokens=8", "generation.temperature=0", name="greedy")
+    found = generate(0, tmp_path, lines, "--seed", "3", "generation.max_new_tokens=8")
+    common = generate(0, tmp_path, plain, "--seed", "3", "generation.max_new_tokens=8", name="common")
+    greedy = generate(0, tmp_path, plain, "generation.max_new_tokens=8", "generation.temperature=0", name="greedy")
     assert (found[0]["num_tokens"], found[0]["finish"]) == (3, "length")
     assert common[0]["response"].startswith(found[0]["response"]) and common[0]["num_tokens"] == 8
     assert [line["response"] for line in found[1:3]] == [line["response"] for line in greedy[1:3]]
@@ -121,7 +114,7 @@ def test_a_line_has_sampling_of_its_own(warm, tmp_path):
     assert found[4] == common[4]
 
 
-def test_a_file_of_options(warm, tmp_path):
+def test_a_file_of_options(tmp_path):
     """That of a training run: its model and what both verbs have; conversations are rendered. Words win."""
     (tmp_path / "template.jinja").write_text(
         "{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %}", encoding="utf-8"
@@ -135,23 +128,23 @@ def test_a_file_of_options(warm, tmp_path):
     plain = embedded_prompts(4)
     chats = [{"prompt": [{"role": "user", "content": line["prompt"]}]} for line in plain]
     words = ["samples_per_prompt=2", "--seed", "3", "generation.max_new_tokens=5", "generation.temperature=0.7"]
-    expected = generate(warm, tmp_path, plain, *words, name="words")
+    expected = generate(0, tmp_path, plain, *words, name="words")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats), encoding="utf-8")
     files = ["--config", str(tmp_path / "run.yaml"), "--prompts", str(tmp_path / "p.jsonl")]
     more = ["--out", str(tmp_path / "file"), "--seed", "3", "generation.max_new_tokens=5"]
-    status, _, stderr = start(warm, [*files, *more])
+    status, _, stderr = start(0, [*files, *more])
     assert status == 0, stderr
     texts = [line | {"prompt": line["prompt"].removeprefix("<|begin|>")} for line in read(tmp_path / "file")]
     assert texts == expected
 
 
-def test_long_prompts_are_cut_or_dropped_and_keep_their_numbers(warm, tmp_path):
+def test_long_prompts_are_cut_or_dropped_and_keep_their_numbers(tmp_path):
     """A prompt's random numbers belong to its place in the file, whatever is dropped before it."""
     lines = embedded_prompts(6)
     lines[1]["prompt"] += " and then they all went home again" * 20
     options = ["data.max_prompt=30", "generation.max_new_tokens=6"]
-    dropped = generate(warm, tmp_path, lines, *options, "data.long_prompts=drop", name="dropped")
-    truncated = generate(warm, tmp_path, lines, *options, "data.long_prompts=truncate", name="truncated")
+    dropped = generate(0, tmp_path, lines, *options, "data.long_prompts=drop", name="dropped")
+    truncated = generate(0, tmp_path, lines, *options, "data.long_prompts=truncate", name="truncated")
     assert without_logprob(dropped) == without_logprob(truncated[:1] + truncated[2:])
     assert lines[1]["prompt"].endswith(truncated[1]["prompt"]) and len(truncated) == 6
 
@@ -182,7 +175,7 @@ CASES = {  # options, what the message says, the prompt file; tests/unit/runtime
 }
 
 
-LAUNCHED = ("bad JSON", "tp of too many")  # on two ranks; the others as one (tests/warm.py)
+LAUNCHED = ("bad JSON", "tp of too many")  # on two ranks; the others on one
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +184,14 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_line_says_what_is_wrong(name, model, warm, tmp_path):
+def test_one_line_says_what_is_wrong(name, model, tmp_path):
     options, says, prompts = CASES[name]
     (tmp_path / "p.jsonl").write_text(prompts, encoding="utf-8")
     (tmp_path / "p.jsonl.old").write_text("old", encoding="utf-8")
     files = ["--model", str(model), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     options = [option.format(folder=tmp_path) for option in options]
     words = [*files, "generation.max_new_tokens=10", *options]
-    status, stdout, stderr = start(2 if name in LAUNCHED else warm, words)
+    status, stdout, stderr = start(2 if name in LAUNCHED else 0, words)
     assert status == STATUS, stderr
     assert stderr.count("rlhf_spmd: error:") == 1 and "Traceback" not in stderr, stderr
     assert all(words in stderr for words in says), stderr

@@ -6,14 +6,12 @@ samples, which three data-parallel ranks cut.
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.folders import WORDS, write_model
-from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
-from tests.run_mpi import run_limited
+from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
 
 PAGES = Path(__file__).parents[1] / "toy_pages"
 LR = {"given_responses": ("student",), "pairs": ("policy",), "group": ("actor",)}
@@ -22,7 +20,8 @@ SIZES = {
     "pairs": ("rollout_batch=8", "mini_batch=4"),
     "group": ("rollout_batch=4", "samples_per_prompt=16", "mini_batch=32"),
 }
-PLACEMENTS = {"3 ranks": (3, ()), "tp 2 and pp 2": (4, REALLOCATION)}
+PLACEMENTS = {"3 ranks": (3, ()), "tp 2 and pp 2": (4, REALLOCATION), "4 ranks": (4, ())}
+FAST = {"given_responses": ("3 ranks",), "pairs": ("tp 2 and pp 2",), "group": ("3 ranks", "tp 2 and pp 2")}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +47,15 @@ def of_page(page: str, options: list[str], *more: str) -> list[str]:
     return ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *rates, *judge, *options, *more]
 
 
-@pytest.mark.parametrize(
-    "placements", [PLACEMENTS, pytest.param({"4 ranks": (4, ())}, marks=pytest.mark.slow)], ids=["fewest", "4 ranks"]
-)
+@pytest.mark.parametrize("which", ["fast", pytest.param("others", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", SIZES)
-def test_a_page_trains_to_the_same_numbers_anywhere(page, placements, options, tmp_path):
+def test_a_page_trains_to_the_same_numbers_anywhere(page, which, options, tmp_path):
     one = trained(of_page(page, options), 1, tmp_path / "one")
     assert (one / "algorithm.py").read_text(encoding="utf-8") == (PAGES / f"{page}.py").read_text(encoding="utf-8")
     rows = metrics(one)
     assert len(rows) == 2 and weights(one) and rows[0] != rows[1]
-    for name, (num_ranks, more) in placements.items():
+    for name in FAST[page] if which == "fast" else PLACEMENTS.keys() - FAST[page]:
+        num_ranks, more = PLACEMENTS[name]
         run = trained(of_page(page, options, *more), num_ranks, tmp_path / name.replace(" ", "-"))
         assert_same(run, one, name)
 
@@ -72,14 +70,13 @@ def test_a_page_is_resumed_from_its_run_folder(options, tmp_path):
 
 
 @pytest.mark.parametrize("page", SIZES)
-def test_check_and_plan_know_a_page(page, options):
+def test_check_and_plan_know_a_page(page, options, warm):
     """Every strategy places it or says why not, and the planner finds a plan that check accepts."""
     judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []
     base = ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *judge, "--model", options[-1]]
     refused = {}
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
-        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", "--json", *base]
-        status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
+        status, stdout, stderr = warm.run(["check", strategy, "--layout", "1x4", "--json", *base])
         if status:
             refused[strategy] = stderr
         else:
@@ -90,11 +87,10 @@ def test_check_and_plan_know_a_page(page, options):
     assert {"interleaving1", "interleaving2"} <= refused.keys()  # one model that only infers, or none
     assert ("separation" in refused) == (page == "given_responses")
     out = str(Path(options[-1]).parent / f"{page}-plan.py")
-    command = [sys.executable, "-m", "rlhf_spmd", "plan", "--layout", "1x4", "--calibration", "cpu-2core", "--out", out]
-    status, stdout, stderr = run_limited([*command, *base], limit_s=LIMIT_S)
+    words = ["plan", "--layout", "1x4", "--calibration", "cpu-2core", "--out", out]
+    status, stdout, stderr = warm.run([*words, *base])
     assert status == 0, stdout + stderr
-    command = [sys.executable, "-m", "rlhf_spmd", "check", out, "--layout", "1x4", "--json", *base]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
+    status, stdout, stderr = warm.run(["check", out, "--layout", "1x4", "--json", *base])
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"], stdout + stderr
 
 

@@ -2,22 +2,18 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from rlhf_spmd.runtime.run.forecast_report import WHOLE
+from tests import warm
 from tests.folders import write_all
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
 from tests.unit.verbs.test_plan import CPU
-
-LIMIT_S = 120.0
 
 
 def start(num_ranks: int, *arguments: str) -> tuple[int | None, str, str]:
-    command = [*mpi_command(num_ranks), sys.executable, "-m", "rlhf_spmd", *arguments, "--json"]
-    return run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+    return warm.shared().run([*arguments, "--json"], num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +89,7 @@ def metrics_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-LAUNCHED = "the planner chooses every layout"  # on two ranks; the others as one (tests/warm.py)
+LAUNCHED = "the planner chooses every layout"  # on two ranks; the others on one
 
 
 @pytest.mark.parametrize(
@@ -105,8 +101,8 @@ LAUNCHED = "the planner chooses every layout"  # on two ranks; the others as one
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_told_once(overrides, words, message, warm, tmp_path):
+def test_bad_input_is_told_once(overrides, words, message, tmp_path):
     words = ["train", *words, "--runs", str(tmp_path), *overrides]
-    status, stdout, stderr = start(2, *words) if message == LAUNCHED else warm.run(words)
+    status, stdout, stderr = start(2 if message == LAUNCHED else 0, *words)
     assert status == 2 and stdout == "" and not list(tmp_path.iterdir())
     assert stderr.count("rlhf_spmd: error:") == 1 and message in stderr

@@ -2,13 +2,11 @@
 under any strategy."""
 
 import json
-import sys
 
 import pytest
 
 from tests.folders import WORDS, write_model
-from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
-from tests.run_mpi import mpi_environment, run_limited
+from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
 
 SEPARATION = ("--strategy", "separation")
 DAPO = ("grpo.drop_equal_groups=true", "grpo.clip_high=0.28", "grpo.overlong=shape", "grpo.overlong_buffer=4")
@@ -119,17 +117,15 @@ def test_a_resume_is_exact(options, tmp_path):
 
 
 @pytest.mark.parametrize("page", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
-def test_every_strategy_places_it_or_says_why_not(page, options):
+def test_every_strategy_places_it_or_says_why_not(page, options, warm):
     base = ["--algorithm", page, *options, f"{page}.kl_coef=0.1"]
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
-        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", "--json", *base]
-        status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+        status, stdout, stderr = warm.run(["check", strategy, "--layout", "1x4", "--json", *base])
         last = json.loads(stdout.splitlines()[-1])
         assert (status == 0 and last["errors"] == 0) or "there is nothing to " in stderr, strategy + stdout + stderr
 
 
-def test_a_group_of_one(options):
-    command = [sys.executable, "-m", "rlhf_spmd", "train", "--algorithm", "grpo", *options]
-    command += ["samples_per_prompt=1", "rollout_batch=12"]
-    status, _, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+def test_a_group_of_one(options, warm):
+    words = ["train", "--algorithm", "grpo", *options, "samples_per_prompt=1", "rollout_batch=12"]
+    status, _, stderr = warm.run(words)
     assert status == 2 and "set samples_per_prompt=8, or at least 2" in stderr and "Traceback" not in stderr

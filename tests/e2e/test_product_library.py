@@ -13,6 +13,7 @@ import torch
 
 from rlhf_spmd.files.user_cache import user_cache
 from rlhf_spmd.kernels.products import LIBRARIES
+from tests import warm
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 from tests.started import Started, outcome
@@ -30,9 +31,7 @@ def cache(tmp_path) -> Path:
 
 
 def train(cache: Path, *words) -> None:
-    command = [sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)]
-    environment = mpi_environment() | {"XDG_CACHE_HOME": str(cache.parents[1])}
-    status, _, stderr = run_limited(command, limit_s=180.0, environment=environment)
+    status, _, stderr = warm.shared().run(["train", *words], XDG_CACHE_HOME=str(cache.parents[1]))
     assert status == 0, stderr
 
 

@@ -1,13 +1,11 @@
 """Runs on several files of prompts with weights: the same on any number of ranks, and when they are resumed."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.folders import WORDS, write_all
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 REWARD = """
 def score(prompts, responses, data_source):
@@ -59,9 +57,8 @@ def test_a_resumed_run_goes_on_with_the_same_prompts(options, warm, whole):
     assert status == 2 and "data.weights=[1.0, 1.0] would change the results" in stderr
 
 
-def test_two_ranks_draw_the_same_tokens(options, whole):
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options, "--strategy", "separation"]
-    status, stdout, stderr = run_limited([*command, "--name", "two"], limit_s=120.0, environment=mpi_environment())
+def test_two_ranks_draw_the_same_tokens(options, warm, whole):
+    status, stdout, stderr = warm.run(["train", *options, "--strategy", "separation", "--name", "two"], 2)
     assert status == 0, stdout + stderr
     assert [row["tokens_sha256"] for row in rows(options, "two")] == [row["tokens_sha256"] for row in whole]
 

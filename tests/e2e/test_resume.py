@@ -8,15 +8,14 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from bench.faults.faults import STRATEGIES, strategy_words
+from tests import warm as forks
 from tests.folders import write_all
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
 from tests.started import Started, num_iterations, outcome
 
 LIMIT_S = 180.0
@@ -30,17 +29,12 @@ def overrides(tmp_path_factory) -> list[str]:
     return [*write_all(folder), *more]
 
 
-def command(num_ranks: int, *options: str) -> list[str]:
-    launcher = mpi_command(num_ranks) if num_ranks > 1 else []
-    return [*launcher, sys.executable, "-m", "rlhf_spmd", "train", "--json", *map(str, options)]
+def train(num_ranks: int, *options: object) -> tuple[int | None, str, str]:
+    return forks.shared().run(["train", "--json", *options], num_ranks if num_ranks > 1 else 0)
 
 
-def train(num_ranks: int, *options: str) -> tuple[int | None, str, str]:
-    return run_limited(command(num_ranks, *options), limit_s=LIMIT_S, environment=mpi_environment())
-
-
-def done(*arguments) -> str:
-    status, stdout, stderr = train(*arguments)
+def done(num_ranks: int, *options: object) -> str:
+    status, stdout, stderr = train(num_ranks, *options)
     assert status == 0, stderr
     return stdout
 

@@ -2,7 +2,6 @@
 a reward model, PPO."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 from rlhf_spmd.__main__ import main
 from tests.folders import WORDS, write_model
-from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
 
 SIZES = ("data.max_prompt=8", "generation.max_new_tokens=10", "rollout_batch=8", "mini_batch=4", "micro_batch=3")
 RUN = ("iterations=2", "deadline_s=100", "num_samples=0")
@@ -69,15 +67,14 @@ def test_three_stages(folder, tmp_path):
     assert last["score_min"] - 1 < scores < last["score_max"] + 1 and scores != 0
 
 
-def test_epochs_with_a_budget_and_a_reference_from_a_file(folder, tmp_path):
+def test_epochs_with_a_budget_and_a_reference_from_a_file(folder, warm, tmp_path):
     """The file is written on two ranks. A run that is resumed for another epoch equals one that was not, bit by bit. A
     run whose reference computes in the loop, on three ranks, of which some have no row, has the same numbers."""
     write_model(folder / "reference", seed=3)
     words = ["--algorithm", "dpo", "--model", str(folder / "base"), f"data.prompts={folder / 'rows.jsonl'}", *SIZES]
     words += [f"models.reference={folder / 'reference'}", "deadline_s=100", "optimizer.actor_lr=1e-3"]
     file = tmp_path / "logprobs"
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "precompute", "--json", *words, "--out", str(file)]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
+    status, stdout, stderr = warm.run(["precompute", "--json", *words, "--out", file], 2)
     assert status == 0, stdout + stderr
     assert json.loads(stdout.splitlines()[-1])["rows"] == 20
 

@@ -1,7 +1,6 @@
 """The demo's command, shortened, under each strategy on four ranks: judged by the timelines that the runs leave."""
 
 import json
-import sys
 
 import pytest
 
@@ -11,7 +10,6 @@ from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.observe.trace import Lane, lanes, read_chrome
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 LARGEST_CONTROL = 0.05  # of an iteration
 OPTIONS = ["iterations=4", "num_samples=0"]
@@ -20,11 +18,10 @@ STRATEGIES = ("flattening", "separation", *MORE)
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
-def timeline(request, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
+def timeline(request, warm, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
     runs = tmp_path_factory.mktemp("runs")
     words = ["train", "--preset", "tiny", "--strategy", request.param, *OPTIONS, "--runs", str(runs), "--name", "one"]
-    command = [*mpi_command(4), sys.executable, "-m", "rlhf_spmd", *words, "--json"]
-    status, stdout, stderr = run_limited(command, limit_s=180.0, environment=mpi_environment())
+    status, stdout, stderr = warm.run([*words, "--json"], 4)
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == request.param
     return request.param, lanes(read_chrome(runs / "one" / "timeline.json"))

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_spmd import embedded
 from rlhf_spmd.__main__ import main
-from tests import environments
+from tests import environments, warm
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 WORDS = ("--preset", "tools", "num_samples=1")
@@ -40,9 +40,7 @@ def trained(ranks: int, *words, limit_s: float = 120.0, **more: str) -> str:
 
     more: of the surroundings.
     """
-    status, stdout, stderr = run_limited(
-        command(ranks, *words), limit_s=limit_s, environment=mpi_environment(OMP_NUM_THREADS="1", **more)
-    )
+    status, stdout, stderr = warm.shared().run(["train", *words], ranks, limit_s=limit_s, **more)
     assert status == 0, stdout + stderr
     return stdout
 

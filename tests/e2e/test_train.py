@@ -161,11 +161,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=lambda options: " ".join(options[:3]))
-def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path):
+def test_another_strategy_is_the_same_run(options, finished, overrides, warm, tmp_path):
     """Its samples are the same, too; they are generated and scored on the ranks of those calls."""
     (tmp_path / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
     options = [option.format(folder=tmp_path) for option in options]
-    status, stdout, stderr = train(4, [*overrides, "--strategy", *options, "--runs", str(tmp_path), "--name", "other"])
+    words = ["train", "--json", *overrides, "--strategy", *options, "--runs", tmp_path, "--name", "other"]
+    status, stdout, stderr = warm.run(words, 4)
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == options[0]
     assert hashes(tmp_path / "other") == hashes(finished[2])
@@ -181,13 +182,14 @@ def samples(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
+def test_a_strategy_file_and_a_reward_function(finished, overrides, warm, tmp_path):
     (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text(encoding="utf-8"), encoding="utf-8")
     function = "def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n"
     (tmp_path / "r.py").write_text(function, encoding="utf-8")
     options = ["--strategy", str(tmp_path / "mine.py"), f"reward_function={tmp_path / 'r.py'}:f"]
     options += ["ppo.truncation=score", "strategy.ratio=1/3", "reward_function_mode=add", "iterations=1"]
-    status, stdout, stderr = train(5, [*overrides, *options, "--runs", str(tmp_path), "--name", "mine"])
+    words = ["train", "--json", *overrides, *options, "--runs", tmp_path, "--name", "mine"]
+    status, stdout, stderr = warm.run(words, 5)
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
     assert hashes(tmp_path / "mine") == hashes(finished[2])[:1]  # another reward changes nothing before the first step
@@ -196,9 +198,9 @@ def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
     assert mine["score"] == pytest.approx(first["score"] + first["response_length"], abs=1.0)  # words, less the EOS
 
 
-def test_a_dry_run_prints_what_check_does_and_leaves_nothing(overrides, tmp_path):
-    options = ["--dry-run", *overrides, "--strategy", "reallocation", "--runs", str(tmp_path / "runs")]
-    status, stdout, stderr = train(2, options)
+def test_a_dry_run_prints_what_check_does_and_leaves_nothing(overrides, warm, tmp_path):
+    words = ["train", "--json", "--dry-run", *overrides, "--strategy", "reallocation", "--runs", tmp_path / "runs"]
+    status, stdout, stderr = warm.run(words, 2)
     assert (status, stderr) == (0, "")
     result = json.loads(stdout.splitlines()[-1])
     assert (result["strategy"], result["layout"], result["ok"]) == ("reallocation", "1x2", True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.folders import write_all
 from tests.page_runs import metrics, timeless, trained, weights
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.run_mpi import mpi_command, mpi_environment
 
 LIMIT_S = 120.0
 SOURCE = """
@@ -83,15 +83,13 @@ def test_a_function_may_change_the_process(words, alone, tmp_path):
     assert timeless(changed) == timeless(alone) and weights(changed) == weights(alone)
 
 
-def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
+def test_a_deadline_ends_responses_and_not_the_run(words, warm, tmp_path):
     """A rank waits for longer than deadline_s, which is not a hang; the run says that it is not exact."""
     text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     functions = f"reward_function={tmp_path / 'r.py'}:letters,{tmp_path / 'r.py'}:slow"
     limits = ["reward_workers=2", "reward_timeout_s=4", "deadline_s=2", "num_samples=0"]
     options = [*words, functions, *limits, "--runs", str(tmp_path), "--name", "run"]
-    environment = mpi_environment(SLOW_PROMPT=text)
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=environment)
+    status, stdout, stderr = warm.run(["train", "--json", *options], 2, SLOW_PROMPT=text)
     assert status == 0, stdout + stderr
     rows, last = metrics(tmp_path / "run"), json.loads(stdout.splitlines()[-1])
     num = sum(row["reward_timeouts"] for row in rows)
@@ -101,15 +99,14 @@ def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
     assert all(row["score_slow"] == 1.0 for row in rows)  # of the rows that it applies to
 
 
-def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, tmp_path):
+def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, warm, tmp_path):
     """It is counted, also in evaluations and in the samples shown."""
     text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     functions = [f"reward_function={tmp_path / 'r.py'}:slow", "reward_on_timeout=-2", "num_samples=1"]
     limits = ["reward_workers=2", "reward_timeout_s=0.5", "iterations=1"]
     limits += [f"eval.prompts={tmp_path / 'prompts.jsonl'}", "eval.num_prompts=1"]
     options = [*words, *functions, *limits, "--runs", str(tmp_path), "--name", "run"]
-    command = [sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(SLOW_PROMPT=text))
+    status, stdout, stderr = warm.run(["train", "--json", *options], SLOW_PROMPT=text)
     assert status == 0, stdout + stderr
     (row,) = metrics(tmp_path / "run")
     num = int(options_of(tmp_path / "run")["rollout_batch"])

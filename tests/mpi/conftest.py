@@ -4,8 +4,9 @@ Tests that use the `world` fixture are judged together: a failure on any rank fa
 shows it, so that the ranks stay in step.
 
 Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2, 5)`: there only with
-`-m slow`. `rotates`: tests with this mark take turns; of every six, two run at 2 ranks, four at 4, two at 5, and one at
-8, where a test takes longest; at the other numbers they run only with `-m slow`. Every one of them runs at 4 or at 5.
+`-m slow`. `rotates`: tests with this mark take turns; of every twelve, two run at 2 ranks, seven at 4, four at 5, and
+one at 8, where a test takes longest; at the other numbers they run only with `-m slow`. Every one of them runs at 4, 5
+or 8.
 """
 
 import os
@@ -22,7 +23,8 @@ from tests.run_mpi import BACKEND, references
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
 MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
-TURNS = {2: (0, 3), 4: (0, 2, 3, 5), 5: (1, 4), 8: (2,)}  # ranks -> which of six tests that rotate run there
+# ranks -> which of twelve tests that rotate run there
+TURNS = {2: (3, 9), 4: (0, 3, 5, 6, 8, 9, 11), 5: (1, 4, 7, 10), 8: (2,)}
 _world: World | None = None
 
 
@@ -40,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
     marked = [item for item in items if item.get_closest_marker("rotates")]
     rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above
     for place, item in enumerate(rotating):
-        if place % 6 not in TURNS.get(size, range(6)):
+        if place % 12 not in TURNS.get(size, range(12)):
             item.add_marker(pytest.mark.slow)
 
 

@@ -59,8 +59,8 @@ def halves(workload, cluster) -> Placement:
     return separation.place(workload, cluster, ahead=1)
 
 
-PLACEMENTS = {"halves": halves, "sliced": sliced}
-CASES = {2: ("halves",), 4: ("halves", "sliced")}
+CASES = [pytest.param(halves, case, marks=pytest.mark.rotates, id=f"halves-{case}") for case in OPTIONS]
+CASES += [pytest.param(sliced, case, marks=pytest.mark.ranks(4), id=f"sliced-{case}") for case in ("ppo", "grpo")]
 
 
 class LateExecutor(Executor):
@@ -140,15 +140,10 @@ def alone(overrides, made_once):
     return {case: load_run(runs / case) for case in OPTIONS}
 
 
-@pytest.mark.rotates
-@pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize("number", [0, 1])
-def test_equals_the_twin_on_one_rank(number, case, world, overrides, alone, make_group):
-    placements = CASES.get(world.size, ("halves",))
-    if number >= len(placements):
-        pytest.skip("no further placement for so few ranks")
+@pytest.mark.parametrize(("place", "case"), CASES)
+def test_equals_the_twin_on_one_rank(place, case, world, overrides, alone, make_group):
     config = config_of(overrides, case)
-    program = compiled(config, world.size, PLACEMENTS[placements[number]])
+    program = compiled(config, world.size, place)
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     run = Ahead(config, with_groups(world, program, make_group), program)
     history = run.iterations()

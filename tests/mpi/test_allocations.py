@@ -58,11 +58,8 @@ def frozen_weights(run: RunOf) -> list[torch.Tensor]:
     return [p for (name, _), model in run.job.models.copies.items() if name in FROZEN for p in model.parameters()]
 
 
-STRATEGIES = pytest.mark.parametrize("strategy", [interleaving1, interleaving2], ids=["interleaving1", "interleaving2"])
-
-
 @pytest.mark.rotates
-@STRATEGIES
+@pytest.mark.parametrize("strategy", [interleaving1, interleaving2], ids=["interleaving1", "interleaving2"])
 def test_replicated_reference_and_reward_take_half(strategy, settings, world, make_group):
     flat, run = measured(flattening.place, settings, world, make_group)
     copies = run.job.models.copies
@@ -83,7 +80,11 @@ def test_replicated_reference_and_reward_take_half(strategy, settings, world, ma
 
 
 @pytest.mark.slow_at(2, 5, 8)
-@STRATEGIES
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(interleaving1, marks=pytest.mark.slow), interleaving2],
+    ids=["interleaving1", "interleaving2"],
+)
 def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, world, make_group):
     if world.size == 2:
         pytest.skip("a half of two ranks has nothing to shard")

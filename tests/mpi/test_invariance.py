@@ -299,11 +299,8 @@ def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     return settings, json.loads((runs / "bfloat16").read_text(encoding="utf-8"))
 
 
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("flattening", "interleaving1", "interleaving2")]
-
-
-@pytest.mark.slow_at(2, 5, 8)
-@pytest.mark.parametrize("placement", ["separation", *MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["separation", "flattening", "interleaving1", "interleaving2"])
 def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat16, make_group):
     """Rounding lets tokens differ there; ten iterations' mean rewards lie no further apart than chance puts them."""
     settings, expected = alone_in_bfloat16

@@ -156,7 +156,16 @@ WHOLE_RUNS = [
     ("apart", "plain"),
     ("separation in stages", "3 rows"),
 ]
-LONGEST = "reallocation zero 3"  # only in `make test-slow`
+SLOW = {  # only in `make test-slow`: others find the same mistakes
+    ("dp2 pp4", "7 rows"),
+    ("dp2 tp4", "3 rows"),
+    ("reallocation zero 3", "plain"),
+    ("zero 3 recompute", "plain"),
+    ("flattening in slices", "3 rows"),
+    ("dp2 pp2 tp2", "7 rows"),
+    ("reallocation", "3 rows"),
+    ("apart", "3 rows"),
+}
 
 
 def smallest(placement: str) -> int:
@@ -178,7 +187,7 @@ def cases(*, gradients: bool) -> list:
             continue
         sizes = [smallest(placement)] if gradients else sorted({smallest(placement), MOST_RANKS})
         marks = [pytest.mark.ranks(*sizes)]
-        if gradients == (not in_float64 or (placement, config) in WHOLE_RUNS) or placement == LONGEST:
+        if gradients == (not in_float64 or (placement, config) in WHOLE_RUNS) or (placement, config) in SLOW:
             marks.append(pytest.mark.slow)
         elif len(sizes) > 1:
             marks.append(pytest.mark.slow_at(MOST_RANKS))

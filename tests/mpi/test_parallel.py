@@ -188,6 +188,12 @@ CASES = {
 }  # sampling options, whether sampling supports are stored
 
 
+CHUNKS = {"plain": 1, "banned": 3, "kept": 1, "known": 3, "known and kept": 3}
+CASES_OF_CHUNKS = [
+    pytest.param(case, num, marks=[] if num == CHUNKS[case] else pytest.mark.slow) for case in CASES for num in (1, 3)
+]
+
+
 def cut_vocabulary(monkeypatch, num_chunks: int) -> None:
     """Cuts logits into so many chunks, which few tokens would not need."""
     if num_chunks > 1:
@@ -195,9 +201,8 @@ def cut_vocabulary(monkeypatch, num_chunks: int) -> None:
             monkeypatch.setattr(token_logprobs, constant, value)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "num_chunks"), CASES_OF_CHUNKS)
 def test_logprobs_and_gradients(team, name, case, num_chunks, monkeypatch):
     fits(team, name)
     if not team.inside:

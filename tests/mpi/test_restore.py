@@ -131,13 +131,13 @@ MORE = pytest.mark.slow  # of the same
 CASES = [
     ("zero 1", "float32"),
     ("zero 2", "bfloat16"),
-    ("interleaving1", "float32"),
     ("separation zero 3", "float32"),
-    ("reallocation", "float32"),
     ("reallocation zero 1", "bfloat16"),
     *(
         pytest.param(placement, dtype, marks=MORE)
         for placement, dtype in (
+            ("interleaving1", "float32"),
+            ("reallocation", "float32"),
             ("flattening", "float32"),
             ("last", "float32"),
             ("flattening", "bfloat16"),
@@ -176,9 +176,9 @@ def test_every_bit_is_the_same(placement, dtype, world, folder, make_group):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("flattening", "separation"),
         ("reallocation", "one"),
         ("zero 2", "reallocation zero 3"),
+        pytest.param("flattening", "separation", marks=MORE),
         pytest.param("zero 3", "three", marks=MORE),
         pytest.param("one", "zero 2", marks=MORE),
         pytest.param("reallocation zero 1", "three stages", marks=MORE),

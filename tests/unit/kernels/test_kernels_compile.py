@@ -15,11 +15,14 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that a program may have
 SPILL_BYTES = {80: 16, 90: 0}  # on an A100 one version of the threshold's
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
-def test_kernels_compile(capability):
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [(90, ("bfloat16",)), *(pytest.param(one, ("bfloat16", "float32"), marks=pytest.mark.slow) for one in (80, 90))],
+)
+def test_kernels_compile(capability, dtypes):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton"), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.compile_kernels", str(capability)]
+    command = [sys.executable, "-m", "tests.compile_kernels", str(capability), *dtypes]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=600, check=False
     )

@@ -130,12 +130,12 @@ def test_a_spent_budget_leaves_an_honest_gap():
     assert later.seconds >= best.seconds * (1 - gap) * (1 - 1e-9)
 
 
-SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in ("13b", "33b", "65b", "70b")]
+SLOW = [pytest.param(size, "8x8", marks=pytest.mark.slow) for size in ("7b", "13b", "33b", "65b", "70b")]
 
 
-@pytest.mark.parametrize("size", ["7b", *SLOW])
-def test_two_phases_are_near_the_exact_method(size):
-    workload, cluster = llama(f"llama-{size}", "8x8")
+@pytest.mark.parametrize(("size", "layout"), [("7b", "2x8"), *SLOW])
+def test_two_phases_are_near_the_exact_method(size, layout):
+    workload, cluster = llama(f"llama-{size}", layout)
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
     found, gap = choose(space, "exact", Best(20), Budget())
     assert gap == 0.0
