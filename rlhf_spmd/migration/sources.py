@@ -30,9 +30,9 @@ Value = Any  # a text, number, truth value, None, list or mapping, as in YAML
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration there.
+    """A configuration of another program.
 
-    values: dotted name -> value.
+    values: by dotted name.
     left: what is not read, with the reason.
     module: of a command line of OpenRLHF, e.g. train_dpo.
     """
