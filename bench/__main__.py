@@ -15,8 +15,6 @@ ROOMS = {
         "tool-waits": "episodes whose tools only sleep against the same rows without waiting: tokens/s",
         "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the "
         "device; with --static, what they take of an H100, without one",
-        "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds, memory; 100,000 prompts",
-        "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
     },
     "forecast": {
         "validate": "the simulator against published measurements of PPO iterations: error per row",
@@ -40,14 +38,11 @@ ROOMS = {
         "adapters": "LoRA at rank 8 and 1 against full training on five seeds: GRPO, SFT and DPO on held-out data",
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
-        "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
-        "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
         "lag": "PPO and GRPO that generate with weights of 1, 2, 4 iterations ago, by correction: five paired seeds",
     },
     "faults": {
         "faults": "kills at random moments under six strategies and `auto`: resumed to the same bits? hangs, orphans",
         "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
-        "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",
     },
     "first_light": {
         "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
@@ -59,13 +54,12 @@ ROOMS = {
         "against-vllm": "generation against vLLM's CPU backend on the same weights; needs `make peers-vllm`",
     },
     "": {
-        "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",
-        "report": "all rows and pictures of bench/results/ on one page, report.html",
         "tables": "the tables of README.md, RESULTS.md and docs/recipes.md, written anew from bench/results/",
     },
 }
+SHARED = dict.fromkeys(("demo-seeds", "demo-grpo-seeds", "demo-tools-seeds"), "seeds")  # modules of several benches
 MODULES = {
-    name: ".".join(filter(None, ("bench", room, name.replace("-", "_"))))
+    name: ".".join(filter(None, ("bench", room, SHARED.get(name, name.replace("-", "_")))))
     for room, names in ROOMS.items()
     for name in names
 }
@@ -76,7 +70,8 @@ def main() -> int:
         lines = [f"python -m bench {name:<14} {what}" for names in ROOMS.values() for name, what in names.items()]
         print("\n".join(lines))
         return 2
-    return importlib.import_module(MODULES[sys.argv[1]]).main(sys.argv[2:])
+    name = sys.argv[1]
+    return importlib.import_module(MODULES[name]).main(sys.argv[1:] if name in SHARED else sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,21 @@
-"""The columns of the tables in documents and terminals: a heading, and a cell as a function of a row."""
+"""The columns of the tables in documents and terminals: a heading, and a cell as a function of a row (columns.toml)."""
 
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
 
-from bench import ahead_tables, baseline_tables, planner_tables, recipe_tables, stage_tables, trl_table
-from bench.cells import number, percent
-from bench.rows import STRATEGIES
+from bench import ahead_tables, baseline_tables, planner_tables, recipe_tables, stage_tables
+from bench.cells import cell
+
+Columns = dict[str, Callable[[dict], str]]
+Joined = tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]
+ERRORS = ("loss_error", "metrics_error", "gradient_error", "weights_error")  # of a step against TRL's
+
+
+# ---- one row for several ---------------------------------------------------------------------------------------------
 
 
 def by_place(rows: Sequence[dict]) -> list[dict]:
@@ -42,11 +53,20 @@ def by_rank_of_adapters(rows: Sequence[dict]) -> list[dict]:
     return made
 
 
-def _gib(num_bytes: int | None) -> str:
-    return number(None if num_bytes is None else num_bytes / 2**30)
+def by_case(rows: Sequence[dict]) -> list[dict]:
+    """One row for each loss that was compared with TRL's: the largest errors over the models, by precision."""
+    cases: dict[str, dict] = {}
+    for row in rows:
+        case = cases.setdefault(row["case"], {"case": row["case"], "conventions": row["difference"] or "the same"})
+        worst = case.setdefault(row["precision"], {name: 0.0 for name in ERRORS if name in row})
+        worst |= {name: max(error, row[name]) for name, error in worst.items()}
+    return list(cases.values())
 
 
-def _options(row: dict) -> str:
+# ---- values that no row has ------------------------------------------------------------------------------------------
+
+
+def _options(row: Mapping) -> str:
     """The options of a forecast, or why there is none; of a plan, its name."""
     if row["samples_per_s"] is None:
         return row["why_not"]
@@ -55,420 +75,76 @@ def _options(row: dict) -> str:
     return " ".join(f"{name}={word}" for name, word in words if word)
 
 
-def _phase(name: str) -> Callable[[dict], str]:
-    return lambda row: number(row["device_s"][name] if "device_s" in row else None)
+def _share(part: Callable[[Mapping], float | None]) -> Callable[[Mapping], float | None]:
+    """Of an iteration; none where there is no forecast."""
+    return lambda row: part(row) / row["iteration_s"] if row["iteration_s"] else None
 
 
-def _measure(when: str) -> Callable[[dict], str]:
+def _measure(when: str) -> Callable[[Mapping], str]:
     """Shares as percentages, other measures as numbers."""
-    return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:+.3f}".removeprefix("+")
+    return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:.3f}"
 
 
-def _signed(row: dict) -> str:
+def _worse(row: Mapping) -> str | None:
+    if not row["rank"]:
+        return None
     return f"{100 * row['worse_than_full']:+.1f} points" if row["is_share"] else f"{row['worse_than_full']:+.3f}"
 
 
-Columns = dict[str, Callable[[dict], str]]
-PLACE: Columns = {
-    "model": lambda row: row["preset"],
-    "layout": lambda row: row["layout"],
-    "strategy": lambda row: f"`{row['strategy']}`",
+VALUES: dict[str, Callable[[Mapping], Any]] = {
+    "options_or_why_not": _options,
+    "mean_and_sigma": lambda row: row["forecast_lengths"].replace(",", ", "),
+    "fits": lambda row: not row["why_not"],
+    "rest_share": _share(lambda row: row["device_s"]["rest"]),
+    "data_share": _share(lambda row: row["data_exposed_s"]),
+    "published_s": lambda row: float(row["sec_per_iter"]),
+    "plan_or_strategy": lambda row: row["plan"] if row["plan"].startswith("plan ") else f"`{row['plan']}`",
+    "sorted_ratios": lambda row: sorted(row["ratios"]),
+    "fastest_peer_tokens_per_s": lambda row: max(row["peers_tokens_per_s"].values()),
+    "kernel_name": lambda row: row["kernel"].partition(".")[2].strip("_").removesuffix("_kernel"),
+    "what_trains": lambda row: f"rank {row['rank']}" if row["rank"] else "all weights",
+    "measured_in": lambda row: {"mean@1": "right", "loss": "nats per token", "accuracy": "right"}[row["measure"]],
+    "worse_shown": _worse,
+    **{f"{when}_shown": _measure(when) for when in ("first", "last", "worst", "before", "after")},
 }
-SPEED: Columns = {
-    "samples/s": lambda row: number(row["samples_per_s"], 2),
-    "speed-up": lambda row: number(row["speed_up"], 2),
-    "iteration, s": lambda row: number(row["iteration_s"]),
-}
-OPTIONS: Columns = {"options, or why not": _options}
-PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
 
 
-def rates(digits: int, without: str = "") -> Columns:
-    """Samples per second of each strategy. without: one that was not tried."""
-    tried = (name for name in STRATEGIES if name != without)
-    return {f"`{name}`": lambda row, name=name: number(row.get(name), digits) for name in tried}
+class _Row(dict):
+    """A row whose missing values are made."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) if key in self or key not in VALUES else VALUES[key](self)
 
 
-def _lengths(row: dict) -> str:
-    """Mean and sigma of a row's responses."""
-    return row["forecast_lengths"].replace(",", ", ")
+def _cell(template: str, row: Mapping[str, Any]) -> str:
+    return cell(template, _Row(row))
 
 
-RATES = PLACE_ALONE | rates(2)
-RATES_ON_EACH = PLACE_ALONE | {"calibration": lambda row: row["calibration"]} | rates(2)
-# tables that have one row for several: the file, what joins its rows, the columns
-JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
-    "scan": (
-        "scan",
-        by_place,
-        RATES,
-    ),
-    "networks": ("networks", by_place, RATES_ON_EACH),
-    "graphs": ("graphs", by_place, RATES_ON_EACH),
-    "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
-    "adapters": (
-        "adapters",
-        by_rank_of_adapters,
-        {
-            "task": lambda row: f"`{row['task']}`",
-            "trains": lambda row: f"rank {row['rank']}" if row["rank"] else "all weights",
-            "share of the weights": lambda row: f"{row['trained_share']:.1%}",
-            "measure": lambda row: {"mean@1": "right", "loss": "nats per token", "accuracy": "right"}[row["measure"]],
-            "before": _measure("first"),
-            "mean after": _measure("last"),
-            "worst seed": _measure("worst"),
-            "worse than all weights by": lambda row: _signed(row) if row["rank"] else "-",
-            "seeds": lambda row: str(row["seeds"]),
-        },
-    ),
-    "spread": ("spread", by_place, PLACE_ALONE | {"mean, sigma": _lengths} | rates(2, without="interleaving2")),
-    "validate_searched": (
-        "validate",
-        lambda rows: [row for row in rows if "ratio" in row],
-        {
-            "actor": lambda row: f"{row['actor_b']}B",
-            "GPUs": lambda row: row["n_gpus"],
-            "new tokens": lambda row: row["gen_len"],
-            "seconds are": lambda row: row["seconds_are"],
-            "forecast, s": lambda row: number(row["forecast_s"]),
-            "published, s": lambda row: number(float(row["sec_per_iter"])),
-            "error": lambda row: f"{row['error']:+.1%}",
-            "times as fast as the heuristic plan": lambda row: number(row["ratio"], 2),
-            "published": lambda row: number(row["published_ratio"], 2),
-            "in this planner's space, s": lambda row: number(row["own_space_s"]),
-        },
-    ),
-    "validate_systems": (
-        "validate",
-        by_system,
-        {
-            "system": lambda row: row["system"],
-            "seconds are": lambda row: row["seconds_are"],
-            "published rows": lambda row: str(row["rows"]),
-            "mean error": lambda row: percent(row["mean"]),
-            "worst": lambda row: percent(row["worst"]),
-        },
-    ),
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _columns(name: str) -> dict[str, str]:
+    """Heading -> format string of a table, with those that it takes in."""
+    found: dict[str, str] = {}
+    for heading, template in reduce(getitem, name.split("."), TABLES).items():
+        found |= _columns(heading[1:]) if heading.startswith("@") else {heading: template}
+    return found
+
+
+def _read(name: str) -> Columns:
+    return {heading: partial(_cell, template) for heading, template in _columns(name).items()}
+
+
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+COLUMNS: dict[str, Columns] = {name: _read(name) for name in TABLES if name not in ("parts", "joined")}
+JOINS: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]]]] = {  # the file, what joins its rows
+    **{name: (name, by_place) for name in ("scan", "networks", "graphs", "long_context", "spread")},
+    "adapters": ("adapters", by_rank_of_adapters),
+    "validate_searched": ("validate", lambda rows: [row for row in rows if "ratio" in row]),
+    "validate_systems": ("validate", by_system),
+    **{name: (name, by_case) for name in ("against_trl", "against_trl_given")},
 }
-SCANS: dict[str, Columns] = {
-    "scan": {
-        **PLACE,
-        **SPEED,
-        **{f"{name}, s": _phase(name) for name in ("generation", "inference", "training", "rest")},
-        "GiB": lambda row: _gib(row.get("peak_bytes")),
-        **OPTIONS,
-    },
-    "app_memory": {
-        **PLACE,
-        "zero": lambda row: str(row["options"]["zero"]),
-        "most on a device, GiB": lambda row: _gib(row["peak_bytes"]),
-        "of it reference and reward": lambda row: _gib(row["frozen_bytes"]),
-        "of it shadow copies": lambda row: _gib(row["shadow_bytes"]),
-        "fits": lambda row: "no" if row["why_not"] else "yes",
-    },
-    "app_communication": {
-        **PLACE,
-        "iteration, s": lambda row: number(row["iteration_s"], 2),
-        "moved, MB": lambda row: number(row["data_bytes"] / 1e6, 1) if "data_bytes" in row else "-",
-        "it adds, us": lambda row: number(1e6 * row["data_exposed_s"]) if "data_exposed_s" in row else "-",
-        "of an iteration": lambda row: (
-            f"{row['data_exposed_s'] / row['iteration_s']:.0e}" if row["iteration_s"] else "-"
-        ),
-        **OPTIONS,
-    },
-    "app_separation": {
-        **PLACE,
-        **SPEED,
-        "generation runs, s": lambda row: number(row.get("generation_s")),
-        "training runs, s": lambda row: number(row.get("training_s")),
-        "devices wait": lambda row: percent(
-            row["device_s"]["rest"] / row["iteration_s"] if "device_s" in row else None
-        ),
-        "shadow copies, GiB": lambda row: _gib(row.get("shadow_bytes")),
-        "weights moved, GB": lambda row: number(row["sync_bytes"] / 1e9) if "sync_bytes" in row else "-",
-        "it adds, s": lambda row: number(row.get("sync_exposed_s"), 2),
-        **OPTIONS,
-    },
-    "heterogeneous": {
-        "model": lambda row: row["preset"],
-        "nodes of 8": lambda row: row["nodes"],
-        "strategy": lambda row: f"`{row['strategy']}`",
-        **SPEED,
-        "generation runs, s": lambda row: number(row.get("generation_s")),
-        "training runs, s": lambda row: number(row.get("training_s")),
-        **OPTIONS,
-    },
-    "convergence": {
-        "ranks": lambda row: str(row["ranks"]),
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "reward, first iteration": lambda row: f"{row['rewards'][0]:+.4f}",
-        "last": lambda row: f"{row['rewards'][-1]:+.4f}",
-        "KL, last": lambda row: f"{row['kls'][-1]:.4f}",
-        "largest difference": lambda row: f"{row['difference']:.1e}",
-    },
-}
-SCANS["app_planner"] = SCANS["scan"]
-SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
-SCANS["baselines"] = SCANS["graphs"] = SCANS["networks"]
-SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
-SCANS["spread"] = {"mean, sigma": _lengths, **SCANS["scan"]}
-SCANS["long_context"] = SCANS["four_70b"] = SCANS["ahead"] = SCANS["scan"]
-SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
-SCANS |= recipe_tables.COLUMNS | ahead_tables.COLUMNS
-JOINED |= ahead_tables.JOINED | trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED | recipe_tables.JOINED
-SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
-GENERATED = {
-    "model": lambda row: row["model"],
-    "precision": lambda row: row["dtype"],
-    "responses": lambda row: f"{row['requests']}, {row['work']}",
-    "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
-}
-AHEAD = {
-    "times faster": lambda row: f"{row['ratio']:.2f}",
-    "promised": lambda row: f"{row['promised']:g}",
-}
-COLUMNS: dict[str, Columns] = SCANS | {
-    "invariance": {
-        "algorithm": lambda row: f"`{row['algorithm']}`",
-        "ranks": lambda row: str(row["ranks"]),
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "options": lambda row: row["options"] or "-",
-        "tokens of 3 seeds": lambda row: "identical" if row["same_tokens"] else "different",
-        "largest error of losses, norms, KL, reward": lambda row: f"{row['metrics_error']:.1e}",
-        "of the weights": lambda row: f"{row['weights_error']:.1e}",
-    },
-    "generate_adapters": {
-        "model": lambda row: row["model"],
-        "precision": lambda row: row["dtype"],
-        "products": lambda row: f"`{row['products']}`",
-        "rank": lambda row: str(row["rank"]),
-        "rows": lambda row: str(row["rows"]),
-        "tokens per second of a processor": lambda row: f"{row['processor_tokens_per_s']:,.0f}",
-        "of the model without adapters": lambda row: f"{row['ratio']:.2f}",
-        "by seconds": lambda row: f"{row['ratio_by_seconds']:.2f}",
-        "promised": lambda row: f"{row['promised']:g}",
-        "joined": lambda row: number(row.get("joined_ratio"), 2),
-        "joined, by seconds": lambda row: number(row.get("joined_ratio_by_seconds"), 2),
-        "copies, MiB": lambda row: number(row["joined_bytes"] / 2**20 if "joined_bytes" in row else None),
-    },
-    "bfloat16": {
-        "algorithm": lambda row: f"`{row['algorithm']}`",
-        "ranks": lambda row: str(row["ranks"]),
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "reward, first iteration": lambda row: f"{row['rewards'][0]:+.3f}",
-        "tenth": lambda row: f"{row['rewards'][-1]:+.3f}",
-        "difference from one rank, in standard errors": lambda row: f"{row['difference']:.2f}",
-    },
-    "overlap": {
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "slowed calls alone, s": lambda row: f"{row['slowed_s']:.2f}",
-        "critical path, s": lambda row: f"{row['forecast_s']:.2f}",
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "ratio": lambda row: f"{row['ratio']:.2f}",
-    },
-    "tool_waits": {
-        "episodes": lambda row: str(row["rows"]),
-        "places": lambda row: str(row["places"]),
-        "tokens/s without waits, in 64 places": lambda row: f"{row['plain_tokens_per_s']:,.0f}",
-        **{
-            f"share of it, first {part}%" if part < 100 else "share of it, all tokens": (
-                lambda row, part=part: f"{row[f'share_{part}']:.2f}"
-            )
-            for part in (50, 80, 100)
-        },
-    },
-    "strategies": {
-        "ranks": lambda row: str(row["ranks"]),
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "options": lambda row: row["options"] or "-",
-        "iteration, s": lambda row: f"{row['iteration_s']:.2f}",
-        "moved, KiB": lambda row: f"{row['moved_bytes'] / 1024:,.0f}",
-        "messages": lambda row: str(row["moved_messages"]),
-        "most held by a rank, MiB": lambda row: f"{row['static_bytes'] / 2**20:.1f}",
-        "computing": lambda row: percent(row["compute_share"]),
-        "waiting for peers": lambda row: percent(row["waiting_share"]),
-        "control": lambda row: percent(row["control_share"]),
-    },
-    "reallocation": {
-        "pair": lambda row: row["pair"],
-        "weights, MB": lambda row: f"{row['weight_bytes'] / 1e6:.0f}",
-        "moved, MB": lambda row: f"{row['moved_bytes'] / 1e6:.1f}",
-        "lower bound, MB": lambda row: f"{row['lower_bound_bytes'] / 1e6:.1f}",
-        "reallocation, s": lambda row: f"{row['ours_s']:.3f}",
-        "by sockets alone, s": lambda row: f"{row['sockets_s']:.3f}",
-        "gather and broadcast, s": lambda row: f"{row['baseline_s']:.3f}",
-        "speed-up": lambda row: f"{row['speed_up']:.1f}",
-        "extra memory, MiB": lambda row: f"{row['extra_bytes'] / 2**20:.1f}",
-    },
-    "generate": {
-        **GENERATED,
-        "transformers": lambda row: f"{max(row['peers_tokens_per_s'].values()):,.0f}",
-        **AHEAD,
-        "share of the floor": lambda row: percent(row.get("share_of_floor")),
-    },
-    "against_vllm": {
-        **GENERATED,
-        "vLLM": lambda row: f"{row['peers_tokens_per_s']['vllm']:,.0f}",
-        **AHEAD,
-        "not counted, s: first pass; vLLM loads, first pass": lambda row: (
-            f"{row['ours_first_s']:.0f}; {row['peer_load_s']:.0f}, {row['peer_first_s']:.0f}"
-        ),
-        "processor": lambda row: ", ".join(row["processor"]),
-    },
-    "kernels": {
-        "kernel": lambda row: f"`{row['kernel']}`",
-        "shape": lambda row: row["shape"],
-        "precision": lambda row: row["dtype"],
-        "ms": lambda row: f"{1e3 * row['ours_s']:.2f}",
-        "times faster than": lambda row: ", ".join(f"{name} {x:.2f}" for name, x in row["times_faster"].items()),
-        "of memory bandwidth": lambda row: percent(row.get("share_of_memory")),
-        "of matrix rate": lambda row: percent(row.get("share_of_matrix")),
-        "extra memory, of full logits": lambda row: percent(row.get("peak_share")),
-    },
-    "kernels_static": {
-        "kernel": lambda row: f"`{row['kernel'].partition('.')[2].strip('_').removesuffix('_kernel')}`",
-        "call": lambda row: row["what"],
-        "shape": lambda row: row["shape"],
-        "registers": lambda row: str(row["sm_90"]["registers"]),
-        "spilled, bytes": lambda row: str(row["sm_90"]["spill_bytes"]),
-        "shared, KiB": lambda row: number(row["sm_90"]["shared_bytes"] / 1024),
-        "occupancy": lambda row: f"{row['sm_90']['occupancy']:.0%}",
-        "waves": lambda row: number(row["waves"], 2),
-        "gfx942: registers, spilled bytes, shared KiB": lambda row: "{registers}, {spill_bytes}, {:.1f}".format(
-            row["gfx942"]["shared_bytes"] / 1024, **row["gfx942"]
-        ),
-        "needed, MB": lambda row: number(row["needed_bytes"] / 1e6, 2),
-        "moved for each": lambda row: number(row["moved_per_needed"], 3),
-        "forecast, us": lambda row: number(1e6 * row["forecast_s"], 2),
-        "bound by": lambda row: row["bound_by"],
-        "what is read again": lambda row: row["reason"] or "-",
-    },
-    "validate": {
-        "system": lambda row: row["system"],
-        "seconds are": lambda row: row["seconds_are"],
-        "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",
-        "GPUs": lambda row: row["n_gpus"],
-        "new tokens": lambda row: row["gen_len"],
-        "forecast, s": lambda row: f"{row['forecast_s']:.1f}",
-        "published, s": lambda row: f"{float(row['sec_per_iter']):.1f}",
-        "error": lambda row: f"{row['error']:+.1%}",
-    },
-    "measure_cpu": {
-        "algorithm": lambda row: row["algorithm"],
-        "ranks": lambda row: str(row["ranks"]),
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "error": lambda row: f"{row['error']:+.0%}",
-    },
-    "lengths": {
-        "algorithm": lambda row: row["algorithm"],
-        "ranks": lambda row: str(row["ranks"]),
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "error": lambda row: f"{row['error']:+.1%}",
-        "of equal lengths, s": lambda row: f"{row['of_mean_s']:.2f}",
-        "its error": lambda row: f"{row['error_of_mean']:+.0%}",
-    },
-    "measure_plans": {
-        "workload": lambda row: row["workload"],
-        "ranks": lambda row: str(row["ranks"]),
-        "plan": lambda row: row["plan"] if row["plan"].startswith("plan ") else f"`{row['plan']}`",
-        "chosen": lambda row: "yes" if row["chosen"] else "",
-        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "behind the fastest": lambda row: f"{row['behind']:.0%}",
-        "error": lambda row: f"{row['error']:+.0%}",
-    },
-    "machines": {
-        "machine": lambda row: row["machine"],
-        "measured, s": lambda row: f"{row['measured_s']:.2f}",
-        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
-        "forecast / measured": lambda row: f"{row['ratio']:.2f}",
-        "five runs": lambda row: ", ".join(f"{ratio:.2f}" for ratio in sorted(row["ratios"])),
-        "not scaled, s": lambda row: f"{row['as_given_s']:.2f}",
-        "not scaled / measured": lambda row: f"{row['as_given_ratio']:.2f}",
-        "probe at most, s": lambda row: f"{row['probe_s']:.1f}",
-    },
-    "faults": {
-        "algorithm": lambda row: f"`{row['algorithm']}`",
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "ranks": lambda row: str(row["ranks"]),
-        "points": lambda row: str(row["points"]),
-        "resumed to the same bits": lambda row: str(row["equal"]),
-        "dead rank named": lambda row: f"{row['named']} of {row['killed']}",
-        "hangs": lambda row: str(row["hangs"]),
-        "orphans": lambda row: str(row["orphans"]),
-        "slowest end, s": lambda row: f"{row['slowest_end_s']:.1f}",
-    },
-    "soak": {
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "ranks": lambda row: str(row["ranks"]),
-        "iterations": lambda row: str(row["iterations"]),
-        "kills": lambda row: str(row["kills"]),
-        "same bits": lambda row: "yes" if row["equal"] else "no",
-        "dead rank named": lambda row: f"{row['named']} of {row['kills']}",
-        "hangs, orphans": lambda row: f"{row['hangs']}, {row['orphans']}",
-        "memory, MB": lambda row: f"{row['first_bytes'] / 1e6:,.0f} to {row['last_bytes'] / 1e6:,.0f}",
-        "seconds with kills, without": lambda row: f"{row['disturbed_s']:.0f}, {row['alone_s']:.0f}",
-    },
-    "endings": {
-        "kind": lambda row: row["kind"],
-        "ranks": lambda row: str(row["ranks"]),
-        "launches": lambda row: str(row["launches"]),
-        "status other than 0": lambda row: str(row["failed"]),
-        "seconds each": lambda row: f"{row['seconds']:.1f}",
-    },
-    "iteration_size": {
-        "what": lambda row: row["what"],
-        "rows x tokens": lambda row: f"{row['rows']:,} x {row['tokens']:,}",
-        "ranks": lambda row: str(row["ranks"]),
-        "seconds": lambda row: f"{row['seconds']:.2f}",
-        "of a processor": lambda row: f"{row['processor_s']:.2f}",
-        "draws, of a processor": lambda row: f"{row['draws_processor_s']:.2f}" if "draws_s" in row else "",
-        "memory, MB": lambda row: f"{row['grown_mb']:.0f}",
-    },
-    "guards": {
-        "strategy": lambda row: f"`{row['strategy']}`",
-        "ranks": lambda row: str(row["ranks"]),
-        "iteration, s": lambda row: f"{row['iteration_s']:.2f}",
-        "guards": lambda row: f"{row['guards']:+.1%}",
-        "quartiles": lambda row: f"{row['guards_low']:+.1%} to {row['guards_high']:+.1%}",
-        "training waits for a checkpoint": lambda row: f"{row['stall']:.1%}",
-        "slow-down in all": lambda row: f"{row['saving']:+.1%}",
-    },
-    "demo_grpo_seeds": {
-        "seed": lambda row: str(row["seed"]),
-        "right before, greedy": lambda row: f"{row['accuracy_first']:.1%}",
-        "right after": lambda row: f"{row['accuracy_last']:.1%}",
-        "iterations": lambda row: str(row["iterations"]),
-        "seconds of the command": lambda row: f"{row['command_s']:.0f}",
-        "of a processor": lambda row: f"{row['processor_s']:.0f}",
-    },
-    "demo_tools_seeds": {
-        "seed": lambda row: str(row["seed"]),
-        "right before": lambda row: f"{row['accuracy_first']:.1%}",
-        "without a tool": lambda row: f"{row['without_tools']:.1%}",
-        "right after": lambda row: f"{row['accuracy_last']:.1%}",
-        "of new numbers, too": lambda row: f"{row['unseen']:.1%} of {row['num_unseen']}",
-        "iterations": lambda row: str(row["iterations"]),
-        "seconds of the command": lambda row: f"{row['command_s']:.0f}",
-        "of a processor": lambda row: f"{row['processor_s']:.0f}",
-    },
-    "demo_seeds": {
-        "seed": lambda row: str(row["seed"]),
-        "reward, first iteration": lambda row: f"{row['reward_first']:+.3f}",
-        "its std": lambda row: f"{row['reward_std_first']:.3f}",
-        "reward, last iteration": lambda row: f"{row['reward_last']:+.3f}",
-        "gain in std": lambda row: f"{row['gain_in_std']:.2f}",
-        "largest KL, nats": lambda row: f"{row['kl_largest']:.2f}",
-        "seconds": lambda row: f"{row['wall_s']:.0f}",
-    },
-    "pipeline": {
-        "stage": lambda row: row["stage"],
-        "measure, on held-out data": lambda row: row["measure"],
-        "before": _measure("before"),
-        "after": _measure("after"),
-    },
-}
+JOINED: dict[str, Joined] = {name: (*join, _read(f"joined.{name}")) for name, join in JOINS.items()}
+for made in (baseline_tables, planner_tables, stage_tables, recipe_tables, ahead_tables):
+    COLUMNS |= made.COLUMNS
+    JOINED |= getattr(made, "JOINED", {})

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bench.rows import RESULTS, read_rows
+from bench.rows import clean_rows
 
 COLUMNS = {
     "statement": lambda row: row["statement"],
@@ -22,17 +22,13 @@ def _row(statement: str, number: str, kind: str, section: str) -> dict[str, str]
     return {"statement": statement, "number": number, "kind": kind, "section": section}
 
 
-def _of(name: str) -> list[dict]:
-    return read_rows(RESULTS / f"{name}.jsonl")
-
-
 def _listed(values: Sequence) -> str:
     *first, last = map(str, values)
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def _same_tokens() -> dict[str, str]:
-    found = [row for row in _of("invariance") if row["ranks"] > 1]
+    found = [row for row in clean_rows("invariance") if row["ranks"] > 1]
     same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
     ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
     algorithms = {row["algorithm"].partition("+")[0] for row in found}
@@ -47,7 +43,7 @@ def _same_tokens() -> dict[str, str]:
 
 
 def _kills() -> dict[str, str]:
-    found = _of("faults")
+    found = clean_rows("faults")
     total = {key: sum(row[key] for row in found) for key in ("points", "equal", "hangs", "orphans")}
     return _row(
         "Runs that were killed at a random moment and, resumed, ended with the bits of an uninterrupted run; hangs; "
@@ -59,7 +55,7 @@ def _kills() -> dict[str, str]:
 
 
 def _generation() -> dict[str, str]:
-    ratios = [row["ratio"] for row in _of("generate")]
+    ratios = [row["ratio"] for row in clean_rows("generate")]
     return _row(
         "Tokens per second of generation, relative to `generate` of transformers",
         f"{min(ratios):.1f} to {max(ratios):.1f}",
@@ -69,7 +65,7 @@ def _generation() -> dict[str, str]:
 
 
 def _against_vllm() -> list[dict[str, str]]:
-    rows = _of("against_vllm")
+    rows = clean_rows("against_vllm")
     found = {
         dtype: " and ".join(f"{row['ratio']:.2f}" for row in rows if row["dtype"] == dtype)
         for dtype in dict.fromkeys(row["dtype"] for row in rows)
@@ -87,7 +83,7 @@ def _against_vllm() -> list[dict[str, str]]:
 
 def _published() -> dict[str, str]:
     errors = {"fitted": [], "held out": []}
-    for row in _of("validate"):
+    for row in clean_rows("validate"):
         if row["seconds_are"] in errors:
             errors[row["seconds_are"]].append(abs(row["error"]))
     counts, means = ([f(found) for found in errors.values()] for f in (len, lambda found: sum(found) / len(found)))
@@ -104,7 +100,7 @@ def _planner() -> dict[str, str]:
     model, layout = SCAN_PLACE
     found = {
         row["strategy"]: row["samples_per_s"]
-        for row in _of("scan")
+        for row in clean_rows("scan")
         if (row["preset"], row["layout"]) == SCAN_PLACE and row["samples_per_s"]
     }
     best = max((name for name in found if name != "planner"), key=found.__getitem__)

@@ -5,14 +5,19 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.runtime.records.software import commit, version_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
+TIMELINES = RESULTS / "timelines.json"  # what `bench strategies` recorded of the runs that are drawn
 PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
 STRATEGIES = (
     "flattening",
@@ -23,6 +28,8 @@ STRATEGIES = (
     "planner",
 )  # that are forecast
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
+Finish = Callable[[list[dict]], list[dict]]
+DIRTY = "-dirty"  # how a commit ends that does not say what was run
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 
@@ -60,38 +67,102 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def clean_rows(name: str) -> list[dict]:
+    """The rows of bench/results/NAME.jsonl, for a document. Raises ValueError if a commit does not say what was run."""
+    rows = read_rows(RESULTS / f"{name}.jsonl")
+    if dirty := sum((row["commit"] or DIRTY).endswith(DIRTY) for row in rows):
+        raise ValueError(
+            f"bench/results/{name}.jsonl: {dirty} of {len(rows)} rows were measured with changes that no commit holds; "
+            "commit them and measure again"
+        )
+    return rows
+
+
 def add(name: str, rows: list[dict]) -> Path:
     """Appends rows to bench/results/NAME.jsonl; the earlier ones keep their date and commit."""
     path = RESULTS / f"{name}.jsonl"
     return write(name, (read_rows(path) if path.exists() else []) + rows)
 
 
-def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0, package: str = "bench") -> None:
+def fill(
+    name: str, cases: Iterable[dict], measure: Callable[[dict], dict], *, together: int = 1, finish: Finish = list
+) -> list[dict]:
+    """Measures the cases that bench/results/NAME.jsonl lacks, and writes each row as it comes, so that an interrupted
+    bench goes on where it was -> all rows.
+
+    A case is a part of its row. together: runs at the same time. finish: what all rows become before they are written.
+    """
+    path = RESULTS / f"{name}.jsonl"
+    rows = read_rows(path) if path.exists() else []
+    missing = [case for case in cases if not any(case.items() <= row.items() for row in rows)]
+
+    def row_of(case: dict) -> dict:
+        about = provenance()
+        return {"bench": name.replace("_", "-")} | case | measure(case) | about
+
+    with ThreadPoolExecutor(together) as pool:
+        for row in pool.map(row_of, missing):
+            rows = finish([*rows, row])
+            write(name, rows)
+            print(", ".join(f"{key} {value}" for key, value in row.items() if key not in ABOUT), flush=True)
+    return rows
+
+
+def on_ranks(num_ranks: int, arguments: Sequence[str], *, limit_s: float = 900.0, package: str = "bench") -> None:
     """Starts `python -m PACKAGE ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
-    mpirun = str(Path(sys.executable).with_name("mpirun"))
-    command = [mpirun, "-n", str(num_ranks), sys.executable, "-m", package, *arguments]
-    subprocess.run(command, cwd=REPOSITORY, timeout=limit_s, check=True)
+    subprocess.run([*_on(num_ranks), package, *arguments], cwd=REPOSITORY, timeout=limit_s, check=True)
 
 
-def train(
+def rows_of_ranks(bench: str, num_ranks: int, arguments: Sequence[str] = ()) -> list[dict]:
+    """Starts a bench on ranks with `--on-ranks FILE` and reads the rows that rank 0 writes there."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        on_ranks(num_ranks, [bench, "--on-ranks", str(file), *arguments])
+        return read_rows(file)
+
+
+@contextmanager
+def one_world(file: Path, measured: list[dict]) -> Iterator[Any]:
+    """The world of a rank that `rows_of_ranks` has started, on CPUs; what fails on one rank ends all. In the end rank 0
+    writes what was measured into the file."""
+    from rlhf_spmd.runtime.world.world import World
+
+    world = World.discover()
+    world.use_device("cpu")
+    try:
+        yield world
+        world.shutdown()
+    except BaseException as error:
+        world.fail(error)
+    if world.rank == 0:
+        file.write_text("".join(json.dumps(row) + "\n" for row in measured), encoding="utf-8")
+
+
+def run(
     num_ranks: int,
-    options: list[str],
+    words: Sequence[str],
     *,
-    limit_s: float = 900.0,
+    limit_s: float = 3600.0,
     environment: Mapping[str, str] | None = None,
     enter: Callable[[], object] | None = None,
-) -> tuple[dict, list[dict]]:
-    """Runs the program as a user would; returns its last line and its metrics rows. environment: of the program instead
-    of this one's; enter: what its process does first. Raises if it fails."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    command = [str(mpirun), "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
+    within: Sequence[str] = ("rlhf_spmd",),
+) -> dict:
+    """Runs the program as a user would; returns the JSON of its last line. environment: of the program instead of this
+    one's; enter: what its process does first; within: the module that runs it, with its arguments. Raises if it
+    fails."""
     told = {"capture_output": True, "text": True, "timeout": limit_s}
+    command = [*_on(num_ranks), *within, *words]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, preexec_fn=enter, check=False, **told)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(options)} ended with {done.returncode}:\n{done.stderr}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    rows = [
-        json.loads(line)
-        for line in (Path(result["run_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return result, rows
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def train(num_ranks: int, options: Sequence[str], *, limit_s: float = 900.0, **more: Any) -> tuple[dict, list[dict]]:
+    """The last line of a training run and its metrics rows. more: of `run`."""
+    result = run(num_ranks, ["train", "--json", *options], limit_s=limit_s, **more)
+    return result, read_rows(Path(result["run_dir"]) / "metrics.jsonl")
+
+
+def _on(num_ranks: int) -> list[str]:
+    return [str(Path(sys.executable).with_name("mpirun")), "-n", str(num_ranks), sys.executable, "-m"]

@@ -1,4 +1,4 @@
-"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows.
+"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows of clean commits.
 
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
@@ -6,10 +6,11 @@ Cost: none. Command: python -m bench tables. A unit test fails when a table and 
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from bench import evidence
 from bench.columns import COLUMNS, JOINED, Columns
-from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
+from bench.rows import REPOSITORY, clean_rows
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
 LEFT = 3  # columns of a table in a terminal that start at the left: names
@@ -34,7 +35,7 @@ def _table(name: str) -> str:
     if name == "evidence":  # of the rows of several files
         return "\n".join(markdown(*evidence.table()))
     file, joined, columns = JOINED.get(name) or (name, list, COLUMNS[name])
-    rows = read_rows(RESULTS / f"{file}.jsonl")
+    rows = clean_rows(file)
     lines, about = markdown(columns, joined(rows)), rows[0]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
@@ -50,14 +51,11 @@ def markdown(columns: Columns, rows: Sequence[dict]) -> list[str]:
     return lines + ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
 
 
-def measured_on_ranks(bench: str, num_ranks: int) -> int:
-    """Launches a bench on ranks, which write its rows, and prints these and the JSON line. Returns the exit status."""
-    on_ranks(num_ranks, [bench, "--on-ranks"])
-    name = bench.replace("-", "_")  # of the file and its columns
-    rows = read_rows(RESULTS / f"{name}.jsonl")
-    print(text_table(name, rows))
-    ok = all(row["ok"] for row in rows)
-    print(json.dumps({"bench": bench, "ok": ok}))
+def ended(bench: str, rows: Sequence[dict], *, ok: bool | None = None, **told: Any) -> int:
+    """The end of a bench: prints its rows and the JSON line -> the exit status. ok: None: that of all rows."""
+    print(text_table(bench.replace("-", "_"), rows))
+    ok = all(row["ok"] for row in rows) if ok is None else ok
+    print(json.dumps({"bench": bench, **told, "ok": ok}))
     return 0 if ok else 1
 
 

@@ -117,11 +117,8 @@ SHARED = tuple(
     f"bench.{name}"
     for name in (
         "rows",
-        "busy",
         "cells",
-        "plots",
         "evidence",
-        "trl_table",
         "ahead_tables",
         "baseline_tables",
         "stage_tables",

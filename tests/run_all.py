@@ -18,8 +18,8 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from bench.busy import busy
 from tests import durations
+from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")

@@ -9,6 +9,9 @@ TOOLS = {
         "code",
         "walk": "docs/one_iteration.md: the functions that lead from main to the model, as a run of the demo has them",
     },
+    "pictures": {
+        "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",
+    },
     "unchanged": {
         "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
     },

@@ -6,14 +6,13 @@ equality: random Llamas in float64. An iteration of ours generates and scores re
     old logprobs makes both clips act; both programs take one step of SGD at learning rate 1 on these rows, and loss,
     gradients and weights after the step are compared weight by weight. Both programs cast to float32 in the midst of a
     float64 model; a case is compared without these casts, and as it is.
-given: the same for SFT, reward models and DPO, on rows that both programs read and tokenise themselves (given.py);
-    tokens and metrics are compared, too.
-smollm2: equality with SmolLM2-135M in float32.
+given: the same for SFT, reward models and DPO, on rows that both programs read and tokenise themselves; tokens and
+    metrics are compared, too.
 steps: whole steps of SmolLM2-135M in turns, at full length and with spread lengths (steps.py).
-given-steps: the same for SFT, reward models and DPO, with the peak of memory of both programs (given_steps.py).
-adapter-steps: SFT and DPO with adapters (LoRA) by both programs, and all weights by ours (adapter_steps.py).
+given-steps: the same for SFT, reward models and DPO, with the peak of memory of both programs.
+adapter-steps: SFT and DPO with adapters (LoRA) by both programs, and all weights by ours.
 
-Cost on two cores: equality and given three minutes each, smollm2, given-steps and adapter-steps ten, steps fifteen.
+Cost on two cores: equality and given three minutes each, given-steps and adapter-steps ten, steps fifteen.
 Command: python -m bench against-trl [PART ...] [--case LOSS]; without a part, all
 """
 
@@ -22,75 +21,53 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bench.against_trl import adapter_steps, equality, given, given_steps, steps
-from bench.against_trl.cases import LOSSES, Case
-from bench.against_trl.given_cases import GIVEN_LOSSES, GivenCase
-from bench.against_trl.given_work import ADAPTED, GivenWork
+from bench.against_trl import equality, steps
+from bench.against_trl.cases import GIVEN_LOSSES, LOSSES, Case
+from bench.against_trl.work import ADAPTED, WORKS, Work
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
-FILES = {  # of a part's rows
-    "equality": "against_trl",
-    "given": "against_trl_given",
-    "smollm2": "against_trl",
-    "steps": "against_trl_steps",
-    "given-steps": "against_trl_given_steps",
-    "adapter-steps": "against_trl_adapter_steps",
-}
 
 
-def small_models(folder: Path, cases: Sequence[Case]) -> list[dict]:
-    return [row for setting in equality.small(folder) for row in equality.compared(setting, cases, folder)]
+@dataclass(frozen=True, slots=True)
+class Part:
+    """measure: a folder for files and the chosen cases -> rows, which stay in the file apart by their case. whole: of
+    SmolLM2 rather than of small models."""
+
+    file: str
+    measure: Callable[[Path, Sequence], list[dict]]
+    cases: Mapping[str, Case | Work]
+    whole: bool = True
 
 
-def given_rows(folder: Path, cases: Sequence[GivenCase]) -> list[dict]:
-    return [row for setting in given.small(folder) for row in given.compared(setting, cases, folder)]
+def equal(folder: Path, cases: Sequence[Case]) -> list[dict]:
+    settings = equality.small(folder, given=cases[0].rows is not None)
+    return [row for setting in settings for row in equality.compared(setting, cases, folder)]
 
 
-def smollm2(folder: Path, cases: Sequence[Case]) -> list[dict]:
-    setting = equality.smollm2(SMOLLM2, folder)
-    return [row for case in cases for row in equality.compared(setting, [case], folder)]
-
-
-def whole_steps(folder: Path, _: Sequence) -> list[dict]:
-    return steps.measured(SMOLLM2, folder)
-
-
-def given_whole_steps(folder: Path, _: Sequence) -> list[dict]:
-    return given_steps.measured(SMOLLM2, folder)
-
-
-def adapter_whole_steps(folder: Path, works: Sequence[GivenWork]) -> list[dict]:
-    return adapter_steps.measured(SMOLLM2, folder, works)
-
-
-PARTS: dict[str, Callable[[Path, Sequence], list[dict]]] = {
-    "equality": small_models,
-    "given": given_rows,
-    "smollm2": smollm2,
-    "steps": whole_steps,
-    "given-steps": given_whole_steps,
-    "adapter-steps": adapter_whole_steps,
-}
-LOSSES_OF: dict[str, Mapping[str, Case | GivenCase | GivenWork]] = {  # of a part
-    "equality": LOSSES,
-    "given": GIVEN_LOSSES,
-    "smollm2": LOSSES,
-    "steps": {},
-    "given-steps": {},
-    "adapter-steps": ADAPTED,
+PARTS = {
+    "equality": Part("against_trl", equal, LOSSES, whole=False),
+    "given": Part("against_trl_given", equal, GIVEN_LOSSES, whole=False),
+    "steps": Part("against_trl_steps", lambda folder, _: steps.grpo(SMOLLM2, folder), {}),
+    "given-steps": Part(
+        "against_trl_given_steps", lambda folder, _: steps.given(SMOLLM2, folder, list(WORKS.values())), {}
+    ),
+    "adapter-steps": Part(
+        "against_trl_adapter_steps", lambda folder, works: steps.adapted(SMOLLM2, folder, works), ADAPTED
+    ),
 }
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench against-trl", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    cases = {**LOSSES, **GIVEN_LOSSES, **ADAPTED}
-    parser.add_argument("--case", choices=[*cases], help="only this loss or work; the rows of others stay")
+    cases = [name for part in PARTS.values() for name in part.cases]
+    parser.add_argument("--case", choices=cases, help="only this loss or work; the rows of others stay")
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -98,35 +75,31 @@ def main(arguments: list[str]) -> int:
         parser.error("TRL's environment .venv-peers is not there; `make peers` makes it")
     parts = parsed.parts or list(PARTS)
     if parsed.case:
-        parts = [part for part in parts if parsed.case in LOSSES_OF[part]] or parser.error("no such part has this loss")
-    if set(parts) - {"equality", "given"} and not (SMOLLM2 / "model.safetensors").is_file():
+        parts = [part for part in parts if parsed.case in PARTS[part].cases] or parser.error("no part has this loss")
+    if any(PARTS[part].whole for part in parts) and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
     torch.set_num_threads(equality.THREADS)
     ok = True
-    for part in parts:
+    for name in parts:
+        part = PARTS[name]
         with tempfile.TemporaryDirectory(prefix="against_trl_") as folder:
-            losses = LOSSES_OF[part]
-            rows = PARTS[part](Path(folder), [losses[parsed.case]] if parsed.case else list(losses.values()))
-        keep(part, rows)
+            chosen = [part.cases[parsed.case]] if parsed.case else list(part.cases.values())
+            rows = part.measure(Path(folder), chosen)
+        keep(name, rows)
         ok &= all(row["ok"] for row in rows)
     print(json.dumps({"bench": "against-trl", "ok": ok}))
     return 0 if ok else 1
 
 
-def keep(part: str, rows: list[dict]) -> None:
-    """Writes these rows in place of those of the same part and losses, with the versions of both programs."""
-    path, measured = RESULTS / f"{FILES[part]}.jsonl", {(part, row.get("case")) for row in rows}
-    old = read_rows(path) if path.exists() else []
-    others = [row for row in old if (row["part"], row.get("case")) not in measured]
+def keep(name: str, rows: list[dict]) -> None:
+    """Writes these rows of a part in place of those of the same cases, with the versions of both programs."""
+    file, names = PARTS[name].file, list(PARTS[name].cases)
+    path, measured = RESULTS / f"{file}.jsonl", {row.get("case") for row in rows}
+    others = [row for row in (read_rows(path) if path.exists() else []) if row.get("case") not in measured]
     about = provenance()
     about["versions"] |= versions_of_peer()
-    new = [{"bench": "against-trl", "part": part} | row | about for row in rows]
-    names = list(LOSSES_OF[part])
-
-    def place(row: dict) -> tuple[int, int]:
-        return list(PARTS).index(row["part"]), names.index(row["case"]) if "case" in row else 0
-
-    write(FILES[part], sorted(others + new, key=place))
+    new = [{"bench": "against-trl", "part": name} | row | about for row in rows]
+    write(file, sorted(others + new, key=lambda row: names.index(row["case"]) if "case" in row else 0))
 
 
 def versions_of_peer() -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""The same step by both programs: how far apart are loss, gradients, and weights after it?"""
+"""The same step by both programs: how far apart are loss, gradients, and weights after it? Where both read given
+responses, do they read the same tokens, and how far apart are the metrics that both log?"""
 
 import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -13,16 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.against_trl import ours
-from bench.against_trl.cases import KL, Case
+from bench.against_trl.cases import KL, MOST_TOKENS, PAD, TEMPLATE, Case, Row
 from bench.rows import REPOSITORY
-from rlhf_spmd import embedded
+from rlhf_spmd.config.metric_aliases import TABLE
 from tests.folders import WORDS, write_model
 
 PEER = REPOSITORY / ".venv-peers" / "bin" / "python"
 THREADS = 2
-EOS = (1, 7, 20)  # of the small models: so many that responses end at all lengths
 SMALL = {  # random Llamas
-    "two layers": {"max_position_embeddings": 128, "eos_token_ids": EOS},
+    "two layers": {"max_position_embeddings": 128},
     "three layers, tied": {
         "num_layers": 3,
         "num_heads": 6,
@@ -30,12 +31,15 @@ SMALL = {  # random Llamas
         "hidden_size": 36,
         "tie_embeddings": True,
         "max_position_embeddings": 128,
-        "eos_token_ids": EOS,
     },
 }
-TOLERANCE = {"float64": 1e-7, "float32": 1e-3}  # of the largest relative difference
-WITH_CASTS = "float64 with casts"  # Case.with_casts
+EOS = (1, 7, 20)  # so many that generated responses end at all lengths
+LIMIT = 24  # most tokens of a generated response
+WITH_CASTS = "float64 with casts"
+TOLERANCE = 1e-7  # of the largest relative difference without casts
+METRICS = {"float64": 1e-7, WITH_CASTS: 1e-4}  # of metrics: DPO's rewards are differences of sums of logprobs
 ERRORS = ("loss_error", "gradient_error", "weights_error")
+EXTREMES = {"min_reward": "score_min", "max_reward": "score_max"}  # the same for one step only, so they have no alias
 SEED = 3
 NEAR = 0.1  # the reference's distance from the actor, of the weights' standard deviation
 LIMIT_S = 900.0  # of TRL's process
@@ -43,57 +47,29 @@ LIMIT_S = 900.0  # of TRL's process
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Models and data that both programs read. limit: most tokens of a response; micro_batch: of ours only; TRL takes
-    all rows at once."""
+    """Models that both programs read, by role."""
 
     name: str
-    actor: Path
-    reference: Path
-    words: tuple[str, ...]
-    dtype: str
-    limit: int
-    casts: tuple[bool, ...]  # of TRL: as it is (False), widened (True)
-
-    def precision(self, wide: bool) -> str:
-        return self.dtype if wide or self.dtype != "float64" else WITH_CASTS
+    models: Mapping[str, Path]
 
 
-def small(folder: Path) -> list[Setting]:
-    """Random Llamas in float64 with prompts of 1 to 6 words, and responses that end anywhere."""
-    (folder / "prompts.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": " ".join(WORDS[(7 * i + 3 * j) % len(WORDS)] for j in range(1 + i % 6))}) + "\n"
-            for i in range(8)
-        ),
-        encoding="utf-8",
-    )
-    sizes = ["data.max_prompt=8", "generation.max_new_tokens=24", "rollout_batch=8", "samples_per_prompt=6"]
-    sizes += ["mini_batch=48", "micro_batch=7", f"data.prompts={folder / 'prompts.jsonl'}"]
-    words = (*sizes, ours.write_reward(folder / "reward.py"))
+def small(folder: Path, *, given: bool = False) -> list[Setting]:
+    """Random Llamas. given: for given responses, which end with the end token; the reward model has a head of its
+    own."""
     settings = []
     for number, (name, shape) in enumerate(SMALL.items()):
-        actor = write_model(folder / f"actor-{number}", seed=1 + number, **shape)
-        reference = perturbed_copy(actor, folder / f"reference-{number}")
-        settings.append(Setting(name, actor, reference, words, "float64", 24, (True, False)))
+        sizes = shape | {"eos_token_ids": EOS[:1] if given else EOS}
+        models = {"actor": write_model(folder / f"actor-{number}", seed=1 + number, **sizes)}
+        if given:
+            sizes |= {"tie_embeddings": False}
+            models["reward"] = write_model(folder / f"reward-{number}", head="scalar", seed=5 + number, **sizes)
+            for model in models.values():
+                about = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+                about |= {"pad_token": PAD, "chat_template": TEMPLATE}
+                (model / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+        models["reference"] = perturbed_copy(models["actor"], folder / f"reference-{number}")
+        settings.append(Setting(name, models))
     return settings
-
-
-def smollm2(folder: Path, scratch: Path) -> Setting:
-    """SmolLM2-135M in float32, made to end its responses at full stops and commas."""
-    actor, config = scratch / "actor", json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    actor.mkdir()
-    for path in folder.iterdir():
-        (actor / path.name).symlink_to(path)
-    tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    config["eos_token_id"] = [config["eos_token_id"], tokens["."], tokens[","]]
-    (actor / "generation_config.json").unlink()
-    (actor / "config.json").unlink()
-    (actor / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    sizes = ["data.max_prompt=32", "generation.max_new_tokens=24", "rollout_batch=4", "samples_per_prompt=4"]
-    sizes += ["mini_batch=16", "micro_batch=8", f"data.prompts={embedded.path_of('sentiment_prompts.txt')}"]
-    words = (*sizes, ours.write_reward(scratch / "reward.py"))
-    reference = perturbed_copy(actor, scratch / "reference")
-    return Setting("SmolLM2-135M", actor, reference, words, "float32", 24, (False,))
 
 
 def perturbed_copy(folder: Path, copy: Path) -> Path:
@@ -107,66 +83,74 @@ def perturbed_copy(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def compared(setting: Setting, cases: Sequence[Case], folder: Path, *, seed: int = SEED) -> list[dict]:
-    """A row for each case and kind of casts."""
-    words = [*setting.words, f"models.actor={setting.actor}", f"models.reference={setting.reference}"]
-    steps: dict[tuple[str, bool], dict] = {}
-    mine: dict[tuple[str, bool], ours.Taken] = {}
-    for number, case in enumerate(cases):
-        for wide in setting.casts:
-            taken = ours.one_step(case, words, dtype=setting.dtype, seed=seed, wide=wide)
-            mine[case.name, wide] = taken
-            rows = folder / f"rows-{number}-{wide}.json"
-            rows.write_text(json.dumps(taken.rows), encoding="utf-8")
-            out = folder / f"step-{number}-{wide}.safetensors"
-            steps[case.name, wide] = step_of(setting, case, rows, out, wide=wide)
-    in_peer("bench.against_trl.trl_losses", {"threads": THREADS, "steps": list(steps.values())}, folder)
-    rows = []
-    for case in cases:
-        for wide in setting.casts:
-            with safe_open(steps[case.name, wide]["out"], "pt") as file:
-                theirs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                loss = float(file.metadata()["loss"])
-            row = {"model": setting.name, "case": case.name, "precision": setting.precision(wide)}
-            taken = mine[case.name, wide]
-            row |= about(taken) | errors(taken, loss, theirs)
-            row |= {"tolerance": TOLERANCE.get(row["precision"], case.with_casts), "difference": case.difference}
-            worst = max(row[name] for name in ERRORS)
-            row["ok"] = worst <= row["tolerance"] and both_clips(row)
-            print(show(row), flush=True)
-            rows.append(row)
-    return rows
+def text_of(first: int, number: int) -> str:
+    """A text of some words."""
+    return " ".join(WORDS[(7 * first + 3 * place) % len(WORDS)] for place in range(number))
 
 
-def step_of(setting: Setting, case: Case, rows: Path, out: Path, *, wide: bool) -> dict:
-    """What TRL's process is told of one step."""
-    return {
-        "kind": case.page,
-        "rows": str(rows),
-        "model": str(setting.actor),
-        "reference": str(setting.reference),
-        "dtype": setting.dtype,
-        "limit": setting.limit,
-        "wide": wide,
-        "options": {"beta": KL, **case.theirs},
-        "out": str(out),
-    }
+def words_of(setting: Setting, case: Case, folder: Path) -> list[str]:
+    """The run of one case, as words of the command line; writes its data into the folder."""
+    rows = case.rows(text_of) if case.rows else [{"prompt": text_of(i, 1 + i % 6)} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = [f"data.prompts={folder / 'prompts.jsonl'}", f"models.{case.role}={setting.models[case.role]}"]
+    words += [f"rollout_batch={len(rows)}"]
+    if case.page not in ("sft", "reward_model"):
+        words.append(f"models.reference={setting.models['reference']}")
+    if case.rows:
+        words += [f"data.max_prompt={MOST_TOKENS}", f"generation.max_new_tokens={MOST_TOKENS}"]
+        return [*words, f"mini_batch={len(rows)}", "micro_batch=5"]
+    words += ["data.max_prompt=8", f"generation.max_new_tokens={LIMIT}", "samples_per_prompt=6"]
+    return [*words, "mini_batch=48", "micro_batch=7", ours.write_reward(folder / "reward.py")]
+
+
+def compared(setting: Setting, cases: Sequence[Case], folder: Path) -> list[dict]:
+    """A row for each case and kind of casts. TRL takes all rows of a step at once."""
+    taken = []
+    for number, (case, wide) in enumerate(product(cases, (True, False))):
+        mine = ours.one_step(case, words_of(setting, case, folder), seed=SEED, wide=wide)
+        rows, out = folder / f"rows-{number}.json", folder / f"step-{number}.safetensors"
+        rows.write_text(json.dumps(case.rows(text_of) if case.rows else mine.rows), encoding="utf-8")
+        step = {"kind": case.page, "rows": str(rows), "out": str(out), "wide": wide}
+        step |= {"model": str(setting.models[case.role]), "reference": str(setting.models["reference"])}
+        step["options"] = case.theirs if case.rows else {"beta": KL, "max_completion_length": LIMIT, **case.theirs}
+        taken.append((case, wide, mine, step))
+    in_peer("bench.against_trl.trl_equality", {"threads": THREADS, "steps": [step for *_, step in taken]}, folder)
+    return [
+        compared_step(setting, case, mine, Path(step["out"]), "float64" if wide else WITH_CASTS)
+        for case, wide, mine, step in taken
+    ]
 
 
 def in_peer(module: str, job: dict, folder: Path) -> None:
     """Runs a module in TRL's environment with a job as its argument. Raises if it fails."""
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
-    command = [str(PEER), "-m", module, str(path)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=LIMIT_S
-    )
+    told = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": LIMIT_S}
+    done = subprocess.run([str(PEER), "-m", module, str(path)], cwd=REPOSITORY, check=False, **told)
     if done.returncode:
         raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stderr}")
 
 
-def about(mine: ours.Taken) -> dict:
-    """What kind of step it was: lengths of its responses, shares of the tokens that each clip changes."""
+def compared_step(setting: Setting, case: Case, mine: ours.Taken, out: Path, precision: str) -> dict:
+    """The row of a step that both programs have taken."""
+    with safe_open(out, "pt") as file:
+        theirs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        told = {name: json.loads(text) for name, text in file.metadata().items()}
+    row = {"model": setting.name, "case": case.name, "precision": precision}
+    row |= errors(mine, told["loss"], theirs) | {"difference": case.difference}
+    row |= about_given(case, mine, told, METRICS[precision]) if case.rows else about_generated(mine)
+    row["tolerance"] = TOLERANCE if precision == "float64" else case.casts_tolerance
+    row["ok"] = max(row[name] for name in ERRORS) <= row["tolerance"]
+    row["ok"] &= same_reading(row) if case.rows else both_clips(row)
+    print(show(row), flush=True)
+    return row
+
+
+# ---- generated responses --------------------------------------------------------------------------------------------
+
+
+def about_generated(mine: ours.Taken) -> dict:
+    """Lengths of the responses, shares of the tokens that each clip changes."""
     lengths = [len(row["response"]) for row in mine.rows]
     shares = {name: mine.metrics[name] for name in ("clip_fraction_low", "clip_fraction_high")}
     return {"responses": len(lengths), "shortest": min(lengths), "longest": max(lengths), **shares}
@@ -176,6 +160,50 @@ def both_clips(row: Mapping) -> bool:
     """Whether each of the clips changes some tokens and not all; CISPO has only the upper one."""
     names = ["clip_fraction_high"] if row["case"] == "CISPO" else ["clip_fraction_low", "clip_fraction_high"]
     return all(0 < row[name] < 1 for name in names)
+
+
+# ---- given responses ------------------------------------------------------------------------------------------------
+
+
+def about_given(case: Case, mine: ours.Taken, told: Mapping, tolerance: float) -> dict:
+    """How many rows and learned tokens the step has, the lengths of its sequences, and how both programs read them.
+    told: by TRL."""
+    sequences = [sequence for row in mine.rows for sequence in row]
+    lengths = [len(tokens) for tokens, _ in sequences]
+    learned = sum(sum(marks) for _, marks in sequences)
+    found = metric_errors(case, mine.metrics, told["metrics"])
+    row = {"rows": len(mine.rows), "shortest": min(lengths), "longest": max(lengths), "learned": learned}
+    row |= {"metrics": sorted(found), "metrics_error": max(found.values()), "metrics_tolerance": tolerance}
+    return row | {"same_tokens": same_tokens(case, mine.rows, told["rows"])}
+
+
+def same_reading(row: Mapping) -> bool:
+    """Whether both programs have read the same tokens, and logged the same of them."""
+    return row["same_tokens"] and row["metrics_error"] <= row["metrics_tolerance"]
+
+
+def metric_errors(case: Case, mine: Mapping, theirs: Mapping) -> dict[str, float]:
+    """Relative differences of what both programs log, by TRL's names; ours are found by their aliases."""
+    names = {
+        alias.name.removeprefix("train/"): alias.ours[0] for alias in TABLE["trl"] if case.page in alias.algorithms
+    }
+    names |= EXTREMES
+    shared = [name for name in names if name in theirs]
+    return {name: abs(mine[names[name]] - theirs[name]) / max(abs(theirs[name]), 1e-300) for name in shared}
+
+
+def same_tokens(case: Case, mine: Sequence[Row], theirs: Sequence[Row]) -> bool:
+    """Whether both programs have the same rows, in any order: tokens, and which of them are learned. A reward model
+    learns from scores, so only its tokens count."""
+    marked = case.page != "reward_model"
+
+    def in_order(rows: Sequence) -> list:
+        return sorted([(list(tokens), list(marks) if marked else []) for tokens, marks in row] for row in rows)
+
+    return in_order(mine) == in_order(theirs)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 def errors(mine: ours.Taken, loss: float, theirs: Mapping[str, Tensor]) -> dict:
@@ -205,7 +233,6 @@ def _tensor_errors(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, T
 
 
 def show(row: Mapping) -> str:
-    numbers = ", ".join(f"{name.removesuffix('_error')} {row[name]:.1e}" for name in ERRORS)
-    verdict = "" if row["ok"] else f"  NOT within {row['tolerance']:g}, or a clip does nothing"
-    clips = f"clipped {row['clip_fraction_low']:.0%} and {row['clip_fraction_high']:.0%}"
-    return f"{row['model']}, {row['case']}, {row['precision']}: {numbers} ({row['worst']}); {clips}{verdict}"
+    numbers = ", ".join(f"{name.removesuffix('_error')} {row[name]:.1e}" for name in row if name.endswith("_error"))
+    verdict = "" if row["ok"] else f"  NOT within {row['tolerance']:g}, or other tokens, or a clip does nothing"
+    return f"{row['model']}, {row['case']}, {row['precision']}: {numbers} ({row['worst']}){verdict}"

@@ -1,7 +1,8 @@
-"""Our worker for whole steps: `python -m bench.against_trl.our_steps MODEL FOLDER PROMPT...`.
+"""Our worker for whole steps: `python -m bench.against_trl.our_steps MODEL FOLDER WORK [RANK]`.
 
-Iterations of the runtime on one rank, in float32, but that each waits for a command, and that a request's limit is the
-length that the command gives; no end token is drawn before it.
+Iterations of the runtime on one rank, in float32, each with one optimizer step, but that each waits for a command. With
+GRPO a request's limit is the length that the command gives; no end token is drawn before it. RANK: of adapters of all
+linear layers; 0: all weights train.
 """
 
 import json
@@ -16,8 +17,10 @@ from unittest.mock import patch
 import torch
 
 from bench.against_trl import work
+from bench.against_trl.work import ADAPTED, GRPO, WORKS, Work
 from bench.speed.generate_peers import use_fastest
 from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from tests.runs import RunOf
@@ -26,20 +29,25 @@ REWARD = "from bench.against_trl.work import reward\n\n\ndef letters(prompts, re
 REWARD += "    return [reward(response) for response in responses]\n"
 
 
-def main(model: str, folder: str, *prompts: str) -> None:
+def main(model: str, folder: str, name: str, rank: str = "0") -> None:
     torch.set_num_threads(1)
     use_fastest(torch.float32)
-    run = RunOf(config_of(model, Path(folder), prompts))
+    words = grpo_words(Path(folder)) if name == GRPO else given_words((WORKS | ADAPTED)[name], Path(folder))
+    run = RunOf(
+        config_of(model, [*words, f"lora.rank={rank}"], "grpo" if name == GRPO else (WORKS | ADAPTED)[name].page)
+    )
     run.executor.recorder = ProcessorTracer()
     told, answers = work.commands()
     for one in told:
-        started, began = time.process_time(), time.perf_counter()
+        step = work.Step()
         with ends_at(one.lengths):
             run.iteration()
-        step_s, wall_s = time.process_time() - started, time.perf_counter() - began
-        found = [len(tokens) for tokens in run.responses[-1].values()]
-        assert sorted(found) == sorted(one.lengths), (found, one.lengths)
-        work.answer(answers, step_s=step_s, wall_s=wall_s, **phases_of(run))
+        took = step.took()
+        if one.lengths:
+            found = [len(tokens) for tokens in run.responses[-1].values()]
+            assert sorted(found) == sorted(one.lengths), (found, one.lengths)
+            took |= phases_of(run)
+        work.answer(answers, **took)
 
 
 class ProcessorTracer(Tracer):
@@ -49,19 +57,34 @@ class ProcessorTracer(Tracer):
         return time.process_time()
 
 
-def config_of(model: str, folder: Path, prompts: tuple[str, ...]):
+def config_of(model: str, words: list[str], page: str) -> Config:
+    return presets.load("model", ["iterations=10000", "dtype=float32", *words], model, algorithm=page)
+
+
+def grpo_words(folder: Path) -> list[str]:
     """One optimizer step in an iteration, with GRPO's loss as TRL has it by default."""
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
-    )
+    path, rows = _written([{"prompt": text} for text in work.prompts()], folder), work.PROMPTS * work.SAMPLES
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
-    rows = work.PROMPTS * work.SAMPLES
-    words = [f"data.prompts={folder / 'prompts.jsonl'}", f"reward_function={folder / 'reward.py'}:letters"]
+    words = [f"data.prompts={path}", f"reward_function={folder / 'reward.py'}:letters"]
     words += [f"rollout_batch={work.PROMPTS}", f"samples_per_prompt={work.SAMPLES}", f"mini_batch={rows}"]
-    words += [f"micro_batch={work.MICRO_BATCH}", "iterations=10000", "data.max_prompt=64", "dtype=float32"]
-    words += [f"generation.max_new_tokens={work.LIMIT}", f"generation.min_new_tokens={work.LIMIT}"]
-    words += [f"grpo.kl_coef={work.KL}", "grpo.kl_unbiased=true", f"optimizer.actor_lr={work.LR}"]
-    return presets.load("model", words, model, algorithm="grpo")
+    words += [f"micro_batch={work.MICRO_BATCH}", f"generation.max_new_tokens={work.LIMIT}"]
+    words += ["data.max_prompt=64", f"generation.min_new_tokens={work.LIMIT}", f"optimizer.actor_lr={work.LR}"]
+    return [*words, f"grpo.kl_coef={work.KL}", "grpo.kl_unbiased=true"]
+
+
+def given_words(of: Work, folder: Path) -> list[str]:
+    """One optimizer step in an iteration, over all rows."""
+    rows = work.rows_of(of)
+    words = [f"data.prompts={_written(rows, folder)}", f"rollout_batch={len(rows)}", f"mini_batch={len(rows)}"]
+    words += [f"micro_batch={work.GIVEN_MICRO_BATCH // of.sequences_per_row}"]
+    words += ["data.max_prompt=32", f"generation.max_new_tokens={work.MOST_TOKENS - 32}"]
+    return [*words, f"optimizer.{'reward' if of.page == 'reward_model' else 'actor'}_lr={work.LR}"]
+
+
+def _written(rows: list[dict[str, str]], folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 @contextmanager

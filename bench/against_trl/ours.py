@@ -1,10 +1,10 @@
-"""Our half of the equality: an iteration of the real runtime on one rank, whose old logprobs are perturbed.
+"""Our half of the equality: an iteration of the real runtime on one rank.
 
-Prompts, responses, rewards and old logprobs of the iteration are what TRL is then given.
+Where it generates its responses, its old logprobs are perturbed, and prompts, responses, rewards and old logprobs are
+what TRL is then given.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from bench.against_trl.cases import Case
-from bench.against_trl.given_cases import GivenCase
 from bench.against_trl.widened import widened
 from rlhf_spmd.config import presets
 from rlhf_spmd.plan.runtime_words import PROMPTS
@@ -38,7 +37,7 @@ class Taken:
     gradients: dict[str, Tensor]
     after: dict[str, Tensor]
     metrics: dict[str, Any]
-    rows: list[dict]
+    rows: list
 
 
 class SGD:
@@ -52,44 +51,32 @@ class SGD:
         self._optimizer.step()
 
 
-def one_step(case: Case, words: list[str], *, dtype: str, seed: int, wide: bool = False) -> Taken:
-    """A step on the responses of one iteration. words: options of models, prompts, reward and sizes, with one
-    mini-batch in the iteration. wide: without casts (widened.py)."""
-    words = [*words, "parity_tolerance=100", f"seed={seed}", *case.options]
-    with perturbed(case.noise, seed):
-        run, taken = stepped(case.page, "actor", words, dtype=dtype, wide=wide)
-    return dataclasses.replace(taken, loss=taken.metrics["policy_loss"], rows=rows_of(run))
-
-
-def given_step(case: GivenCase, words: list[str], *, dtype: str, wide: bool = False) -> Taken:
-    """A step on responses that the data set has."""
-    run, taken = stepped(case.page, case.role, [*words, *case.options], dtype=dtype, wide=wide)
-    return dataclasses.replace(taken, rows=given_rows(run))
-
-
-def stepped(page: str, role: str, words: list[str], *, dtype: str, wide: bool) -> tuple[RunOf, Taken]:
-    """An iteration with one step of SGD at learning rate 1, and what it was but for its rows."""
-    fixed = ["iterations=1", f"optimizer.{role}_lr=1", f"optimizer.max_grad_norm={NO_CLIPPING}"]
-    config = presets.load("tiny", [*words, *fixed], algorithm=page)
+def one_step(case: Case, words: list[str], *, seed: int = 3, wide: bool = False) -> Taken:
+    """An iteration with one step of SGD at learning rate 1 in float64, on the responses that it generates or that the
+    data set has. words: options of models, data, reward and sizes, with one mini-batch in the iteration. seed: of
+    generated responses. wide: without casts (widened.py)."""
+    words = [*words, "iterations=1", f"optimizer.{case.role}_lr=1", f"optimizer.max_grad_norm={NO_CLIPPING}"]
+    words += [*case.options, *([] if case.rows else ["parity_tolerance=100", f"seed={seed}"])]
+    config = presets.load("tiny", words, algorithm=case.page)
     gradients: dict[str, Tensor] = {}
-    with in_precision(dtype), noted_gradients(gradients):
-        config = dataclasses.replace(config, dtype=dtype)
+    with in_float64(), noted_gradients(gradients), perturbed(case.noise, seed):
+        config = dataclasses.replace(config, dtype="float64")
         run = RunOf(config, program=compiled(config))
-        engine = run.job.models.engines[role]
+        engine = run.job.models.engines[case.role]
         engine._adamw = SGD(engine.masters)
         with widened() if wide else nullcontext():
             metrics = run.iteration()
-    return run, Taken(metrics.get("loss", math.nan), gradients, whole_weights(engine), metrics, [])
+    loss, rows = ("loss", given_rows(run)) if case.rows else ("policy_loss", generated_rows(run))
+    return Taken(metrics[loss], gradients, whole_weights(engine), metrics, rows)
 
 
 @contextmanager
-def in_precision(dtype: str) -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """Lets a run compute in float64, which no user can ask for."""
     with (
         patch.dict(rank_models.DTYPES, {"float64": torch.float64}),
         patch.dict(parity_gate.PARITY_TOLERANCE, {"float64": 1e-4}),
     ):
-        assert dtype in rank_models.DTYPES, dtype
         yield
 
 
@@ -123,7 +110,7 @@ def perturbed(noise: float, seed: int) -> Iterator[None]:
         yield
 
 
-def rows_of(run: RunOf) -> list[dict]:
+def generated_rows(run: RunOf) -> list[dict]:
     """What an iteration generated and scored, one row for each response."""
     store, everywhere = run.data.store, (ALL, slice(0, run.program.workload.mini_batch))
     columns = {

@@ -1,10 +1,17 @@
-"""Whole GRPO steps of SmolLM2-135M by both programs in turns: how many times faster, where the time goes, the floor.
+"""Whole steps of SmolLM2-135M by both programs in turns: how many times faster, the floor, and peak memory.
 
-Each program is one process of one thread, in float32, with a reference (beta 0.04), the same four prompts with
-eight samples each, micro-batches of 8, one optimizer step, AdamW, and responses of the same lengths. Neither computes
-old logprobs: ours come with the tokens, TRL takes those of the update. While one works the other waits. TRL's steps
-are taken with its default, checkpointing of activations, and without. Seconds are a processor's, which other work on
-the machine changes little; those of the clock are in the rows, too.
+Each program is one process of one thread, in float32, with AdamW and one optimizer step. While one works the other
+waits. Seconds are a processor's, which other work on the machine changes little; those of the clock are in the rows,
+too.
+
+grpo: with a reference (beta 0.04), four prompts with eight samples each, micro-batches of 8, and responses of the same
+    lengths. Neither computes old logprobs: ours come with the tokens, TRL takes those of the update. TRL's steps are
+    taken with its default, checkpointing of activations, and without.
+given: SFT, reward model and DPO on the same rows of spread lengths, micro-batches of four sequences, no checkpointing.
+    Here a micro-batch is packed; TRL pads it, or packs rows before training (`packing=True`), whose packed row is then
+    a micro-batch. Memory is the most that the process held, weights and interpreter included.
+adapted: the same with adapters (LoRA; TRL's are peft's) by both programs, and of all weights by ours. Rank 16 and alpha
+    32 in all linear layers but the output layer. With adapters, the reference of DPO is the base in both programs.
 """
 
 import json
@@ -12,15 +19,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.against_trl import work
 from bench.against_trl.equality import PEER
+from bench.against_trl.work import GRPO, Work
 from bench.rows import REPOSITORY
-from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
 from rlhf_spmd.plan.workload import ModelShape
@@ -30,9 +39,13 @@ LEAST = {  # promised times faster
     "full length": {"TRL": 1.5, "TRL, no checkpointing": 1.2},
     "spread lengths": {"TRL": 2.5, "TRL, no checkpointing": 2.0},
 }
-ROUNDS = 3
+ROUNDS, GIVEN_ROUNDS, ADAPTED_ROUNDS = 3, 5, 3
 PHASES = ("generation", "reference", "training")
 RATE = "matrix_flops_per_s"
+ABOUT = {"model": "SmolLM2-135M", "dtype": "float32", "threads": 1}  # of every row
+RANK = 16
+MEMORY = 0.7  # of adapters at most, as a share of that with all weights
+Turns = Mapping[str, Callable[[int], dict]]  # program -> its step in a round
 
 
 class Worker:
@@ -50,7 +63,8 @@ class Worker:
         return self.answer()
 
     def tell(self, **told) -> None:
-        self._process.stdin.write(json.dumps(told) + "\n")
+        with suppress(BrokenPipeError):  # `answer` says why
+            self._process.stdin.write(json.dumps(told) + "\n")
 
     def answer(self) -> dict:
         """The worker's next line. Raises if the process has ended."""
@@ -64,49 +78,29 @@ class Worker:
         self._process.wait(timeout=60)
 
 
-def measured(model: Path, folder: Path) -> list[dict]:
-    """A row for each kind of lengths and each of TRL's settings."""
-    prompts = embedded.path_of("sentiment_prompts.txt").read_text(encoding="utf-8").splitlines()[: work.PROMPTS]
-    workers = {
-        "TRL": Worker([str(PEER), "-m", "bench.against_trl.trl_steps", str(model), *prompts], folder / "trl.log"),
-        "ours": Worker(
-            [sys.executable, "-m", "bench.against_trl.our_steps", str(model), str(folder), *prompts],
-            folder / "ours.log",
-        ),
-    }
-    try:
-        found = {name: rounds_of(name, workers) for name in work.WORKS}
-    finally:
-        for worker in workers.values():
-            worker.end()
-    tokenizer = load_tokenizer(model)
-    num_prompt_tokens = sum(len(tokenizer.encode(text)) for text in prompts)
-    rows = [
-        row_of(name, peer, found[name], step_flops(model, name, num_prompt_tokens))
-        for name in work.WORKS
-        for peer in LEAST[name]
-    ]
-    for row in rows:
-        print(show(row), flush=True)
-    return rows
+def ours(model: Path, folder: Path, name: str, rank: int = 0) -> Worker:
+    """Our worker. rank: of adapters."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "bench.against_trl.our_steps", str(model), str(folder), name, str(rank)]
+    return Worker(command, folder / f"ours-{rank}.log")
 
 
-def rounds_of(name: str, workers: Mapping[str, Worker]) -> dict[str, list[dict]]:
-    """The steps of each program, in turns whose order changes; between them, the rate of matrix products. The first
-    round is short and not counted."""
-    found: dict[str, list[dict]] = {program: [] for program in PROGRAMS}
-    found[RATE] = []
-    for number in range(ROUNDS + 1):
-        lengths = work.lengths_of(name, number) if number else [2] * (work.PROMPTS * work.SAMPLES)
-        for program in list(PROGRAMS)[:: 1 if number % 2 else -1]:
-            worker = workers["ours" if program == "ours" else "TRL"]
-            step = worker.step(lengths, checkpointing=bool(PROGRAMS[program]))
-            if number:
-                found[program].append(step | {"training": step["step_s"] - step["generation"] - step["reference"]})
+def theirs(model: Path, folder: Path, name: str, rank: int = 0) -> Worker:
+    """TRL's worker."""
+    folder.mkdir(exist_ok=True)
+    return Worker([str(PEER), "-m", "bench.against_trl.trl_steps", str(model), name, str(rank)], folder / "trl.log")
+
+
+def rounds_of(name: str, turns: Turns, num_rounds: int) -> list[dict]:
+    """The steps of all programs in each round, in turns whose order changes, and the rate of matrix products. Round 0
+    warms up and is not counted."""
+    found = []
+    for number in range(num_rounds + 1):
+        steps = {program: turns[program](number) for program in list(turns)[:: 1 if number % 2 else -1]}
         if number:
-            found[RATE].append({RATE: matrix_rate()})
-        took = ", ".join(f"{key} {steps[-1]['step_s']:.1f} s" for key, steps in found.items() if key != RATE and steps)
-        print(f"{name}, round {number}: {took or 'warm-up'}", flush=True)
+            found.append(steps | {RATE: matrix_rate()})
+        told = ", ".join(f"{program} {step['step_s']:.1f} s" for program, step in steps.items())
+        print(f"{name}, round {number}: {told}", flush=True)
     return found
 
 
@@ -123,23 +117,14 @@ def matrix_rate() -> float:
     return max(rates)
 
 
-def step_flops(model: Path, name: str, num_prompt_tokens: int) -> float:
-    """Operations of the matrix products of a step, the mean over the rounds: generation, with each prompt read once;
-    the reference's pass; training, which is three passes. Logits of response tokens only."""
-    shape, counts = shape_of(model), []
-    mean_prompt = num_prompt_tokens / work.PROMPTS
-
-    def layers(tokens: float, context: float) -> float:
-        return shape.num_layers * layer_flops(shape, tokens, context)
-
-    for number in range(1, ROUNDS + 1):
-        lengths = work.lengths_of(name, number)
-        whole = sum(layers(mean_prompt + one, (mean_prompt + one) / 2) for one in lengths)
-        logits = head_flops(shape, sum(lengths))
-        decoded = sum(layers(one - 1, mean_prompt + one / 2) for one in lengths)
-        generation = layers(num_prompt_tokens, mean_prompt / 2) + decoded + logits
-        counts.append(generation + 4 * (whole + logits))
-    return statistics.fmean(counts)
+def against_floor(rounds: Sequence[Mapping], peer: str, flops: float, step_s: Mapping[str, float]) -> dict:
+    """The part of a row that tells how much faster ours is than a peer, and how near both are to the floor. The ratio
+    is the median of the rounds' ratios, because a slow moment of the machine slows neighbours alike."""
+    rate = statistics.median(one[RATE] for one in rounds)
+    ratios = [one[peer]["step_s"] / one["ours"]["step_s"] for one in rounds]
+    row = {"rounds": len(rounds), "ratios": ratios, "ratio": statistics.median(ratios), RATE: rate, "flops": flops}
+    row |= {"floor_s": flops / rate}
+    return row | {f"{name}_share": flops / rate / seconds for name, seconds in step_s.items()}
 
 
 def shape_of(model: Path) -> ModelShape:
@@ -156,33 +141,147 @@ def shape_of(model: Path) -> ModelShape:
     )
 
 
-def row_of(name: str, peer: str, found: Mapping[str, list[dict]], flops: float) -> dict:
-    """Medians over the rounds; the ratio is the median of the rounds' ratios, because a slow moment of the machine
-    slows neighbours alike."""
-
-    def median(program: str, key: str) -> float:
-        return statistics.median(step[key] for step in found[program])
-
-    ratios = [theirs["step_s"] / mine["step_s"] for mine, theirs in zip(found["ours"], found[peer], strict=True)]
-    rate, ratio = median(RATE, RATE), statistics.median(ratios)
-    floor_s = flops / rate
-    tokens = [sum(work.lengths_of(name, number)) for number in range(1, ROUNDS + 1)]
-    row = {"model": "SmolLM2-135M", "dtype": "float32", "threads": 1, "work": name, "peer": peer}
-    row |= {"responses": work.PROMPTS * work.SAMPLES, "tokens": statistics.fmean(tokens), "rounds": ROUNDS}
-    row |= {"ours_s": median("ours", "step_s"), "peer_s": median(peer, "step_s"), "ratios": ratios, "ratio": ratio}
-    row |= {"ours_wall_s": median("ours", "wall_s"), "peer_wall_s": median(peer, "wall_s")}
-    row |= {f"ours_{phase}_s": median("ours", phase) for phase in PHASES}
-    row |= {f"peer_{phase}_s": median(peer, phase) for phase in PHASES}
-    row |= {RATE: rate, "flops": flops, "floor_s": floor_s}
-    row |= {"ours_share": floor_s / row["ours_s"], "peer_share": floor_s / row["peer_s"]}
-    return row | {"promised": LEAST[name][peer], "ok": ratio >= LEAST[name][peer]}
+# ---- GRPO -----------------------------------------------------------------------------------------------------------
 
 
-def show(row: Mapping) -> str:
-    ours, theirs = (", ".join(f"{phase} {row[f'{who}_{phase}_s']:.1f}" for phase in PHASES) for who in ("ours", "peer"))
-    verdict = "" if row["ok"] else f"  BELOW {row['promised']:g}"
-    return (
-        f"{row['work']}: {row['ratio']:.2f} times as fast as {row['peer']}{verdict}\n"
-        f"  ours {row['ours_s']:.1f} s ({ours}), {row['ours_share']:.0%} of it the floor of {row['floor_s']:.1f} s; "
-        f"TRL {row['peer_s']:.1f} s ({theirs}), {row['peer_share']:.0%}"
-    )
+def grpo(model: Path, folder: Path) -> list[dict]:
+    """A row for each kind of lengths and each of TRL's settings."""
+    workers = {"ours": ours(model, folder, GRPO), "TRL": theirs(model, folder, GRPO)}
+
+    def turn(program: str, lengths: str, number: int) -> dict:
+        told = work.lengths_of(lengths, number) if number else [2] * (work.PROMPTS * work.SAMPLES)
+        worker = workers["ours" if program == "ours" else "TRL"]
+        step = worker.step(told, checkpointing=bool(PROGRAMS[program]))
+        return step | {"training": step["step_s"] - step["generation"] - step["reference"]}
+
+    tokenizer, rows = load_tokenizer(model), []
+    num_prompt_tokens = sum(len(tokenizer.encode(text)) for text in work.prompts())
+    try:
+        for lengths in work.LENGTHS:
+            turns = {program: partial(turn, program, lengths) for program in PROGRAMS}
+            rounds = rounds_of(lengths, turns, ROUNDS)
+            flops = grpo_flops(model, lengths, num_prompt_tokens)
+            rows += [grpo_row(lengths, peer, rounds, flops) for peer in LEAST[lengths]]
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return rows
+
+
+def grpo_flops(model: Path, lengths: str, num_prompt_tokens: int) -> float:
+    """Operations of the matrix products of a step, the mean over the rounds: generation, with each prompt read once;
+    the reference's pass; training, which is three passes. Logits of response tokens only."""
+    shape, counts = shape_of(model), []
+    mean_prompt = num_prompt_tokens / work.PROMPTS
+
+    def layers(tokens: float, context: float) -> float:
+        return shape.num_layers * layer_flops(shape, tokens, context)
+
+    for number in range(1, ROUNDS + 1):
+        responses = work.lengths_of(lengths, number)
+        whole = sum(layers(mean_prompt + one, (mean_prompt + one) / 2) for one in responses)
+        logits = head_flops(shape, sum(responses))
+        decoded = sum(layers(one - 1, mean_prompt + one / 2) for one in responses)
+        generation = layers(num_prompt_tokens, mean_prompt / 2) + decoded + logits
+        counts.append(generation + 4 * (whole + logits))
+    return statistics.fmean(counts)
+
+
+def grpo_row(lengths: str, peer: str, rounds: Sequence[Mapping], flops: float) -> dict:
+    """Medians over the rounds."""
+    tokens = [sum(work.lengths_of(lengths, number)) for number in range(1, len(rounds) + 1)]
+    row = ABOUT | {"work": lengths, "peer": peer, "responses": work.PROMPTS * work.SAMPLES}
+    row["tokens"] = statistics.fmean(tokens)
+    for who, program in (("ours", "ours"), ("peer", peer)):
+        keys = {"s": "step_s", "wall_s": "wall_s"} | {f"{phase}_s": phase for phase in PHASES}
+        row |= {f"{who}_{name}": statistics.median(one[program][key] for one in rounds) for name, key in keys.items()}
+    row |= against_floor(rounds, peer, flops, {who: row[f"{who}_s"] for who in ("ours", "peer")})
+    row |= {"promised": LEAST[lengths][peer], "ok": row["ratio"] >= LEAST[lengths][peer]}
+    return told(row, f"{lengths}: {row['ratio']:.2f} times as fast as {peer}")
+
+
+# ---- given responses ------------------------------------------------------------------------------------------------
+
+
+def given(model: Path, folder: Path, works: Sequence[Work]) -> list[dict]:
+    """A row for each kind of work."""
+    rows = []
+    for number, of in enumerate(works):
+        place = (model, folder / str(number), of.name)
+        rows.append(given_row(of, model, in_turns(of, {"ours": ours(*place), "peer": theirs(*place)}, GIVEN_ROUNDS)))
+    return rows
+
+
+def adapted(model: Path, folder: Path, works: Sequence[Work]) -> list[dict]:
+    """A row for each kind of work."""
+    rows = []
+    for number, of in enumerate(works):
+        place = (model, folder / str(number), of.name)
+        workers = {"full": ours(*place), "ours": ours(*place, RANK), "peer": theirs(*place, RANK)}
+        rows.append(adapted_row(of, in_turns(of, workers, ADAPTED_ROUNDS)))
+    return rows
+
+
+def in_turns(of: Work, workers: Mapping[str, Worker], num_rounds: int) -> list[dict]:
+    try:
+        turns = {name: lambda _, worker=worker: worker.step() for name, worker in workers.items()}
+        return rounds_of(of.name, turns, num_rounds)
+    finally:
+        for worker in workers.values():
+            worker.end()
+
+
+def measured(rounds: Sequence[Mapping], programs: Sequence[str]) -> dict:
+    """The part of a row that tells the seconds of each program, medians over the rounds, and its memory."""
+    row = {}
+    for name in programs:
+        row |= {f"{name}_{key}": statistics.median(one[name][key] for one in rounds) for key in ("step_s", "wall_s")}
+        row[f"{name}_peak_bytes"] = max(one[name]["peak_bytes"] for one in rounds)
+    return row
+
+
+def given_row(of: Work, model: Path, rounds: Sequence[Mapping]) -> dict:
+    lengths = lengths_of(of, model)
+    row = ABOUT | {"work": of.name, "sequences": len(lengths), "tokens": sum(map(sum, lengths))}
+    row |= measured(rounds, ("ours", "peer"))
+    step_s = {name: row[f"{name}_step_s"] for name in ("ours", "peer")}
+    row |= against_floor(rounds, "peer", given_flops(of, model, lengths), step_s)
+    row |= {"promised": of.promised, "ok": row["ratio"] >= of.promised}
+    return told(row, f"{of.name}: {row['ratio']:.2f} times as fast as TRL")
+
+
+def adapted_row(of: Work, rounds: Sequence[Mapping]) -> dict:
+    row = ABOUT | {"rank": RANK, "case": of.name, "rounds": len(rounds)} | measured(rounds, ("full", "ours", "peer"))
+    row["ratio"] = statistics.median(one["peer"]["step_s"] / one["ours"]["step_s"] for one in rounds)
+    row |= {"memory_share": row["ours_peak_bytes"] / row["full_peak_bytes"], "promised": MEMORY}
+    smaller = row["memory_share"] <= MEMORY and row["ours_peak_bytes"] < row["peer_peak_bytes"]
+    row["ok"] = smaller and row["ratio"] > 1
+    return told(row, f"{of.name}: {row['memory_share']:.2f} of the memory of all weights")
+
+
+def lengths_of(of: Work, model: Path) -> list[tuple[int, int]]:
+    """Tokens of the prompt and of the response of each sequence, the end token included."""
+    tokenizer, found = load_tokenizer(model), []
+    for row in work.rows_of(of):
+        num_prompt = len(tokenizer.encode(row["prompt"]))
+        for column in ("completion", "chosen", "rejected"):
+            if column in row:
+                found.append((num_prompt, len(tokenizer.encode(row["prompt"] + row[column])) - num_prompt + 1))
+    return found
+
+
+def given_flops(of: Work, model: Path, lengths: Sequence[tuple[int, int]]) -> float:
+    """Operations of the matrix products of a step: three passes, and one of the reference. Logits of the tokens that
+    are learned; a reward model has none."""
+    shape = shape_of(model)
+    layers = sum(shape.num_layers * layer_flops(shape, sum(both), sum(both) / 2) for both in lengths)
+    logits = 0 if of.page == "reward_model" else head_flops(shape, sum(response for _, response in lengths))
+    return (4 if of.page == "dpo" else 3) * (layers + logits)
+
+
+def told(row: dict, what: str) -> dict:
+    """Prints a row and returns it."""
+    verdict = "" if row["ok"] else f"  NOT AS PROMISED ({row['promised']:g})"
+    numbers = (f"{name} {value:.2f}" for name, value in row.items() if name.endswith("_s") or name.endswith("share"))
+    print(f"{what}{verdict}\n  {', '.join(numbers)}", flush=True)
+    return row

@@ -1,24 +1,56 @@
-"""TRL's worker for whole steps: `.venv-peers/bin/python -m bench.against_trl.trl_steps MODEL PROMPT...`.
+"""TRL's worker for whole steps: `.venv-peers/bin/python -m bench.against_trl.trl_steps MODEL WORK [RANK]`.
 
-`GRPOTrainer.train` as it is, but that each step waits for a command, and that a response ends at the length that the
-command gives: a logits processor of transformers allows its end token there and nowhere else.
+TRL's trainers as they are, but that each step waits for a command. GRPOTrainer's responses end at the lengths that the
+command gives: a logits processor of transformers allows the end token there and nowhere else. SFTTrainer, RewardTrainer
+and DPOTrainer take a step over all micro-batches of the set. RANK: of peft's adapters of all linear layers; 0: all
+weights train.
 """
 
 import functools
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from bench.against_trl import work
-from bench.against_trl.trl_trainers import load, options_of
+from bench.against_trl.trl_trainers import KINDS, ON_A_CPU, load, tokenizer_of
+from bench.against_trl.work import ADAPTED, GRPO, WORKS, Told, Work
 
-MOST_STEPS = 10_000
+ENDLESS = {"max_steps": 10_000, "learning_rate": work.LR} | ON_A_CPU
+
+
+class OnCommand(TrainerCallback):
+    """Waits for a command before each step, and answers after it."""
+
+    def __init__(self):
+        self.told, self.answers = work.commands()
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        told = next(self.told, None)
+        if told is None:
+            sys.exit(0)
+        self.begin(told, model)
+        self.step = work.Step()
+
+    def on_step_end(self, args, state, control, **_):
+        work.answer(self.answers, **self.step.took(), **self.phases())
+
+    def begin(self, told: Told, model) -> None:
+        """Before the clock of a step starts."""
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of some phases of the step."""
+        return {}
+
+
+# ---- GRPO -----------------------------------------------------------------------------------------------------------
 
 
 class EndAt(LogitsProcessor):
@@ -57,73 +89,89 @@ class Timed(GRPOTrainer):
         with self._noted("reference"):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
-    def _noted(self, name: str) -> "Clock":
-        return Clock(self.phases, name)
+    @contextmanager
+    def _noted(self, name: str):
+        started = time.process_time()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.process_time() - started
 
 
-class Clock:
-    def __init__(self, into: dict[str, float], name: str):
-        self.into, self.name = into, name
+class GrpoOnCommand(OnCommand):
+    trainer: Timed
 
-    def __enter__(self):
-        self.started = time.process_time()
-
-    def __exit__(self, *_):
-        self.into[self.name] = self.into.get(self.name, 0.0) + time.process_time() - self.started
-
-
-class OnCommand(TrainerCallback):
-    """Waits for a command before each step, and answers after it."""
-
-    def __init__(self, ends: EndAt):
-        self.told, self.answers = work.commands()
-        self.ends, self.trainer = ends, None
-
-    def on_step_begin(self, args, state, control, model=None, **_):
-        told = next(self.told, None)
-        if told is None:
-            sys.exit(0)
+    def begin(self, told: Told, model) -> None:
         if told.checkpointing:
             model.gradient_checkpointing_enable()
         else:
             model.gradient_checkpointing_disable()
-        self.ends.lengths = torch.tensor(told.lengths)
+        self.trainer.ends.lengths = torch.tensor(told.lengths)
         self.trainer.phases.clear()
-        self.started, self.began = time.process_time(), time.perf_counter()
 
-    def on_step_end(self, args, state, control, **_):
-        step_s, wall_s = time.process_time() - self.started, time.perf_counter() - self.began
-        work.answer(self.answers, step_s=step_s, wall_s=wall_s, **self.trainer.phases)
+    def phases(self) -> dict[str, float]:
+        return self.trainer.phases
 
 
-def main(folder: str, *prompts: str) -> None:
-    torch.set_num_threads(1)
-    model, tokenizer = load(folder, folder, torch.float32)
-    ends = EndAt(tokenizer.eos_token_id)
+def grpo_trainer(folder: str, scratch: str) -> Timed:
+    model, tokenizer = load("grpo", folder, torch.float32), tokenizer_of(folder)
+    ends, on_command = EndAt(tokenizer.eos_token_id), GrpoOnCommand()
     model.generate = functools.partial(model.generate, logits_processor=LogitsProcessorList([ends]))
-    on_command = OnCommand(ends)
+    config = GRPOConfig(
+        output_dir=scratch,
+        num_generations=work.SAMPLES,
+        per_device_train_batch_size=work.MICRO_BATCH,
+        gradient_accumulation_steps=work.PROMPTS * work.SAMPLES // work.MICRO_BATCH,
+        max_completion_length=work.LIMIT,
+        beta=work.KL,
+        **ENDLESS,
+    )
+    on_command.trainer = Timed(
+        model,
+        reward_funcs=lambda completions, **_: [work.reward(text) for text in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": work.prompts()}),
+        processing_class=tokenizer,
+        callbacks=[on_command],
+        ends=ends,
+    )
+    return on_command.trainer
+
+
+# ---- given responses ------------------------------------------------------------------------------------------------
+
+
+def given_trainer(of: Work, model: str, scratch: str, rank: int):
+    """Without checkpointing of activations."""
+    trainer_class, config_class = KINDS[of.page]
+    rows = work.rows_of(of)
+    micro_batch = 1 if of.packs else work.GIVEN_MICRO_BATCH // of.sequences_per_row
+    more = {"ref_model": load("dpo", model, torch.float32)} if of.page == "dpo" else {}
+    if rank:  # the reference is the base
+        more = {"peft_config": LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")}
+    options = {"gradient_checkpointing": False, "max_length": work.MOST_TOKENS}
+    options |= {"per_device_train_batch_size": micro_batch} | ENDLESS | of.theirs
+
+    def made(num_micro_batches: int, callbacks: list[TrainerCallback]):
+        return trainer_class(
+            load(of.page, model, torch.float32),
+            args=config_class(output_dir=scratch, gradient_accumulation_steps=num_micro_batches, **options),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer_of(model),
+            callbacks=callbacks,
+            **more,
+        )
+
+    # only a trainer knows how many rows packing leaves
+    num_rows = len(made(1, []).train_dataset) if of.packs else len(rows)
+    return made(num_rows // micro_batch, [OnCommand()])
+
+
+def main(model: str, name: str, rank: str = "0") -> None:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        config = options_of(
-            "grpo",
-            scratch,
-            num_generations=work.SAMPLES,
-            per_device_train_batch_size=work.MICRO_BATCH,
-            gradient_accumulation_steps=work.PROMPTS * work.SAMPLES // work.MICRO_BATCH,
-            max_completion_length=work.LIMIT,
-            max_steps=MOST_STEPS,
-            learning_rate=work.LR,
-            beta=work.KL,
-        )
-        on_command.trainer = Timed(
-            model,
-            reward_funcs=lambda completions, **_: [work.reward(text) for text in completions],
-            args=config,
-            train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
-            processing_class=tokenizer,
-            callbacks=[on_command],
-            ends=ends,
-        )
-        on_command.trainer.train()
+        if name == GRPO:
+            grpo_trainer(model, scratch).train()
+        else:
+            given_trainer((WORKS | ADAPTED)[name], model, scratch, int(rank)).train()
 
 
 if __name__ == "__main__":

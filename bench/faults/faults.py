@@ -21,24 +21,21 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import ABOUT, REPOSITORY, RESULTS, TIMED, provenance, read_rows, write
+from bench.rows import ABOUT, RESULTS, provenance, read_rows, write
 from bench.speed.strategies import TWO_TYPES
-from bench.tables import text_table
+from bench.tables import ended
 from rlhf_spmd import embedded
+from tests.started import Started, num_iterations, outcome, slowest_s
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
 NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy with PPO, also ahead; with another algorithm or adapters
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
-ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
-LIMIT_S = 300.0
 ITERATIONS = 8  # a multiple of NUM_KILLS
 OPTIONS = ["mini_batch=16", "generation.max_new_tokens=12", "num_samples=2", f"iterations={ITERATIONS}"]
 OPTIONS += ["checkpoint.every=1", "deadline_s=30"]
@@ -67,9 +64,6 @@ def slow(method):
 class Slow(Table):
     lookup, calculate = slow(Table.lookup), slow(Table.calculate)
 """
-# What depends on when answers come: the rows that are drawn together, and with them the last bits of the sampler's
-# logprobs, which only the parity gate reads; and the calls that were under way.
-TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated")
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
@@ -103,12 +97,8 @@ def main(arguments: list[str]) -> int:
     if not quick:
         others = [row for row in read_rows(RESULTS / "faults.jsonl") if row["algorithm"] not in chosen]
         write("faults", sorted(others + rows, key=lambda row: [*CASES].index(row["algorithm"])))
-    print(text_table("faults", rows))
-    result = {"bench": "faults", "points": sum(row["points"] for row in rows), "ok": all(row["ok"] for row in rows)}
-    print(
-        json.dumps(result | {name: sum(row[name] for row in rows) for name in ("equal", "hangs", "orphans", "named")})
-    )
-    return 0 if result["ok"] else 1
+    totals = {name: sum(row[name] for row in rows) for name in ("points", "equal", "hangs", "orphans", "named")}
+    return ended("faults", rows, **totals)
 
 
 def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
@@ -197,115 +187,3 @@ def summary(algorithm: str, strategy: str, points: list[dict]) -> dict:
     about = {name: mine[-1][name] for name in ABOUT if name in mine[-1]}  # a bench that went on may have new ones
     case = {"bench": "faults", "algorithm": algorithm, "strategy": strategy, "ranks": NUM_RANKS}
     return case | {"points": len(mine), **found, "ok": ok} | about
-
-
-# ---- runs under way --------------------------------------------------------------------------------------------------
-
-
-class Started:
-    """A run under way in the folder, new or (--resume) resumed; tests use it, too."""
-
-    def __init__(self, num_ranks: int, folder: Path, *options: str):
-        self.folder = folder
-        words = (
-            ["--resume", folder, *options[1:]] if options[:1] == ("--resume",) else [*options, "--name", folder.name]
-        )
-        words += [] if options[:1] == ("--resume",) else ["--runs", folder.parent]
-        mpirun = str(Path(sys.executable).with_name("mpirun"))
-        self.process = subprocess.Popen(
-            [mpirun, "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-        )
-
-    def wait_for(self, iterations: int) -> None:
-        """Returns when so many iterations are done (of a new run: the first one has begun) and there are ranks, or the
-        run has ended."""
-        end = time.monotonic() + LIMIT_S
-        while self.process.poll() is None and time.monotonic() < end:
-            begun = any((self.folder / name).exists() for name in ("samples.txt", "journal")) or iterations > 0
-            if begun and num_iterations(self.folder) >= iterations and self.ranks():
-                return
-            time.sleep(0.005)
-
-    def ranks(self) -> dict[int, int]:
-        """Process id -> rank of the processes that are the ranks; each is the child of its supervisor, and that of its
-        front."""
-        found = self.processes()
-        parents = {pid: _parent(pid) for pid in found}
-        return {pid: rank for pid, rank in found.items() if parents.get(parents[pid]) in found}
-
-    def processes(self) -> dict[int, int]:
-        """Process id -> rank of the ranks, their supervisors and the fronts of these."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                words, environment = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
-            except OSError:
-                continue
-            mine = {str(self.folder).encode(), self.folder.name.encode()} & set(words)
-            rank = next((line.partition(b"=")[2] for line in environment if line.startswith(b"PMI_RANK=")), None)
-            if mine and rank is not None and b"python" in words[0]:
-                found[int(path.name)] = int(rank)
-        return found
-
-    def num_left(self) -> int:
-        """How many of them outlive their job; they are ended."""
-        end = time.monotonic() + ORPHAN_S
-        while (left := self.processes()) and time.monotonic() < end:
-            time.sleep(0.05)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        return len(left)
-
-    def end(self, *, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
-        """Exit status (None: it hung, and has been killed) and standard error."""
-        try:
-            _, stderr = self.process.communicate(timeout=limit_s)
-            return self.process.returncode, stderr
-        except subprocess.TimeoutExpired:
-            for pid in self.processes():
-                os.kill(pid, signal.SIGKILL)
-            self.process.kill()
-            return None, self.process.communicate()[1]
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return None
-
-
-def num_iterations(folder: Path) -> int:
-    """The number of iterations that a run has done."""
-    path = folder / "metrics.jsonl"
-    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
-
-
-def slowest_s(folder: Path) -> float:
-    """The longest iteration of a run."""
-    return max(row["iteration_s"] for row in read_rows(folder / "metrics.jsonl"))
-
-
-def outcome(folder: Path) -> dict:
-    """All that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor, responses, and
-    what an evaluation and `rollouts.every` add."""
-    tables = [name for name in ("metrics", "evaluations") if (folder / f"{name}.jsonl").exists()]
-    last = max((folder / "checkpoints").glob("iteration-*"))
-    names = [path.relative_to(folder) for path in last.glob("rank-*")] + [last.relative_to(folder) / "state.json"]
-    names += [Path("actor/model.safetensors"), Path("actor/adapter_model.safetensors"), Path("samples.jsonl")]
-    names += [path.relative_to(folder) for name in ("best", "rollouts") for path in (folder / name).rglob("*.*")]
-    return {
-        **{name: _timeless(read_rows(folder / f"{name}.jsonl")) for name in tables},
-        **{str(name): (folder / name).read_bytes() for name in names if (folder / name).exists()},
-    }
-
-
-def _timeless(rows: list[dict]) -> list[dict]:
-    timed = (*TIMED, *(TIMED_WITH_TOOLS if any("tool_calls" in row for row in rows) else ()))
-    return [{name: value for name, value in row.items() if name not in timed} for row in rows]

@@ -8,7 +8,6 @@ together: the most in its last tenth against the most in its second.
 Cost: six minutes. Command: python -m bench soak
 """
 
-import json
 import os
 import random
 import signal
@@ -16,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.faults.faults import Started, num_iterations, outcome
 from bench.rows import write
-from bench.tables import text_table
+from bench.tables import ended
+from tests.started import Started, num_iterations, outcome
 
 STRATEGY, NUM_RANKS, ITERATIONS = "separation", 4, 500
 BETWEEN = (30, 70)  # iterations from one kill to the next
@@ -46,9 +45,7 @@ def main(arguments: list[str]) -> int:
     row["ok"] = row["equal"] and row["named"] == row["kills"] and not row["hangs"] and not row["orphans"]
     row["ok"] = row["ok"] and row["growth"] <= MOST_GROWTH
     write("soak", [row])
-    print(text_table("soak", [row]))
-    print(json.dumps({name: row[name] for name in ("bench", "kills", "equal", "growth", "ok")}))
-    return 0 if row["ok"] else 1
+    return ended("soak", [row], **{name: row[name] for name in ("kills", "equal", "growth")})
 
 
 def disturbed(options: list[str], folder: Path, expected: dict) -> dict:

@@ -1,4 +1,4 @@
-"""What `python -m bench first-light` does, step by step: correctness first, then speed, each in a process of its own.
+"""What `python -m bench first-light` does, step by step (steps.toml).
 
 A step is a function of a Light that returns what it found; rows it has measured are kept even if it fails later.
 """
@@ -6,10 +6,12 @@ A step is a function of a Light that returns what it found; rows it has measured
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,179 +71,32 @@ class Light:
         return measured
 
 
-CHECKS, SPEED = "bench.first_light.checks", "bench.first_light.speed"
-SEVERAL = "bench.first_light.several"
 GPU, TWO_GPUS, MPI = "a GPU", "two GPUs", "mpi4py with an MPI library"
 RUNTIME = ("torch", "triton", "psutil")
-PROGRAM = (*RUNTIME, "pydantic", "safetensors", "tokenizers", "tqdm", MPI)
-STEPS = (
-    Step(
-        "device",
-        "torch sees as many GPUs as nvidia-smi, and something hints at them",
-        "bench.first_light.facts:device",
-        60,
-    ),
-    Step("kernels", "tests/gpu pass", f"{CHECKS}:gpu_tests", 180, (GPU, "pytest", *RUNTIME)),
-    Step(
-        "kernel-cases",
-        "the kernels' unit tests pass on the device",
-        f"{CHECKS}:kernel_tests",
-        200,
-        (GPU, "pytest", *RUNTIME),
-    ),
-    Step(
-        "engine",
-        "tokens of the embedded model with graphs, without and on the CPU are equal",
-        f"{CHECKS}:engine",
-        90,
-        (GPU, *RUNTIME, "safetensors"),
-    ),
-    Step(
-        "train",
-        "three iterations and one more after a resume draw the CPU's tokens; bfloat16 parity of 0.1 nats",
-        f"{CHECKS}:train",
-        150,
-        (GPU, *PROGRAM),
-    ),
-    Step(
-        "memory",
-        "an engine that has ended holds no memory of the device, with the garbage collector off",
-        f"{CHECKS}:memory",
-        60,
-        (GPU, *RUNTIME, "safetensors"),
-    ),
-    Step(
-        "preemption",
-        "256 rows in a cache for a third of them draw the tokens of a full cache",
-        f"{CHECKS}:preemption",
-        60,
-        (GPU, *RUNTIME, "safetensors"),
-    ),
-    Step(
-        "shared",
-        "four ranks that share the device draw the tokens of one rank on the CPU under each strategy",
-        f"{CHECKS}:shared",
-        200,
-        (GPU, *PROGRAM, "mpiexec"),
-    ),
-    Step(
-        "nccl-strategies",
-        "two to four ranks with a GPU each draw the tokens of one rank on the CPU under each strategy",
-        f"{SEVERAL}:nccl_strategies",
-        200,
-        (TWO_GPUS, *PROGRAM, "mpiexec"),
-    ),
-    Step(
-        "tp-graphs",
-        "two slices draw the tokens of one rank, with all-reduces in CUDA graphs and without",
-        f"{SEVERAL}:tp_graphs",
-        220,
-        (TWO_GPUS, *PROGRAM, "mpiexec"),
-    ),
-    Step(
-        "sanitizer",
-        "compute-sanitizer memcheck finds nothing in a decode step, launched and captured",
-        f"{CHECKS}:sanitizer",
-        150,
-        (GPU, "compute-sanitizer", *RUNTIME),
-    ),
-    Step(
-        "decode",
-        "a decode step of 7B shape, 64 rows of 1,024 tokens: 70% of memory bandwidth",
-        f"{SPEED}:decode",
-        120,
-        (GPU, "transformers", *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "sample",
-        "sample at [256, 131072]: 60% of memory bandwidth, float32 and bfloat16",
-        f"{SPEED}:sampling",
-        60,
-        (GPU, *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "generate",
-        "4 times as fast as transformers, 7B shape, 256 responses of realistic lengths",
-        f"{SPEED}:generate",
-        150,
-        (GPU, "transformers", *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "nano-vllm",
-        "256 sequences of Qwen3-0.6B's shape, in and out 100 to 1,024 tokens: every response has its length",
-        f"{SPEED}:nano_vllm",
-        90,
-        (GPU, *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "decode-profile",
-        "thirty rounds at 64 and 256 rows of 7B shape: one synchronisation a round, 90% of the time computing",
-        "bench.first_light.profile:decode_profile",
-        90,
-        (GPU, *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "train-step",
-        "an optimizer step of 1.1 B parameters in bfloat16: 40% of the rate of products, the forecast's memory +-10%",
-        f"{SPEED}:train_step",
-        90,
-        (GPU, "pydantic", *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "steady",
-        "twenty iterations: no kernel is loaded and no memory reserved after the second one",
-        "bench.first_light.steady:steady",
-        120,
-        (GPU, *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "pending-receive",
-        "launches, captures and freed memory do not wait for a message; products beside receives 10% slower at most",
-        f"{SEVERAL}:pending_receive",
-        110,
-        (TWO_GPUS, *PROGRAM, "mpiexec"),
-        "speed",
-    ),
-    Step(
-        "profile",
-        "a calibration of this device, measured and read back",
-        f"{SPEED}:calibrate",
-        150,
-        (GPU, *PROGRAM),
-        "speed",
-    ),
-    Step(
-        "kernel-step",
-        "the kernels of that decode step alone: 70% of memory bandwidth",
-        f"{SPEED}:kernel_step",
-        60,
-        (GPU, *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "kernel-speed",
-        "every case of `bench kernels` keeps what it promises",
-        f"{SPEED}:kernel_speed",
-        200,
-        (GPU, "transformers", *RUNTIME),
-        "speed",
-    ),
-    Step(
-        "generate-static",
-        "4 times as fast as transformers with a static cache, which it compiles for",
-        f"{SPEED}:generate_static",
-        300,
-        (GPU, "transformers", *RUNTIME),
-        "speed",
-    ),
-)
+PROGRAM = ("pydantic", "safetensors", "tokenizers", "tqdm", MPI)
+
+
+def _read(path: Path) -> tuple[Step, ...]:
+    """The steps of a file."""
+    return tuple(
+        Step(
+            name,
+            one["promise"],
+            f"bench.first_light.{one['function']}",
+            one["limit_s"],
+            _needs(one["gpus"], one.get("needs", ())) if "gpus" in one else (),
+            one.get("group", GROUPS[0]),
+        )
+        for name, one in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    )
+
+
+def _needs(gpus: int, names: Iterable[str]) -> tuple[str, ...]:
+    others = (PROGRAM if name == "program" else (name,) for name in names)
+    return (GPU if gpus == 1 else TWO_GPUS, *RUNTIME, *chain.from_iterable(others))
+
+
+STEPS = _read(Path(__file__).with_suffix(".toml"))
 
 
 def chosen(steps: Iterable[Step], names: str) -> list[Step]:

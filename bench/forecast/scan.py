@@ -20,7 +20,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench import plots
 from bench.baseline_tables import BASELINES
 from bench.forecast import stages, suites
 from bench.forecast.baselines import fastest_baseline
@@ -323,8 +322,6 @@ def main(arguments: list[str]) -> int:
         print(f"{claim}: {words}")
     if not parsed.quick and not own:
         write(file, [*others(file, rows), *rows] if parsed.algorithm else rows)
-    if name == "all" and not own:
-        plots.draw(rows)
     ok = all(claims[claim] == [] for claim in suite.promised if not own) and all(
         row["samples_per_s"] or row["why_not"] for row in rows
     )

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from bench.rows import RESULTS, provenance, read_rows, train, write
+from bench.rows import fill, read_rows, train
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.program.tensors import trained_weights_of, weights_of
@@ -42,21 +42,23 @@ def trained_share(task: str, rank: int) -> float:
     return numbers[0] / numbers[1]
 
 
-def measured(task: str, rank: int, seed: int, runs: str) -> dict:
+def measured(case: dict) -> dict:
     """The row of a run."""
+    task, rank = case["task"], case["rank"]
     preset, words, measure, _ = TASKS[task]
-    options = ["--preset", preset, "--algorithm", task, "--runs", runs, f"seed={seed}", f"lora.rank={rank}", *words]
-    result, _ = train(1, options, environment={**os.environ, "OMP_NUM_THREADS": "1"})
-    held_out = read_rows(Path(result["run_dir"]) / "evaluations.jsonl")
-    row = {"bench": "adapters", "task": task, "rank": rank, "seed": seed, "measure": measure}
-    row |= {"trained_share": trained_share(task, rank), "iterations": result["iterations"]}
+    options = ["--preset", preset, "--algorithm", task, f"seed={case['seed']}", f"lora.rank={rank}", *words]
+    with tempfile.TemporaryDirectory() as runs:
+        options += ["--runs", runs]
+        result, _ = train(1, options, environment={**os.environ, "OMP_NUM_THREADS": "1"})
+        held_out = read_rows(Path(result["run_dir"]) / "evaluations.jsonl")
+    row = {"measure": measure, "trained_share": trained_share(task, rank), "iterations": result["iterations"]}
     return row | {"first": held_out[0][measure], "last": held_out[-1][measure]}
 
 
 def judged(rows: list[dict]) -> list[dict]:
-    """With the distance of each rank's mean from that of full training, in the rows; ok where it is small."""
+    """In order of tasks, with the distance of each rank's mean from that of full training; ok where it is small."""
     made = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: list(TASKS).index(row["task"])):
         mine = [one for one in rows if one["task"] == row["task"]]
         of = {rank: [one["last"] for one in mine if one["rank"] == rank] for rank in (0, row["rank"])}
         worse = (mean(of[0]) - mean(of[row["rank"]])) * (1 if TASKS[row["task"]][3] else -1)
@@ -71,16 +73,9 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.tasks) - set(TASKS):
         parser.error(f"there is no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
-    tasks, path, about = parsed.tasks or list(TASKS), RESULTS / "adapters.jsonl", provenance()
-    rows = read_rows(path) if path.exists() else []
-    for task, seed, rank in product(tasks, map(int, parsed.seeds.split(",")), RANKS):
-        if any((row["task"], row["seed"], row["rank"]) == (task, seed, rank) for row in rows):
-            continue
-        with tempfile.TemporaryDirectory() as runs:
-            row = measured(task, rank, seed, runs) | about
-        print(f"{task}, rank {rank}, seed {seed}: {row['first']:.3f} -> {row['last']:.3f}", flush=True)
-        rows = judged(sorted([*rows, row], key=lambda row: list(TASKS).index(row["task"])))
-        write("adapters", rows)
-    found = [row for row in read_rows(path) if row["task"] in tasks]
+    tasks = parsed.tasks or list(TASKS)
+    keys = product(tasks, map(int, parsed.seeds.split(",")), RANKS)
+    rows = fill("adapters", [{"task": t, "rank": rank, "seed": s} for t, s, rank in keys], measured, finish=judged)
+    found = [row for row in rows if row["task"] in tasks]
     print(json.dumps({"bench": "adapters", "runs": len(found), "ok": all(row["ok"] for row in found)}))
     return 0 if all(row["ok"] for row in found) else 1

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows, write
+from bench.rows import RESULTS, on_ranks, read_rows, write
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -145,23 +146,14 @@ def main(arguments: list[str]) -> int:
         for num_ranks in sorted({case.ranks for case in CASES}):
             on_ranks(num_ranks, ["invariance", "--on-ranks", name, *algorithms], limit_s=3600.0)
         rows = compare(Path(name), algorithms)
-    print(
-        "algorithm            ranks  strategy        options                         tokens     largest error  weights"
-    )
     for row in rows:
-        same = "identical" if row["same_tokens"] else "DIFFERENT"
-        errors = f"{row['metrics_error']:13.1e}  {row['weights_error']:.1e}"
         print(
-            f"{row['algorithm']:<19}  {row['ranks']:5}  {row['strategy']:<14}  {row['options']:<30}  {same}  {errors}"
+            "".join(f"{row['algorithm']}, {row['strategy']}, {row['ranks']} ranks: {text}\n" for text in row["flips"]),
+            end="",
         )
-        for text in row["flips"]:
-            print(f"       {text}")
     kept = [row for row in read_rows(RESULTS / "invariance.jsonl") if row["algorithm"] not in algorithms]
-    path = write("invariance", sorted(kept + rows, key=lambda row: list(WORDS).index(row["algorithm"])))
-    ok = all(row["ok"] for row in rows)
-    shown = str(path.relative_to(REPOSITORY))
-    print(json.dumps({"bench": "invariance", "cases": len(rows), "seeds": len(SEEDS), "rows": shown, "ok": ok}))
-    return 0 if ok else 1
+    write("invariance", sorted(kept + rows, key=lambda row: list(WORDS).index(row["algorithm"])))
+    return ended("invariance", rows, cases=len(rows), seeds=len(SEEDS))
 
 
 def compare(folder: Path, algorithms: Collection[str]) -> list[dict]:

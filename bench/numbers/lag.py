@@ -12,18 +12,16 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from bench.ahead_tables import MEASURE, paired
-from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
+from bench.rows import RESULTS, fill, read_rows, train
 
 ON_A_RANK = "--on-a-rank"
 PAGES, LAGS, SEEDS = ("grpo", "ppo"), (1, 2, 4), (0, 1, 2, 3, 4)
@@ -72,29 +70,17 @@ def delay(lag: int) -> None:
     generate.generate = delayed
 
 
-def measured(case: tuple[str, int, int, str], overrides: list[str]) -> dict[str, Any]:
+def measured(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The row of one run."""
-    page, seed, lag, correction = case
-    options = [f"{page}.{word}" for word in CORRECTIONS[correction]]
-    began, about = time.perf_counter(), provenance()
+    page, began = case["page"], time.perf_counter()
+    options = [f"{page}.{word}" for word in CORRECTIONS[case["correction"]]]
     with tempfile.TemporaryDirectory() as runs:
-        words = ["train", "--json", "--preset", "arithmetic", "--algorithm", page, "--runs", runs, f"seed={seed}"]
-        words += ["--strategy", "flattening", "parity_tolerance=1e6"]
-        words += [*SIZES[page], *SIZE, *options, *overrides]
-        mpirun = str(Path(sys.executable).with_name("mpirun"))
-        command = [mpirun, "-n", "1", sys.executable, "-m", "bench", "lag", ON_A_RANK, str(lag), *words]
-        told = {"capture_output": True, "text": True, "timeout": LIMIT_S}
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=REPOSITORY, env=one_thread, check=False, **told)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
-        result = json.loads(done.stdout.splitlines()[-1])
-        metrics, evaluations = (
-            read_rows(Path(result["run_dir"]) / f"{name}.jsonl") for name in ("metrics", "evaluations")
-        )
+        words = ["--preset", "arithmetic", "--algorithm", page, "--runs", runs, f"seed={case['seed']}"]
+        words += ["--strategy", "flattening", "parity_tolerance=1e6", *SIZES[page], *SIZE, *options, *overrides]
+        told = {"limit_s": LIMIT_S, "environment": os.environ | {"OMP_NUM_THREADS": "1"}}
+        result, metrics = train(1, words, within=["bench", "lag", ON_A_RANK, str(case["lag"])], **told)
+        evaluations = read_rows(Path(result["run_dir"]) / "evaluations.jsonl")
     return {
-        "bench": "lag",
-        **dict(zip(KEY, case, strict=True)),
         "actor_lr": ACTOR_LR,
         "iterations": result["iterations"],
         "accuracy_first": result["eval_mean@1_first"],
@@ -103,7 +89,6 @@ def measured(case: tuple[str, int, int, str], overrides: list[str]) -> dict[str,
         "parity_mean_abs": statistics.fmean(row["parity_mean_abs"] for row in metrics),
         "ess_least": min((row["importance_ess"] for row in metrics if "importance_ess" in row), default=None),
         "wall_s": time.perf_counter() - began,
-        **about,
     }
 
 
@@ -118,17 +103,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--most", type=int, help="number of rows to measure now")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
     parsed = parser.parse_args(arguments)
-    path = RESULTS / "lag.jsonl"
-    rows = read_rows(path) if path.exists() else []
-    have = {tuple(row[name] for name in KEY) for row in rows}
-    missing = list(islice((case for case in cases() if case not in have), parsed.most))
-    with ThreadPoolExecutor(2) as pool:
-        for row in pool.map(partial(measured, overrides=parsed.overrides), missing):
-            rows.append(row)
-            write("lag", rows)
-            print(*(row[name] for name in (*KEY, MEASURE, "accuracy_last", "wall_s")), flush=True)
+    path, every = RESULTS / "lag.jsonl", [dict(zip(KEY, case, strict=True)) for case in cases()]
+    have = [{name: row[name] for name in KEY} for row in (read_rows(path) if path.exists() else [])]
+    now = islice((case for case in every if case not in have), parsed.most)
+    rows = fill("lag", now, partial(measured, overrides=parsed.overrides), together=2)
     for one in paired(rows):
         words = f"{one['page']} lag {one['lag']} {one['correction']}, {one['seeds']} seeds"
         print(f"{words}: {one['difference']:+.3f} +- {one['half']:.3f}")
-    print(json.dumps({"bench": "lag", "rows": len(rows), "of": len(cases()), "ok": len(rows) == len(cases())}))
+    print(json.dumps({"bench": "lag", "rows": len(rows), "of": len(every), "ok": len(rows) == len(every)}))
     return 0

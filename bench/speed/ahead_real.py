@@ -10,16 +10,15 @@ Cost: three minutes on two otherwise idle cores. Command: python -m bench ahead-
 """
 
 import argparse
-import json
 import os
 import statistics
-import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import on_ranks, write
-from bench.tables import text_table
+from bench.rows import one_world, rows_of_ranks, write
+from bench.speed.overlap import Iteration, Runner, seconds_of
+from bench.tables import ended
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
@@ -43,48 +42,11 @@ def words(tokens: int, more: list[str]) -> list[str]:
     return [*SIZES, *lengths, f"ppo.epochs={EPOCHS}", *more]
 
 
-class Runner:
-    """One program on one rank, with models of its own."""
-
-    def __init__(self, config: Any, program: Program, world: Any):
-        from rlhf_spmd.runtime.ahead.steps import AheadExecutor
-        from rlhf_spmd.runtime.execute.executor import Executor
-        from rlhf_spmd.runtime.observe.trace import Tracer
-        from rlhf_spmd.runtime.run.prepare import prepare
-
-        self.program, self.world, self.recorder = program, world, Tracer()
-        self.job = prepare(config, program, world)
-        self.executor = (AheadExecutor if program.placement.ahead else Executor)(self.job, self.recorder)
-        self.in_flight: Any = None
-
-    def iteration(self, number: int) -> tuple[float, list[float]]:
-        """Seconds of an iteration, and of each Run of this rank. One ahead, the first one is the prologue."""
-        from rlhf_spmd.runtime.ahead.in_flight import Batch
-        from rlhf_spmd.runtime.ahead.steps import Batches
-        from rlhf_spmd.runtime.run.prepare import make_iteration
-
-        data = make_iteration(self.job, number)
-        if self.program.placement.ahead:
-            data = Batches(self.in_flight, Batch(data))
-            self.in_flight = data.drawn
-        else:
-            self.executor.begin()
-        self.world.barrier("the start of an iteration")
-        self.recorder.spans.clear()
-        began = time.perf_counter()
-        self.executor.iteration(data)
-        took_s = time.perf_counter() - began
-        return took_s, [span[3] - span[2] for span in self.recorder.spans if span[1] == "compute"]
-
-
 def run_case(file: Path, tokens: int, num_rounds: int, more: list[str]) -> None:
-    """The main function of each rank; rank 0 writes the rows."""
-    from rlhf_spmd.runtime.world.world import World
-
-    world = World.discover()
-    try:
+    """The main function of each rank."""
+    rows: list[dict] = []
+    with one_world(file, rows) as world:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
-        world.use_device("cpu")
         config = load("tiny", words(tokens, more))
         workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
         programs = [load_strategy("separation").compile(workload, cluster, options) for options in VARIANTS]
@@ -92,26 +54,17 @@ def run_case(file: Path, tokens: int, num_rounds: int, more: list[str]) -> None:
         runners = [Runner(config, program, world) for program in programs]
         rounds = [[runner.iteration(number) for runner in runners] for number in range(WARM_UP + num_rounds)]
         everyone = world.allgather(rounds[WARM_UP:], "the seconds")
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
-    if world.rank == 0:
-        rows = [
-            row_of(program, [[of_rank[index] for of_rank in one] for one in zip(*everyone, strict=True)])
-            for index, program in enumerate(programs)
-        ]
-        about = {"epochs": EPOCHS, "tokens": tokens}
-        file.write_text(json.dumps([{"bench": "ahead_real"} | about | row for row in rows]), encoding="utf-8")
+        for index, program in enumerate(programs):
+            row = row_of(program, [[of_rank[index] for of_rank in one] for one in zip(*everyone, strict=True)])
+            rows.append({"bench": "ahead_real", "epochs": EPOCHS, "tokens": tokens} | row)
 
 
-def row_of(program: Program, rounds: list[list[tuple[float, list[float]]]]) -> dict[str, Any]:
-    """Measured and simulated seconds. rounds[i][rank]: of an iteration, and of each Run of the rank."""
+def row_of(program: Program, rounds: Sequence[Iteration]) -> dict[str, Any]:
+    """Measured and simulated seconds of an iteration."""
     found: dict[tuple[int, Run], list[float]] = {}
     for one in rounds:
-        for rank, (_, seconds) in enumerate(one):
-            runs = [step for step in program.instructions[rank] if isinstance(step, Run)]
-            for run, took_s in zip(runs, seconds, strict=True):
-                found.setdefault((rank, run), []).append(took_s)
+        for run, took_s in seconds_of(program, one).items():
+            found.setdefault(run, []).append(took_s)
     run_s = {key: statistics.median(seconds) for key, seconds in found.items()}
     halves = [sum(s for (_, run), s in run_s.items() if draws(program, run) is drawn) for drawn in (True, False)]
     each_s = [max(took_s for took_s, _ in one) for one in rounds]
@@ -147,14 +100,9 @@ def main(arguments: list[str]) -> int:
     if parsed.on_ranks:
         run_case(parsed.on_ranks, parsed.tokens, parsed.rounds, parsed.options)
         return 0
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "rows.json"
-        sizes = ["--tokens", str(parsed.tokens), "--rounds", str(parsed.rounds)]
-        on_ranks(NUM_RANKS, ["ahead-real", "--on-ranks", str(file), *sizes, *parsed.options])
-        rows = json.loads(file.read_text(encoding="utf-8"))
+    sizes = ["--tokens", str(parsed.tokens), "--rounds", str(parsed.rounds)]
+    rows = rows_of_ranks("ahead-real", NUM_RANKS, [*sizes, *parsed.options])
     ok = judge(rows)
-    print(text_table("ahead_real", rows))
     if not parsed.tries:
         write("ahead_real", [row | {"ok": ok} for row in rows])
-    print(json.dumps({"bench": "ahead_real", "ok": ok}))
-    return 0 if ok else 1
+    return ended("ahead-real", rows, ok=ok)

@@ -3,55 +3,45 @@
 The same weights at the same precision take turns in one run, 32 sequences at a time: (a) every response runs to the
 limit; (b) responses of realistic lengths, where ours refills the places of those that have ended and a batch of
 transformers lasts until its longest has. Only tokens of responses count. Shares are of the floor of a decode step by
-the memory bandwidth and the rate of matrix products that the run itself measures. On a CPU: a random Llama of 28 M
-parameters, and with --smollm2 SmolLM2-135M instead. On a GPU: the decode step of a model of 7B shape, and whole
-generations with it, also against transformers' static cache (compiled).
+the memory bandwidth and the rate of matrix products that the run itself measures. The models are a random Llama of 28 M
+parameters, and with --smollm2 SmolLM2-135M instead. On CPUs; on a GPU `bench first-light` compares the same.
 
 Cost: five minutes on two cores, twenty with --smollm2, one with --quick (which judges and writes nothing), a quarter of
-one with --ours (only our generation, on one thread: work of which `tools unchanged` measures the processor time); on a
-GPU about five minutes and 60 GiB. On a CPU --precision and --work measure a part of it, and leave the rows of the rest.
+one with --ours (only our generation, on one thread: work of which `tools unchanged` measures the processor time).
+--precision and --work measure a part of it, and leave the rows of the rest.
 Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision float32|bfloat16] [--work limit|spread]
 """
 
 import argparse
 import json
-import os
-import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts; read as torch is imported
 import torch
 
 from bench.rows import REPOSITORY, RESULTS, write
 from bench.speed import generate_peers as peers
 from bench.speed.generate_compare import compare, precision_of, show
-from bench.speed.generate_costs import breakdown, floor
+from bench.speed.generate_costs import floor
 from bench.speed.roofline import matrix_ceiling, memory_ceiling, name_of
 from rlhf_spmd.model.transformer import Transformer
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
+CPU = torch.device("cpu")
 PLACES = 32
 THREADS = 2
 REPEATS = 3
 LEAST = {"limit": 1.5, "spread": 2.5}  # promised ratios on a CPU
 DTYPES = (torch.float32, torch.bfloat16)
-LOOK = 32  # tokens of the run that is looked into
 
 
-def look_inside(row: dict, work: peers.Workload, mine: Transformer, ceilings: dict) -> dict:
-    """A row of responses that all run to the limit, with its floor and where the time of a step goes."""
+def with_floor(row: dict, work: peers.Workload, mine: Transformer, ceilings: dict) -> dict:
+    """A row of responses that all run to the limit, with its floor."""
     steps = work.lengths[0]
-    context = work.prompts_RP.shape[1] + steps / 2
-    costs = floor(mine, work.places, context, ceilings)
-    brief = peers.shortened(work, LOOK)
-    peers.by_ours(mine, brief)
-    wall_s = statistics.median(_seconds(lambda: peers.by_ours(mine, brief)) for _ in range(3))
-    step_s = row["ours_s"] / steps
-    parts = breakdown(lambda: peers.by_ours(mine, brief), wall_s)
-    return row | costs | {"step_s": step_s, "share_of_floor": costs["floor_s"] / step_s, "parts": parts}
+    costs, step_s = floor(mine, work.places, work.prompts_RP.shape[1] + steps / 2, ceilings), row["ours_s"] / steps
+    return row | costs | {"step_s": step_s, "share_of_floor": costs["floor_s"] / step_s}
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -72,12 +62,11 @@ def on_cpu(
     folder: Path | None, ceilings: dict, *, quick: bool, precision: str | None = None, only: str | None = None
 ) -> list[dict]:
     """Rows of the small model, or of the one in a folder; of one precision and kind of work only, if given."""
-    device, rows = torch.device("cpu"), []
-    repeats = 1 if quick else REPEATS
+    rows, repeats = [], 1 if quick else REPEATS
     limit, num = (128, 64) if quick else (256, 128)
     for dtype in (dtype for dtype in DTYPES if precision in (None, precision_of(dtype))):
         if folder is None:
-            theirs = peers.random_model(peers.SMALL, dtype, device)
+            theirs = peers.random_model(peers.SMALL, dtype, CPU)
         else:
             theirs = peers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         theirs = peers.without_ends(theirs)
@@ -92,7 +81,7 @@ def on_cpu(
             row |= {"model": "SmolLM2-135M" if folder else "Llama 28 M", "promised": LEAST[kind], "products": library}
             row["ok"] = row["ratio"] >= row["promised"]
             if kind == "limit":
-                row = look_inside(row, work, mine, ceilings)
+                row = with_floor(row, work, mine, ceilings)
             show(row)
             rows.append(row)
     return rows
@@ -101,7 +90,7 @@ def on_cpu(
 def ours_only() -> None:
     """Prints our tokens per second with the small model, without peers and ceilings."""
     for dtype in DTYPES:
-        theirs = peers.without_ends(peers.random_model(peers.SMALL, dtype, torch.device("cpu")))
+        theirs = peers.without_ends(peers.random_model(peers.SMALL, dtype, CPU))
         mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
         peers.use_fastest(dtype)
         for work in peers.works(vocab_size, num=64, places=PLACES, limit=64).values():
@@ -127,9 +116,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench generate", description=__doc__)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
     parser.add_argument("--quick", action="store_true", help="once, and less of it; judges and writes nothing")
-    parser.add_argument("--ours", action="store_true", help="only ours, on a CPU; judges and writes nothing")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="only this one, on a CPU")
-    parser.add_argument("--work", choices=list(LEAST), help="only this kind of responses, on a CPU")
+    parser.add_argument("--ours", action="store_true", help="only ours; judges and writes nothing")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="only this one")
+    parser.add_argument("--work", choices=list(LEAST), help="only this kind of responses")
     parsed = parser.parse_args(arguments)
     if parsed.smollm2 and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
@@ -138,21 +127,12 @@ def main(arguments: list[str]) -> int:
         ours_only()
         print(json.dumps({"bench": "generate", "ok": True}))
         return 0
-    if torch.cuda.is_available():
-        from bench.speed.generate_gpu import on_gpu
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        rows = on_gpu(device, measure_ceilings(device), quick=parsed.quick)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(THREADS)
-        ceilings = measure_ceilings(device)
-        part = {"precision": parsed.precision, "only": parsed.work}
-        rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick, **part)
+    torch.set_num_threads(THREADS)
+    ceilings, part = measure_ceilings(CPU), {"precision": parsed.precision, "only": parsed.work}
+    rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick, **part)
     ok = all(row["ok"] for row in rows) or parsed.quick
     if not parsed.quick:
-        about = {"bench": "generate", "device": name_of(device), "transformers": version("transformers")}
-        # the tables show the rows of a CPU; a decode step of a GPU has other columns
-        keep([about | row for row in rows], "generate" if device.type == "cpu" else "generate_gpu")
-    print(json.dumps({"bench": "generate", "device": name_of(device), "ok": ok}))
+        about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}
+        keep([about | row for row in rows], "generate")
+    print(json.dumps({"bench": "generate", "device": name_of(CPU), "ok": ok}))
     return 0 if ok else 1

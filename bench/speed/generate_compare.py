@@ -71,4 +71,3 @@ def show(row: dict) -> None:
             f"  a decode step takes {1e3 * row['step_s']:.1f} ms; its floor ({floors} ms) is "
             f"{row['share_of_floor']:.0%} of that; its products alone take {1e3 * row['products_s']:.1f} ms"
         )
-        print("  " + ", ".join(f"{name} {share:.0%}" for name, share in row["parts"].items()), flush=True)

@@ -1,49 +1,11 @@
-"""The least time of a decode step on this device, and where the rest of its time goes."""
-
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+"""The least time of a decode step on this device."""
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.speed.roofline import alternate
-from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import LINEAR, in_use
-from rlhf_spmd.model import kv_attention
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation import engine
 from rlhf_spmd.runtime.generation.kv_cache import token_bytes
-
-# what counts as a part of its own, whatever operations it is made of
-PARTS = {
-    "attention": [(kv_attention, "decode_attention"), (kv_attention, "kv_write")],
-    "sampling": [(engine, "sample")],
-}
-PRODUCTS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::linear",
-    "aten::matmul",
-    "aten::bmm",
-    "aten::t",
-    "mkldnn",
-    "onednn",
-    "mkl::",
-)
-OTHERS = "small operations"
-NATIVE = {  # kernels of our own, which are no operations of torch
-    "product": "matrix products",
-    "decode_attention": "attention",
-    "kv_write": "attention",
-    "block_masses": "sampling",
-    "rmsnorm": OTHERS,
-    "rotate": OTHERS,
-    "silu_mul": OTHERS,
-}
-PYTHON = "Python and bookkeeping"
 
 
 def products_of(model: Transformer) -> list[torch.Tensor]:
@@ -77,50 +39,3 @@ def floor(model: Transformer, rows: int, context: float, ceilings: dict) -> dict
     products_s = alternate({"products": multiply}, device, rounds=7)["products"]
     found = {"bytes": num_bytes, "memory_s": memory_s, "matrix_s": matrix_s, "products_s": products_s}
     return found | {"floor_s": max(memory_s, matrix_s)}
-
-
-def breakdown(call: Callable[[], object], wall_s: float) -> dict[str, float]:
-    """Shares of a run by what its operations are for. wall_s: of the same run without the profiler, which slows Python
-    and not the operations; what they leave of it is Python."""
-    with named_parts(), profile(activities=[ProfilerActivity.CPU]) as found:
-        call()
-    seconds: dict[str, float] = defaultdict(float)
-    for event in found.events():
-        if event.device_type == DeviceType.CPU and event.name.startswith(
-            ("aten::", "mkldnn", "onednn", "mkl::", "native::")
-        ):
-            seconds[_part_of(event)] += event.self_cpu_time_total / 1e6
-    total_s = max(wall_s, sum(seconds.values()))  # on a busy machine a run may take longer than the one before it
-    seconds[PYTHON] = total_s - sum(seconds.values())
-    return {name: taken_s / total_s for name, taken_s in sorted(seconds.items(), key=lambda item: -item[1])}
-
-
-def _part_of(event) -> str:
-    if event.name.startswith("native::"):
-        return NATIVE[event.name.removeprefix("native::")]
-    above = event
-    while above is not None:
-        if above.name in PARTS:
-            return above.name
-        above = above.cpu_parent
-    return "matrix products" if event.name.startswith(PRODUCTS) else OTHERS
-
-
-@contextmanager
-def named_parts() -> Iterator[None]:
-    """Lets the profiler see the parts by their names."""
-    with ExitStack() as stack:
-        for name, places in PARTS.items():
-            for module, function in places:
-                stack.enter_context(patch.object(module, function, _recorded(name, getattr(module, function))))
-        for function in NATIVE:
-            stack.enter_context(patch.object(cpu, function, _recorded(f"native::{function}", getattr(cpu, function))))
-        yield
-
-
-def _recorded(name: str, function: Callable) -> Callable:
-    def wrapped(*args, **kwargs):
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return wrapped

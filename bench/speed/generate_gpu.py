@@ -1,4 +1,4 @@
-"""The GPU's part of `python -m bench generate`: a decode step of 7B shape, and whole generations with that model."""
+"""A decode step inside the engine, which `python -m bench first-light` measures on a GPU at 7B shape."""
 
 import statistics
 import time
@@ -51,38 +51,3 @@ def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context:
         "promised": STEP_SHARE,
         "ok": share >= STEP_SHARE,
     }
-
-
-def ways(theirs) -> dict[str, dict]:
-    """The ways to call transformers on this device; a static cache compiles the model, where that works."""
-    found = {"transformers": {}}
-    brief = peers.to_the_limit(theirs.config.vocab_size, num=2, new=4)
-    try:
-        peers.by_transformers(theirs, brief, cache_implementation="static")
-    except Exception as error:  # whatever the compiler raises, the row says that this way does not work here
-        print(f"transformers with a static cache does not work here: {type(error).__name__}: {str(error)[:200]}")
-    else:
-        found["transformers, static cache"] = {"cache_implementation": "static"}
-    return found
-
-
-def on_gpu(device: torch.device, ceilings: dict, *, quick: bool, sizes: dict = peers.LLAMA_7B) -> list[dict]:
-    """Rows of the model of 7B shape in bfloat16."""
-    from bench.speed.generate_compare import compare, show
-
-    theirs = peers.without_ends(peers.random_model(sizes, torch.bfloat16, device))
-    mine, vocab_size = peers.same_weights(theirs, torch.bfloat16), sizes["vocab_size"]
-    row = {"model": "Llama 7B shape"} | decode_step(mine, ceilings)
-    told = f"{1e3 * row['step_s']:.2f} ms for {row['bytes'] / 1e9:.1f} GB: {row['share_of_memory']:.0%} of memory"
-    print(f"{row['model']}, {row['work']}: {told}{'' if row['ok'] else f'  BELOW {STEP_SHARE:.0%}'}", flush=True)
-    rows, options = [row], ways(theirs)
-    for work, least in (
-        (peers.to_the_limit(vocab_size, num=ROWS, new=128), 1.0),
-        (peers.spread(vocab_size, num=4 * ROWS, places=ROWS, limit=256), LEAST),
-    ):
-        row = compare(work, theirs, mine, repeats=1 if quick else 3, options=options)
-        row |= {"model": "Llama 7B shape", "promised": least}
-        row["ok"] = row["ratio"] >= least
-        show(row)
-        rows.append(row)
-    return rows

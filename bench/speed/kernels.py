@@ -1,11 +1,11 @@
 """How close are the kernels to the device's ceilings, and how much faster than their peers?
 
 Each kernel and its peers take turns in one run, on random data; shares are of the memory bandwidth and of the rate of
-matrix products that the run itself measures. With a GPU: sampling, logprobs (also peak memory), decode attention, the
-small kernels of a decode step, packed prompts, and a whole decode step of 7B shape. Without: what people meet on a
-CPU, sampling, logprobs and decode attention.
+matrix products that the run itself measures. On a CPU: sampling, logprobs (also peak memory) and decode attention. The
+cases of a GPU, with the small kernels of a decode step, packed prompts, and a whole decode step of 7B shape, are those
+of `bench first-light`.
 
-Cost: two minutes on two cores, three on a GPU (which needs 60 GiB for all of it). Command: python -m bench kernels
+Cost: two minutes on two cores. Command: python -m bench kernels
 With --static nothing is timed: see static_kernels.py.
 """
 
@@ -161,22 +161,19 @@ def main(arguments: list[str]) -> int:
         from bench.speed import static_kernels  # needs Triton
 
         return static_kernels.main()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
     matrix = {str(d).removeprefix("torch."): matrix_ceiling(device, d) for d in (torch.float32, torch.bfloat16)}
     ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
     rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
     print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}")
-    rows, suite = [], (gpu_cases if device.type == "cuda" else cpu_cases)(device)
-    for case in suite:
+    rows = []
+    for case in cpu_cases(device):
         if parsed.only in case.kernel:
             rows.append(measure(case, device, ceilings))
             print(show(rows[-1]), flush=True)
-    if device.type == "cuda" and parsed.only in "decode step":
-        rows.append(measure_step(device, ceilings, shape=Shape(), rows=64, context=1024))
-        print(show(rows[-1]))
     about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
     if not parsed.only:
-        write("kernels" if device.type == "cpu" else "kernels_gpu", [about | row for row in rows])
+        write("kernels", [about | row for row in rows])
     ok = all(row["ok"] for row in rows)
     print(json.dumps({"bench": "kernels", "device": name_of(device), "ok": ok}))
     return 0 if ok else 1

@@ -12,14 +12,15 @@ Cost: two and a half minutes. Command: python -m bench overlap
 
 import argparse
 import dataclasses
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.rows import on_ranks, write
+from bench.rows import one_world, rows_of_ranks, write
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -89,8 +90,65 @@ def _rank_of(program: Program, step: Run) -> int:
     return next(rank for rank in layout.ranks if set(step.columns) <= set(layout.columns(rank, _width(program))))
 
 
+class Runner:
+    """One program on one rank, with models of its own."""
+
+    def __init__(self, config: Config, program: Program, world: Any):
+        from rlhf_spmd.runtime.ahead.steps import AheadExecutor
+        from rlhf_spmd.runtime.execute.executor import Executor
+        from rlhf_spmd.runtime.observe.trace import Tracer
+        from rlhf_spmd.runtime.run.prepare import prepare
+
+        self.program, self.world, self.recorder = program, world, Tracer()
+        self.job = prepare(config, program, world)
+        self.executor = (AheadExecutor if program.placement.ahead else Executor)(self.job, self.recorder)
+        self.in_flight: Any = None
+
+    def slow(self, seconds: Callable[[Run], float]) -> None:
+        """From now on each Run sleeps besides."""
+        executor = self.executor.inner if self.program.placement.ahead else self.executor
+        run = executor.run
+
+        def slowed(step: Run, data: Any) -> None:
+            run(step, data)
+            time.sleep(seconds(step))
+
+        executor.run = slowed
+
+    def iteration(self, number: int) -> tuple[float, list[float]]:
+        """Seconds of an iteration, and of each Run of this rank. One ahead, the first one is the prologue."""
+        from rlhf_spmd.runtime.ahead.in_flight import Batch
+        from rlhf_spmd.runtime.ahead.steps import Batches
+        from rlhf_spmd.runtime.run.prepare import make_iteration
+
+        data = make_iteration(self.job, number)
+        if self.program.placement.ahead:
+            data = Batches(self.in_flight, Batch(data))
+            self.in_flight = data.drawn
+        else:
+            self.executor.begin()
+        self.world.barrier("the start of an iteration")
+        self.recorder.spans.clear()
+        began = time.perf_counter()
+        self.executor.iteration(data)
+        took_s = time.perf_counter() - began
+        return took_s, [span[3] - span[2] for span in self.recorder.spans if span[1] == "compute"]
+
+
+Iteration = Sequence[tuple[float, list[float]]]  # of each rank: total, seconds of each Run
+
+
+def seconds_of(program: Program, of_ranks: Iteration) -> dict[tuple[int, Run], float]:
+    """The seconds of each Run of each rank in an iteration."""
+    found: dict[tuple[int, Run], float] = {}
+    for rank, (_, seconds) in enumerate(of_ranks):
+        runs = [step for step in program.instructions[rank] if isinstance(step, Run)]
+        found |= {(rank, step): s for step, s in zip(runs, seconds, strict=True)}
+    return found
+
+
 def measure(
-    world,
+    world: Any,
     name: str,
     folder: Path,
     with_groups: Callable,
@@ -104,67 +162,36 @@ def measure(
     folder: where `write_models` wrote; with_groups(program): the world with the groups of a program. extra_s: seconds
     that a Run of each call takes besides its sleep; None: what is measured here. scale: of all times in SLOW_S.
     """
-    from rlhf_spmd.runtime.ahead.in_flight import Batch
-    from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
-    from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
-
     strategy, options, epochs = VARIANTS.get(name, (name, {}, 1))
     config = small(folder, epochs)
-    workload, cluster = make_workload(config), Cluster((Node(world.size),))
-    program = load_strategy(strategy).compile(workload, cluster, options)
+    program = load_strategy(strategy).compile(make_workload(config), Cluster((Node(world.size),)), options)
     world = with_groups(program)
-    job = prepare(config, program, world)
-    recorder = Tracer()
-    ahead = AheadExecutor(job, recorder) if program.placement.ahead else None
-    executor, mine = ahead.inner if ahead else Executor(job, recorder), []
-    run, in_flight = executor.run, None
-
-    def slowed(step, data):
-        run(step, data)
-        time.sleep(slow_s(program, step, scale))
-
-    executor.run = slowed
-    for number in range(iterations):
-        data = make_iteration(job, number)
-        world.barrier("the start of an iteration")
-        recorder.spans.clear()
-        began = time.perf_counter()
-        if ahead:  # the first step is the prologue
-            in_flight, trained = Batch(data), in_flight
-            ahead.iteration(Batches(trained, in_flight))
-        else:
-            executor.iteration(data)
-        total_s = time.perf_counter() - began
-        mine.append((total_s, [span[3] - span[2] for span in recorder.spans if span[1] == "compute"]))
-    everyone = world.allgather(mine[1:])
-    if extra_s is None:
-        extra_s = besides_s(program, list(zip(*everyone, strict=True)), scale)
+    runner = Runner(config, program, world)
+    runner.slow(lambda step: slow_s(program, step, scale))
+    everyone = world.allgather([runner.iteration(number) for number in range(iterations)][1:])
+    rounds = list(zip(*everyone, strict=True))
+    extra_s = besides_s(program, rounds, scale) if extra_s is None else extra_s
+    slowed = Times(lambda rank, step: slow_s(program, step, scale))
+    forecast = Times(lambda rank, step: slow_s(program, step, scale) + extra_s[step.call])
     return {
         "bench": "overlap",
         "strategy": name,
         "ranks": world.size,
-        "slowed_s": simulate(program, Times(lambda rank, step: slow_s(program, step, scale))).makespan_s,
-        "forecast_s": simulate(
-            program, Times(lambda rank, step: slow_s(program, step, scale) + extra_s[step.call])
-        ).makespan_s,
-        "measured_s": statistics.median(max(total_s for total_s, _ in ranks) for ranks in zip(*everyone, strict=True)),
+        "slowed_s": simulate(program, slowed).makespan_s,
+        "forecast_s": simulate(program, forecast).makespan_s,
+        "measured_s": statistics.median(max(total_s for total_s, _ in ranks) for ranks in rounds),
         "extra_s": extra_s,
     }
 
 
-def besides_s(program: Program, iterations: list, scale: float = 1.0) -> dict[str, float]:
-    """The median time of a Run of each call besides its sleep. iterations[i][rank]: total, seconds of each Run.
+def besides_s(program: Program, iterations: Sequence[Iteration], scale: float = 1.0) -> dict[str, float]:
+    """The median time of a Run of each call besides its sleep.
 
     In a group the last rank to come shows how long the Run itself takes; the others also wait in it.
     """
     found: dict[str, list[float]] = {}
     for of_ranks in iterations:
-        of_run: dict[tuple[int, Run], float] = {}
-        for rank, (_, seconds) in enumerate(of_ranks):
-            runs = [step for step in program.instructions[rank] if isinstance(step, Run)]
-            of_run |= {(rank, step): s for step, s in zip(runs, seconds, strict=True)}
+        of_run = seconds_of(program, of_ranks)
         for rank, step in of_run:
             members = program.groups[step.group] if step.group is not None else (rank,)
             fastest = min(of_run[member, step] for member in members)
@@ -197,13 +224,9 @@ def judge(rows: list[dict], tolerance: float = TOLERANCE) -> None:
 
 
 def run_cases(file: Path) -> None:
-    """The main function of each rank; rank 0 writes the rows."""
-    from rlhf_spmd.runtime.world.world import World
-
-    world = World.discover()
-    world.use_device("cpu")
-    rows = []
-    try:
+    """The main function of each rank."""
+    rows: list[dict] = []
+    with one_world(file, rows) as world:
         everyone = {f"ranks 0-{world.size - 1}": tuple(range(world.size))}
         world.start_torch(everyone, threads=1)
         with tempfile.TemporaryDirectory() as name:
@@ -211,13 +234,8 @@ def run_cases(file: Path) -> None:
             if world.rank == 0:
                 write_models(folder)
             world.barrier("the models")
-            rows = measure_all(world, folder, lambda program: world, (*STRATEGIES, *VARIANTS))
+            rows += measure_all(world, folder, lambda program: world, (*STRATEGIES, *VARIANTS))
             world.barrier("the end of the folder")
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
-    if world.rank == 0:
-        file.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
@@ -227,16 +245,7 @@ def main(arguments: list[str]) -> int:
     if parsed.on_ranks:
         run_cases(parsed.on_ranks)
         return 0
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "rows.json"
-        on_ranks(NUM_RANKS, ["overlap", "--on-ranks", str(file)])
-        rows = json.loads(file.read_text(encoding="utf-8"))
+    rows = rows_of_ranks("overlap", NUM_RANKS)
     judge(rows)
-    print("strategy          slowed calls alone s  critical path s  measured s  ratio")
-    for row in rows:
-        seconds = f"{row['slowed_s']:20.2f}  {row['forecast_s']:15.2f}  {row['measured_s']:10.2f}"
-        print(f"{row['strategy']:<16}  {seconds}  {row['ratio']:5.2f}")
     write("overlap", rows)
-    ok = all(row["ok"] for row in rows)
-    print(json.dumps({"bench": "overlap", "ok": ok}))
-    return 0 if ok else 1
+    return ended("overlap", rows)

@@ -2,8 +2,8 @@
 ranks are, the control plane's share.
 
 At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on two cores. Of the runs at 2 ranks the
-median iterations are drawn below each other on one axis; of the demo's strategy at 4, two iterations. What is drawn is
-kept in bench/results/timelines.json. Run it on a machine with nothing else to do.
+median iterations are kept in bench/results/timelines.json, and of the demo's strategy at 4 two iterations, which
+`python -m tools pictures` draws. Run it on a machine with nothing else to do.
 
 Cost: eight minutes on two cores; half a minute with --quick (three short cases, which judge and write nothing).
 Command: python -m bench strategies [--quick]
@@ -15,9 +15,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench import plots
-from bench.rows import provenance, train, write
+from bench.rows import TIMELINES, provenance, train, write
 from bench.speed.shares import shares
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.cluster_file import read_cluster
@@ -57,7 +57,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
     quick = parser.parse_args(arguments).quick
     rows, drawn, demo = [], {}, []
-    print("ranks  strategy        iteration s  computing  waiting  control")
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks, name, options in QUICK if quick else CASES:
             row, records, median = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
@@ -67,20 +66,14 @@ def main(arguments: list[str]) -> int:
             elif (num_ranks, name, options) == DEMO:
                 demo = of_iterations(records, sorted({span[4] for span in records[0]["spans"]})[-2:])
             rows.append(row)
-            parts = (row[f"{kind}_share"] for kind in KINDS)
-            words = "  ".join("       -" if share is None else f"{100 * share:7.1f}%" for share in parts)
-            print(f"{num_ranks:5}  {name:<14}  {row['iteration_s']:11.2f}  {words}  {' '.join(options)}", flush=True)
+            print(f"{num_ranks} ranks, {name} {' '.join(options)}: {row['iteration_s']:.2f} s", flush=True)
     if quick:
-        print(json.dumps({"bench": "strategies", "ok": True}))
-        return 0
+        return ended("strategies", rows, ok=True)
     about = f"Measured ({provenance()['hardware']}): the embedded model, the median iteration of each run."
     found = {"kind": "measured", "about": about, "strategies": drawn, "demo": demo}
-    plots.TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    plots.timelines()
+    TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
     write("strategies", rows)
-    ok = all(row["ok"] for row in rows)
-    print(json.dumps({"bench": "strategies", "ok": ok}))
-    return 0 if ok else 1
+    return ended("strategies", rows)
 
 
 KINDS = ("compute", "waiting", "control")

@@ -14,11 +14,9 @@ Cost: three minutes of a processor. Command: python -m bench tool-waits [--repea
 
 import argparse
 import heapq
-import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +24,7 @@ import torch
 
 from bench.rows import write
 from bench.speed import generate_peers as peers
+from bench.tables import ended
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
@@ -120,12 +119,11 @@ def measure(model: Transformer, repeats: int) -> list[dict]:
         named = {f"share_{round(100 * part)}": share for part, share in zip(PARTS, middle, strict=True)}
         rate = statistics.median(rates[num_rows, places])
         rows.append({"rows": num_rows, "places": places, "plain_tokens_per_s": rate, **named, "repeats": repeats})
-        print({name: round(value, 3) for name, value in rows[-1].items()}, flush=True)
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench tool-waits", description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -134,9 +132,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = measure(peers.same_weights(theirs, torch.float32), parsed.repeats)
     write("tool_waits", rows)
     best = max(row["share_100"] for row in rows)
-    print(json.dumps({"share": best, "ok": best >= LEAST}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return ended("tool-waits", rows, ok=best >= LEAST, share=best)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.faults import AHEAD, OPTIONS, WORDS, Started, killed, num_iterations, outcome, slowest_s
+from bench.faults.faults import AHEAD, OPTIONS, WORDS, killed
 from tests.run_mpi import mpi_command, run_limited
+from tests.started import Started, num_iterations, outcome, slowest_s
 
 BASE = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
 SMALL = ("iterations=3", "checkpoint.every=1", "checkpoint.keep=9", "num_samples=0", "rollouts.every=1")

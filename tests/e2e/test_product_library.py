@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.faults.faults import Started, outcome
 from rlhf_spmd.files.user_cache import user_cache
 from rlhf_spmd.kernels.products import LIBRARIES
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.started import Started, outcome
 
 SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}  # with matrices that a library is chosen for
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.faults import STRATEGIES, Started, num_iterations, outcome, strategy_words
+from bench.faults.faults import STRATEGIES, strategy_words
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.started import Started, num_iterations, outcome
 
 LIMIT_S = 180.0
 PREFIX = "rlhf_spmd: error: "

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.numbers.bfloat16 import LIMIT, in_standard_errors
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
@@ -29,6 +28,7 @@ from rlhf_spmd.runtime.world.groups import connect_pairs
 from rlhf_spmd.strategies import _template, flattening, interleaving1, interleaving2, separation
 from tests.edges import explain_flips
 from tests.folders import write_all
+from tests.noise import LIMIT, in_standard_errors
 from tests.runs import RunOf, compiled, load
 
 pytestmark = [

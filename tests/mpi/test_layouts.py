@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.numbers.bfloat16 import LIMIT, in_standard_errors
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.pages.option_tree import with_value
@@ -42,6 +41,7 @@ from tests.mpi.test_invariance import (
     weights_of,
     with_groups,
 )
+from tests.noise import LIMIT, in_standard_errors
 from tests.run_mpi import NUM_RANKS
 from tests.runs import RunOf, compiled, load
 

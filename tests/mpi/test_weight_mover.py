@@ -10,13 +10,13 @@ import os
 import pytest
 import torch
 
-from bench.speed.reallocation import local_shapes, sent_bytes, sent_messages
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.weights.shared_memory import Arena
 from rlhf_spmd.runtime.weights.weight_mover import Mover
+from tests.reallocations import local_shapes, sent_bytes, sent_messages
 from tests.run_mpi import BACKEND
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -7,7 +7,6 @@ whoever renames a class or a field changes this file with it, and the lines stay
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from bench.speed.reallocation import lower_bound_bytes
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -36,6 +35,7 @@ from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search.planner import SearchResult, search
 from rlhf_spmd.plan.text.strategy_module import strategy_source
+from tests.reallocations import lower_bound_bytes
 
 DEVICES = ("a100-80g", "h100-80g")  # the second one is for clusters of two types
 NUM_TOKENS = 3  # of a generation in stages, where its steps are listed

@@ -16,36 +16,53 @@ from dataclasses import replace
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
 from rlhf_spmd.plan.runtime_words import LOGPROBS, actions_of
-from rlhf_spmd.plan.workflow import Call, Infer, Train, trains
+from rlhf_spmd.plan.workflow import Call, Infer, Train, Workflow, trains
 from rlhf_spmd.plan.workload import Workload
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """Adds the parity gates of a run that draws ahead to the workload, and returns where they run: as the generation
+    """Adds the parity gates of a run that draws ahead to the workload and to the placement: they run as the generation
     whose logprobs training reads."""
-    workflow, layouts = workload.workflow, dict(placement.layouts)
-    calls: list[Call] = list(workflow.calls)
-    for train in workflow.train_calls if placement.ahead else ():
+    if not placement.ahead or not workload.workflow.train_calls:
+        return workload, placement
+    workflow, added = workload.workflow, gates(workload.workflow)
+    first = workflow.calls.index(workflow.train_calls[0])
+    before = [_compares(call, workflow) for call in workflow.calls[:first]]
+    layouts = {gate.name: placement.layouts[name] for name, gate in added.items() if name in placement.layouts}
+    calls = (*before, *(gate for gate in added.values() if gate.name in layouts), *workflow.calls[first:])
+    made = replace(workload, workflow=replace(workflow, calls=calls))
+    return made, replace(placement, layouts={**placement.layouts, **layouts})
+
+
+def gates(workflow: Workflow) -> dict[str, Infer]:
+    """Returns the passes that only one iteration ahead has, by the names of the generations on whose ranks they are."""
+    found = {}
+    for train in workflow.train_calls:
         generate = next((call for call in workflow.generate_calls if train.drawn in call.outputs), None)
-        is_there = any(isinstance(call, Infer) and call.drawn == train.drawn for call in calls)
-        if generate is None or generate.name not in layouts or is_there:
+        is_there = any(isinstance(call, Infer) and call.drawn == train.drawn for call in workflow.calls)
+        if generate is None or is_there or any(_repeats(call, train) for call in workflow.calls):
             continue
-        added = (train.drawn, actions_of(train.responses[0]))
-        again = next((call for call in calls if _repeats(call, train)), None)
-        if isinstance(again, Infer):
-            inputs = tuple(dict.fromkeys((*again.inputs, *(key for key in added if key in train.inputs))))
-            calls[calls.index(again)] = replace(again, inputs=inputs, drawn=train.drawn)
-            continue
-        wanted = (*train.tokens, train.kept, *added)
+        wanted = (*train.tokens, train.kept, *_compared(train))
         inputs = tuple(key for key in train.inputs if key in wanted)
         name, options = f"{train.model}_infer_parity", (train.kept, False, train.drawn)
-        first = next(index for index, call in enumerate(calls) if isinstance(call, Train))
-        calls.insert(first, Infer(name, train.model, LOGPROBS, inputs, (), train.tokens, *options))
-        layouts[name] = layouts[generate.name]
-    made = replace(workload, workflow=replace(workflow, calls=tuple(calls)))
-    return made, replace(placement, layouts=layouts)
+        found[generate.name] = Infer(name, train.model, LOGPROBS, inputs, (), train.tokens, *options)
+    return found
+
+
+def _compares(call: Call, workflow: Workflow) -> Call:
+    """Returns a call that also compares logprobs, if it computes those of the generator again."""
+    train = next((one for one in workflow.train_calls if one.drawn and _repeats(call, one)), None)
+    if train is None or not isinstance(call, Infer) or call.drawn:
+        return call
+    inputs = tuple(dict.fromkeys((*call.inputs, *(key for key in _compared(train) if key in train.inputs))))
+    return replace(call, inputs=inputs, drawn=train.drawn)
+
+
+def _compared(train: Train) -> tuple[str, str]:
+    """Returns the keys of the logprobs that a gate compares, and of the tokens for which it does."""
+    return train.drawn, actions_of(train.responses[0])
 
 
 def _repeats(call: Call, train: Train) -> bool:

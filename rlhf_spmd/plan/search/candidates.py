@@ -21,6 +21,7 @@ from rlhf_spmd.plan.cost.memory import (
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES, leaves_device
+from rlhf_spmd.plan.program.ahead import gates
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
@@ -112,11 +113,12 @@ class Candidate:
 
 
 class CallCosts:
-    """Candidates of calls with their costs, computed once for all meshes of one kind. evaluated_tokens: as in
+    """Candidates of calls with their costs, computed once for all meshes of one kind. evaluated_tokens, ahead: as in
     planner.search."""
 
-    def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0):
+    def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0, ahead: int = 0):
         self.cost, self.workload, self.allowed = cost, cost.workload, allowed
+        self.gates = gates(cost.workload.workflow) if ahead else {}  # that follow generations on their ranks
         self.evaluation = replace(cost.workload, max_response=evaluated_tokens) if evaluated_tokens else None
         self.row_tokens = float(sum(self.workload.row_lengths))
         self.attended_tokens = cost.attended() * self.row_tokens
@@ -284,6 +286,8 @@ class CallCosts:
             gather_s + slow * max(generate_s(self.cost, call, layout, last, rows, places))
             for places in (workload.max_sequences, few)
         )
+        if call.name in self.gates:
+            whole_s += gather_s + self._passes_s(self.gates[call.name], layout, mesh, 1)[0]
         return whole_s, pieces_s / num
 
 

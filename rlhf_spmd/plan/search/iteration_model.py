@@ -37,7 +37,7 @@ class CallModel:
         self.cost, self.workload, self.cluster, self.ahead = cost, cost.workload, cost.cluster, ahead
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
-        self.costs = CallCosts(cost, allowed, evaluated_tokens)
+        self.costs = CallCosts(cost, allowed, evaluated_tokens, ahead)
         self.allowed, self.evaluated_tokens = allowed, evaluated_tokens
         self.needs = self._needs()
         # one ahead, inferences with the weights with which training begins are a part of it

@@ -7,18 +7,17 @@ import pytest
 import torch
 
 from bench.against_trl import equality, ours, steps, work
-from bench.against_trl.cases import CASES, LOSSES
+from bench.against_trl.cases import LOSSES
 from bench.against_trl.widened import widened
+from bench.columns import by_case
 from bench.rows import RESULTS, read_rows
-from bench.trl_table import by_case
 
 ROWS = read_rows(RESULTS / "against_trl.jsonl")
-PRECISIONS = {"two layers": 2, "three layers, tied": 2, "SmolLM2-135M": 1}  # per model
 
 
 def test_every_loss_was_compared_on_every_model():
     found = [(row["model"], row["case"]) for row in ROWS]
-    expected = [(model, case.name) for model, num in PRECISIONS.items() for case in CASES for _ in range(num)]
+    expected = [(model, name) for model in equality.SMALL for name in LOSSES for _ in range(2)]  # precisions
     assert sorted(found) == sorted(expected)
     assert all(row["versions"]["trl"] for row in ROWS)
 
@@ -26,7 +25,7 @@ def test_every_loss_was_compared_on_every_model():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}, {row['case']}, {row['precision']}")
 def test_rows_are_within_their_tolerances(row):
     with_casts = 2e-5 if row["case"] == "RLOO" else 1e-6
-    tolerance = {"float64": 1e-7, "float64 with casts": with_casts, "float32": 1e-3}[row["precision"]]
+    tolerance = {"float64": 1e-7, "float64 with casts": with_casts}[row["precision"]]
     assert max(row["loss_error"], row["gradient_error"], row["weights_error"]) <= tolerance == row["tolerance"]
     assert row["loss"] == pytest.approx(row["trl_loss"], rel=tolerance)
     assert equality.both_clips(row) and row["shortest"] < row["longest"] and row["tensors"] > 20
@@ -41,10 +40,9 @@ def test_the_table_has_the_worst_of_all_models():
 @pytest.mark.parametrize("name", ["DAPO's loss", "RLOO"])
 def test_our_half(name, tmp_path):
     """A step of SGD takes the gradient off the weights; the rows that TRL would get are those of the step."""
-    setting = equality.small(tmp_path)[1]
-    words = [*setting.words, f"models.actor={setting.actor}", f"models.reference={setting.reference}"]
-    taken = ours.one_step(LOSSES[name], words, dtype="float64", seed=1, wide=True)
-    before = {key: x.double() for key, x in equality.load_file(setting.actor / "model.safetensors").items()}
+    setting, case = equality.small(tmp_path)[1], LOSSES[name]
+    taken = ours.one_step(case, equality.words_of(setting, case, tmp_path), seed=1, wide=True)
+    before = {key: x.double() for key, x in equality.load_file(setting.models["actor"] / "model.safetensors").items()}
     assert taken.gradients.keys() == taken.after.keys() and math.isfinite(taken.loss)
     for key, gradient in taken.gradients.items():
         start = before[key if key in before else f"model.{key}"]
@@ -52,7 +50,7 @@ def test_our_half(name, tmp_path):
         torch.testing.assert_close(taken.after[key], start - gradient, rtol=0, atol=1e-15)
     assert len(taken.rows) == 48 and len({(row["prompt_index"], row["sample"]) for row in taken.rows}) == 48
     for row in taken.rows:
-        assert len(row["old"]) == len(row["response"]) <= setting.limit and row["prompt"]
+        assert len(row["old"]) == len(row["response"]) <= equality.LIMIT and row["prompt"]
     assert len({row["reward"] for row in taken.rows}) > 10
 
 
@@ -96,7 +94,7 @@ def test_the_floor_counts_products(tmp_path):
     prompt = 10.0
     generated = 2 * (3 * layer * (prompts * prompt + tokens - rows) + head * tokens)
     passes = 4 * 2 * (3 * layer * (rows * prompt + tokens) + head * tokens)
-    found = steps.step_flops(tmp_path, "full length", int(prompts * prompt))
+    found = steps.grpo_flops(tmp_path, "full length", int(prompts * prompt))
     contexts = 3 * 4 * 8 * (prompts * prompt * prompt / 2 + rows * (limit - 1) * (prompt + limit / 2))
     contexts += 4 * 3 * 4 * 8 * rows * (prompt + limit) ** 2 / 2
     assert found == pytest.approx(generated + passes + contexts, rel=1e-12)
@@ -105,7 +103,7 @@ def test_the_floor_counts_products(tmp_path):
 def test_rows_of_steps():
     rows = read_rows(RESULTS / "against_trl_steps.jsonl")
     assert [(row["work"], row["peer"]) for row in rows] == [
-        (name, peer) for name in work.WORKS for peer in steps.LEAST[name]
+        (name, peer) for name in work.LENGTHS for peer in steps.LEAST[name]
     ]
     for row in rows:
         assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2] and row["versions"]["trl"]

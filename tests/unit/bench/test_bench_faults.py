@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from bench.faults.faults import outcome, summary
+from bench.faults.faults import summary
 from bench.tables import text_table
+from tests.started import outcome
 
 POINT = {
     "algorithm": "ppo",
@@ -53,5 +54,5 @@ def test_times_are_not_compared_and_all_else_is(tmp_path):
     assert first != run("fourth", weights=b"weighty")
     assert first != run("fifth", parity_max_abs=1e-6)
     # with tools, it depends on when answers come which rows are drawn together
-    assert run("sixth", tool_calls=2.0, parity_max_abs=1e-6, calls_repeated=0.5) == run("seventh", tool_calls=2.0)
+    assert run("sixth", tool_calls=2.0, parity_max_abs=1e-6, tool_s=0.5) == run("seventh", tool_calls=2.0)
     assert run("eighth", tool_calls=2.0) != run("ninth", tool_calls=2.5)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import diagrams, pictures, plots
-from bench.plots import TIMELINES
-from bench.rows import RESULTS, read_rows
+from bench.rows import RESULTS, TIMELINES, read_rows
 from bench.speed.strategies import median_iteration, of_iterations
 from rlhf_spmd.runtime.pictures import picture
 from tests.programs import make_workload
+from tools.pictures import diagrams, pictures, plots
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
@@ -58,7 +57,7 @@ def test_every_picture_is_shown(path):
 def test_pictures_are_drawn_from_the_rows_of_today():
     """resume.png said 700 runs when there were rows of 780."""
     drawn = json.loads(pictures.DRAWN_FROM.read_text(encoding="utf-8"))
-    assert drawn == pictures.sources(), "rows have changed: draw again with `python -m bench pictures`"
+    assert drawn == pictures.sources(), "rows have changed: draw again with `python -m tools pictures`"
 
 
 def test_the_legend_of_published_runs_lies_on_nothing(tmp_path, monkeypatch):

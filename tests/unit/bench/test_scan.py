@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from bench import plots
 from bench.baseline_tables import BASELINES
 from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
@@ -14,7 +13,6 @@ from bench.forecast.measure import programs, read_preset
 from bench.forecast.scan import explained, exposed, machine, merged, row_of, solve, with_speed_up
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
-from bench.numbers.convergence import TOLERANCE, largest_difference, rows_of
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -26,6 +24,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.proof.memory_check import memory
 from tests.programs import weight_bytes
+from tools.pictures import plots
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
 A100 = load_calibration("a100-80g")
@@ -255,18 +254,6 @@ def test_tables_and_pictures_of_rows(tmp_path):
     assert place["flattening"] == rows[0]["samples_per_s"] and place["interleaving1"] is None
     drawn = plots.draw(rows, tmp_path)
     assert len({path.read_bytes() for path in drawn}) == len(drawn) == 2
-
-
-def test_convergence_is_judged_by_the_largest_difference(tmp_path):
-    base = [{"reward": 0.1, "kl": 0.0}, {"reward": 0.2, "kl": 0.3}]
-    other = [base[0], {"reward": 0.2, "kl": 0.3 + 2 * TOLERANCE}]
-    rows = rows_of({"flattening": base, "separation": base, "reallocation": other})
-    assert [found["ok"] for found in rows] == [True, True, False]
-    assert rows[2]["difference"] == pytest.approx(2 * TOLERANCE)
-    with pytest.raises(ValueError):
-        largest_difference(base, base[:1])
-    rows = [row | {"ranks": 4, "rewards": [0.1, 0.2], "kls": [0.0, 0.3]} for row in rows]
-    assert plots.differences(rows, tmp_path / "curves.png", promise=TOLERANCE).stat().st_size > 1000
 
 
 def test_presets_without_weights_cannot_be_measured():

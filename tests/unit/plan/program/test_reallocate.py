@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.speed.reallocation import lower_bound_bytes, sent_bytes, sent_messages
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.buckets import cut_into_buckets
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding, Piece, Weight, numbers_in, overlap, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
+from tests.reallocations import lower_bound_bytes, sent_bytes, sent_messages
 
 SMALL = ModelShape(4, 24, 48, 12, 12, 2, 96)
 LARGE = ModelShape(80, 8192, 22016, 64, 64, 128, 32000)  # Llama 65B

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.speed.reallocation import local_shapes
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.tensors import Holding, numbers_in, overlap, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
+from tests.reallocations import local_shapes
 
 LLAMA = ModelConfig(
     "llama",

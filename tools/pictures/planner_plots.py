@@ -1,5 +1,5 @@
 """Pictures about the planner: its methods from 8 to 1,024 devices, and the timeline of a case in which separation stays
-behind. Drawn from committed rows by `python -m bench pictures`."""
+behind. Drawn from committed rows by `python -m tools pictures`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from bench.plots import plain
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -18,6 +17,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.runtime.pictures.palette import RULE, SYSTEMS, Style
 from rlhf_spmd.runtime.pictures.picture import Area, Picture
 from rlhf_spmd.verbs.draw import picture_of
+from tools.pictures.plots import plain
 
 BEHIND = "llama-33b", "8x8", ("separation", "flattening")  # the case, and the strategies that are drawn
 MARKERS = "os^D"

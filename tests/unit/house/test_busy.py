@@ -10,7 +10,7 @@ from tests.unit.runtime.rewards.test_workers import is_alive
 
 PROGRAM = """
 import json, os, psutil
-from bench.busy import busy
+from tests.busy import busy
 with busy(2):
     first = [child.pid for child in psutil.Process().children()]
 with busy(1):

@@ -1,6 +1,6 @@
 """All pictures of the documents, drawn from bench/results/ and from what the code computes; nothing is measured.
 
-Cost: seconds. Command: python -m bench pictures
+Cost: seconds. Command: python -m tools pictures
 """
 
 import argparse
@@ -8,14 +8,12 @@ import hashlib
 import json
 from pathlib import Path
 
-from bench import diagrams, planner_plots, plots
-from bench.numbers.convergence import TOLERANCE
-from bench.plots import TIMELINES
-from bench.rows import RESULTS, read_rows
+from bench.rows import RESULTS, TIMELINES, read_rows
 from rlhf_spmd.__main__ import main as run
+from tools.pictures import diagrams, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
-ROWS = ("scan", "validate", "convergence", "faults", "plan_methods")
+ROWS = ("scan", "validate", "faults", "plan_methods")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
@@ -31,7 +29,6 @@ def draw(folder: Path = RESULTS) -> list[Path]:
         diagrams.weights_picture(folder / "weights.png"),
         diagrams.resume_picture(folder / "resume.png", rows["faults"]),
         plots.published(rows["validate"], folder / "validate.png"),
-        plots.differences(rows["convergence"], folder / "convergence.png", promise=TOLERANCE),
         planner_plots.methods(rows["plan_methods"], folder / "plan_methods.png"),
         planner_plots.behind(rows["scan"], folder / "separation_behind.png"),
         *plots.draw(rows["scan"], folder),
@@ -46,8 +43,8 @@ def sources() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench pictures", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    argparse.ArgumentParser(prog="tools pictures", description=__doc__.partition("\n")[0]).parse_args(arguments)
     drawn = draw()
     DRAWN_FROM.write_text(json.dumps(sources(), indent=2) + "\n", encoding="utf-8")  # a test finds old pictures
-    print(json.dumps({"bench": "pictures", "files": [path.name for path in drawn], "ok": True}))
+    print(json.dumps({"tool": "pictures", "files": [path.name for path in drawn], "ok": True}))
     return 0

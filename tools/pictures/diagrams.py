@@ -9,7 +9,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from bench.speed.reallocation import lower_bound_bytes
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
@@ -33,6 +32,7 @@ from rlhf_spmd.runtime.pictures.palette import (
     styles_of,
 )
 from rlhf_spmd.runtime.pictures.picture import SMALL, TEXT, WIDTH, Area, Picture
+from tests.reallocations import lower_bound_bytes
 
 USES = {
     "executed": "every rank carries out its\nlist, on CPUs or GPUs",

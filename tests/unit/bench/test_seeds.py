@@ -2,7 +2,7 @@
 
 import json
 
-from bench.numbers.demo_tools_seeds import numbers_of, unseen
+from bench.numbers.seeds import numbers_of, unseen
 from rlhf_spmd import embedded
 
 

@@ -1,5 +1,5 @@
 """Pictures of rows, one per question; each says in its title what is asked and in its subtitle what kind of number it
-shows. `python -m bench pictures` draws them from bench/results/."""
+shows. `python -m tools pictures` draws them from bench/results/."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.rows import RESULTS, STRATEGIES
+from bench.rows import RESULTS, STRATEGIES, TIMELINES
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.runtime.pictures import palette
@@ -17,8 +17,6 @@ from rlhf_spmd.runtime.pictures.palette import (
     FAINT_INK,
     INK,
     NEUTRAL,
-    PROMISE,
-    RULE,
     SYSTEMS,
     WAITING,
     Style,
@@ -38,8 +36,6 @@ PHASES = {
 DRAWN_LAYOUT = {"llama-7b": "1x8", "llama-13b": "2x8", "llama-33b": "4x8", "llama-65b": "8x8"}  # where most fit
 FORECAST = "Forecast by calibration a100-80g; nothing has validated its network between nodes."
 MARKERS = "os^D"
-TIMELINES = RESULTS / "timelines.json"  # what was recorded of the runs that are drawn
-LEAST = 1e-8  # of differences: what is less counts as equal
 Panel = Callable[[Axes, Sequence[Mapping]], None]
 
 
@@ -173,38 +169,6 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
         )  # fmt: skip
 
     picture.add(4.25, part)
-    picture.save(path)
-    return path
-
-
-def differences(rows: Sequence[Mapping], path: Path, *, promise: float) -> Path:
-    """By how much reward and KL differ from those of the first row, iteration by iteration."""
-    base, *others = rows
-    ranks = f"{base['ranks']} ranks, embedded model, float32. Measured on CPUs."
-    picture = Picture()
-    picture.title("Does the placement change what is learned?", f"Difference from {base['strategy']}; {ranks}")
-
-    def part(area: Area) -> None:
-        for index, (key, name) in enumerate((("rewards", "mean reward"), ("kls", "KL to the reference, nats"))):
-            axes = area.axes(0.75 + index * 4.05, 0.3, 3.4, 2.2)
-            area.text(0.75 + index * 4.05, 0.14, name, fontweight="bold")
-            for row in others:
-                found = [max(LEAST, abs(a - b)) for a, b in zip(row[key], base[key], strict=True)]
-                colour = COLOURS.get(row["strategy"], FAINT_INK)
-                axes.plot(range(1, len(found) + 1), found, color=colour, lw=1.4, marker="o", ms=3)
-            axes.axhline(promise, color=PROMISE, lw=1.2, ls=(0, (4, 2)))
-            axes.text(1, 1.25 * promise, f"promise: at most {promise:g}", fontsize=SMALL, color=PROMISE, va="bottom")
-            plain(axes, xlabel="iteration", ylabel="difference" if not index else "")
-            axes.set_yscale("log")
-            axes.set_ylim(0.6 * LEAST, 20 * promise)
-            axes.grid(axis="y", color=RULE, lw=0.5)
-            axes.set_xticks(range(1, len(base[key]) + 1))
-            ticks = [10.0**power for power in range(-8, -2)]
-            axes.set_yticks(ticks, ["≤ 1e-8", *(f"{tick:.0e}".replace("e-0", "e-") for tick in ticks[1:])])
-            axes.tick_params(which="minor", length=0)
-
-    picture.add(3.0, part)
-    picture.legend([Style(row["strategy"], COLOURS.get(row["strategy"], FAINT_INK)) for row in others])
     picture.save(path)
     return path
 
