@@ -20,18 +20,19 @@ from pathlib import Path
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 WORDS = """
-Accepts Adds Advises Aligns All-gathers Allocates Answers Appends Asks Asserts Assigns Averages Awaits Begins Binds
-Bounds Breaks Brings Broadcasts Calls Carries Changes Checks Chooses Clamps Closes Collects Combines Compares Compiles
-Computes Confirms Connects Converts Copies Counts Creates Cuts Deals Deletes Descends Describes Detects Distinguishes
-Does Draws Drops Edits Embeds Emits Ends Enqueues Escapes Evaluates Exchanges Excludes Executes Expands Explains Finds
-Finishes Forecasts Forgets Forks Formats Frees Gathers Generates Gives Goes Groups Handles Hangs Implements Imports
-Improves Joins Keeps Kills Launches Lets Limits Lists Loads Locks Logs Looks Lowers Makes Maps Marks Measures Meets
-Merges Mixes Moves Multiplies Names Normalises Notes Opens Packs Parses Passes Places Plans Plays Posts Prefills
-Prepares Prints Processes Publishes Puts Queries Queues Raises Reads Receives Recognises Records Registers Rehearses
-Removes Renders Renews Reorders Replaces Reports Reserves Resets Restores Returns Rewrites Rotates Rounds Routes Runs
-Samples Saves Says Scales Scores Searches Selects Sends Serves Sets Shortens Shows Simulates Sleeps Sorts Splits
-Spreads Stacks Standardises Stands Starts Steps Stops Stores Submits Summarises Sums Takes Tells Thins Trains
-Translates Tries Turns Undoes Unlinks Updates Uses Views Visits Waits Warns Whitens Wraps Writes Yields Zeroes
+Accepts Adds Advises Aligns All-gathers Allocates Answers Appends Applies Asks Asserts Assigns Averages Awaits Begins
+Binds Bounds Breaks Brings Broadcasts Calls Captures Carries Changes Checks Chooses Clamps Closes Collects Combines
+Compares Compiles Computes Confirms Connects Converts Copies Counts Creates Cuts Deals Deletes Descends Describes
+Detects Distinguishes Does Draws Drops Edits Embeds Emits Ends Enqueues Escapes Evaluates Exchanges Excludes Executes
+Expands Explains Finds Finishes Forecasts Forgets Forks Formats Frees Gathers Generates Gives Goes Groups Handles
+Hangs Implements Imports Improves Joins Keeps Kills Labels Launches Lets Limits Lists Loads Locks Logs Looks Lowers
+Makes Maps Marks Measures Meets Merges Mixes Moves Multiplies Names Normalises Notes Opens Packs Parses Passes Places
+Plans Plays Posts Prefills Prepares Prints Processes Profiles Publishes Puts Queries Queues Raises Reads Receives
+Recognises Records Registers Rehearses Removes Renders Renews Reorders Replaces Reports Reserves Resets Restores
+Returns Rewrites Rotates Rounds Routes Runs Samples Saves Says Scales Scores Searches Selects Sends Serves Sets
+Shortens Shows Simulates Sleeps Sorts Splits Spreads Stacks Standardises Stands Starts Steps Stops Stores Submits
+Summarises Sums Takes Tells Tests Thins Trains Translates Tries Turns Undoes Unlinks Updates Uses Views Visits Waits
+Warns Whitens Wraps Writes Yields Zeroes
 """
 VERBS = frozenset(WORDS.split())
 EARLIER = "run_of_"  # folders with runs of earlier versions

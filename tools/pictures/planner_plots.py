@@ -25,7 +25,8 @@ LEFT, STEP, INCHES = 0.75, 4.05, (3.3, 2.1)  # of two panels side by side
 
 
 def methods(rows: Sequence[Mapping], path: Path) -> Path:
-    """Seconds of each method's search and its distance from the optimum over devices; below, distance over seconds."""
+    """Draws the seconds of each method's search and its distance from the optimum over devices; below, distance over
+    seconds."""
     names = list(dict.fromkeys(row["method"] for row in rows))
     colours = dict(zip(names, SYSTEMS, strict=True))
     picture = Picture()
@@ -83,7 +84,7 @@ def methods(rows: Sequence[Mapping], path: Path) -> Path:
 
 
 def _log_ticks(axis: Axis) -> None:
-    """Labels at 1, 2 and 5 times the powers of ten: an axis of two decades has more than two."""
+    """Labels an axis at 1, 2 and 5 times the powers of ten: an axis of two decades has more than two."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -96,7 +97,7 @@ def _ticks(axes: Axes, devices: Sequence[int]) -> None:
 
 
 def behind(rows: Sequence[Mapping], path: Path) -> Path:
-    """The timelines of separation and of a faster strategy, with the options that the rows of the scan have."""
+    """Draws the timelines of separation and of a faster strategy, with the options that the rows of the scan have."""
     preset, layout, strategies = BEHIND
     workload, calibration = make_workload(load(preset)), load_calibration("a100-80g")
     programs = {}
