@@ -35,6 +35,8 @@ Summarises Sums Takes Tells Tests Thins Trains Translates Tries Turns Undoes Unl
 Warns Whitens Wraps Writes Yields Zeroes
 """
 VERBS = frozenset(WORDS.split())
+# functions of rlhf_spmd/rewards.py whose text, docstring included, checkpoints have a hash of: a new one would end runs
+HASHED = ("exact_answer", "numeric_answer", "last_number", "boxed_answer", "last_boxed", "num_words", "vader_positive")
 EARLIER = "run_of_"  # folders with runs of earlier versions
 MANY = 4  # parameters, from which on each that is explained has a line of its own
 LEAST_COLUMNS = 80  # a line that is shorter, though the next word fits, is what an edit has left
@@ -68,7 +70,8 @@ def _function_problems(node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) 
     names = _parameters(node)
     first = text.split()[0].rstrip(",:;.")
     only_fields = node.name == "__init__" and _field_names(text) and _field_names(text) <= names
-    if first not in VERBS and not only_fields and not node.name.startswith("test_") and not _is_property(node):
+    is_free = only_fields or node.name.startswith("test_") or node.name in HASHED or _is_property(node)
+    if first not in VERBS and not is_free:
         yield f"{node.name}: begin with a verb, not with '{first}' (VERBS in tests/docstring_rules.py)"
     yield from _inline_fields(node.name, names, text)
 

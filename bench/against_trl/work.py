@@ -76,7 +76,9 @@ def reward(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """page: of ours.
+    """Steps of one kind, as both programs take them.
+
+    page: of ours.
     promised: least times faster.
     packs: whether TRL packs its rows.
     full: half as many rows, each with the most words.

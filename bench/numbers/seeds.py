@@ -32,7 +32,9 @@ LARGEST_KL = 10.0  # nats per response
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """words: of its command.
+    """A demo that is repeated with several seeds.
+
+    words: of its command.
     facts: of its result, metrics and run folder, for the row.
     ok: of the row.
     most_s: of a command, in the median.
