@@ -19,14 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
 TIMELINES = RESULTS / "timelines.json"  # what `bench strategies` recorded of the runs that are drawn
 PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
-STRATEGIES = (
-    "flattening",
-    "interleaving1",
-    "interleaving2",
-    "separation",
-    "reallocation",
-    "planner",
-)  # that are forecast
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "planner")  # forecast
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
 Finish = Callable[[list[dict]], list[dict]]
 DIRTY = "-dirty"  # how a commit ends that does not say what was run
@@ -82,6 +75,15 @@ def add(name: str, rows: list[dict]) -> Path:
     """Appends rows to bench/results/NAME.jsonl; the earlier ones keep their date and commit."""
     path = RESULTS / f"{name}.jsonl"
     return write(name, (read_rows(path) if path.exists() else []) + rows)
+
+
+def keep(name: str, rows: list[dict], keys: Sequence[str], order: Callable[[dict], Any] = lambda row: 0) -> None:
+    """Writes rows in place of those of bench/results/NAME.jsonl that have the same values of these keys; the others
+    stay. order: what all are sorted by."""
+    path = RESULTS / f"{name}.jsonl"
+    old = read_rows(path) if path.exists() else []
+    places = {tuple(row.get(key) for key in keys): row for row in [*old, *rows]}  # a new row keeps an old one's place
+    write(name, sorted(places.values(), key=order))
 
 
 def fill(

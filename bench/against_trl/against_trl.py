@@ -29,8 +29,9 @@ import torch
 from bench.against_trl import equality, steps
 from bench.against_trl.cases import GIVEN_LOSSES, LOSSES, Case
 from bench.against_trl.work import ADAPTED, WORKS, Work
-from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
+from bench.rows import REPOSITORY, keep, provenance
 
+KEYS = ("model", "case", "precision", "work", "peer")  # what tells rows of a part apart
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
 
 
@@ -85,21 +86,13 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="against_trl_") as folder:
             chosen = [part.cases[parsed.case]] if parsed.case else list(part.cases.values())
             rows = part.measure(Path(folder), chosen)
-        keep(name, rows)
+        about = provenance()
+        about["versions"] |= versions_of_peer()
+        rows = [{"bench": "against-trl", "part": name} | row | about for row in rows]
+        keep(part.file, rows, KEYS, lambda row, names=[*part.cases]: names.index(row["case"]) if names else 0)
         ok &= all(row["ok"] for row in rows)
     print(json.dumps({"bench": "against-trl", "ok": ok}))
     return 0 if ok else 1
-
-
-def keep(name: str, rows: list[dict]) -> None:
-    """Writes these rows of a part in place of those of the same cases, with the versions of both programs."""
-    file, names = PARTS[name].file, list(PARTS[name].cases)
-    path, measured = RESULTS / f"{file}.jsonl", {row.get("case") for row in rows}
-    others = [row for row in (read_rows(path) if path.exists() else []) if row.get("case") not in measured]
-    about = provenance()
-    about["versions"] |= versions_of_peer()
-    new = [{"bench": "against-trl", "part": name} | row | about for row in rows]
-    write(file, sorted(others + new, key=lambda row: names.index(row["case"]) if "case" in row else 0))
 
 
 def versions_of_peer() -> dict[str, str]:

@@ -30,9 +30,9 @@ from bench.against_trl import work
 from bench.against_trl.equality import PEER
 from bench.against_trl.work import GRPO, Work
 from bench.rows import REPOSITORY
+from rlhf_spmd.config.model_folders import shape_of_folder
 from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
-from rlhf_spmd.plan.workload import ModelShape
 
 PROGRAMS = {"ours": None, "TRL": True, "TRL, no checkpointing": False}  # whether activations are checkpointed
 LEAST = {  # promised times faster
@@ -127,20 +127,6 @@ def against_floor(rounds: Sequence[Mapping], peer: str, flops: float, step_s: Ma
     return row | {f"{name}_share": flops / rate / seconds for name, seconds in step_s.items()}
 
 
-def shape_of(model: Path) -> ModelShape:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return ModelShape(
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab_size=config["vocab_size"],
-        tied=config["tie_word_embeddings"],
-    )
-
-
 # ---- GRPO -----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +157,7 @@ def grpo(model: Path, folder: Path) -> list[dict]:
 def grpo_flops(model: Path, lengths: str, num_prompt_tokens: int) -> float:
     """Operations of the matrix products of a step, the mean over the rounds: generation, with each prompt read once;
     the reference's pass; training, which is three passes. Logits of response tokens only."""
-    shape, counts = shape_of(model), []
+    shape, counts = shape_of_folder(str(model)), []
     mean_prompt = num_prompt_tokens / work.PROMPTS
 
     def layers(tokens: float, context: float) -> float:
@@ -273,7 +259,7 @@ def lengths_of(of: Work, model: Path) -> list[tuple[int, int]]:
 def given_flops(of: Work, model: Path, lengths: Sequence[tuple[int, int]]) -> float:
     """Operations of the matrix products of a step: three passes, and one of the reference. Logits of the tokens that
     are learned; a reward model has none."""
-    shape = shape_of(model)
+    shape = shape_of_folder(str(model))
     layers = sum(shape.num_layers * layer_flops(shape, sum(both), sum(both) / 2) for both in lengths)
     logits = 0 if of.page == "reward_model" else head_flops(shape, sum(response for _, response in lengths))
     return (4 if of.page == "dpo" else 3) * (layers + logits)

@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from bench.against_trl.steps import Worker
-from bench.rows import REPOSITORY, provenance
+from bench.rows import REPOSITORY, keep, provenance
 from bench.speed import generate_peers as peers
-from bench.speed.generate import DTYPES, PLACES, REPEATS, SMOLLM2, THREADS, keep
-from bench.speed.generate_compare import precision_of, row_of, take_turns
+from bench.speed.generate import CASE, DTYPES, PLACES, REPEATS, SMOLLM2, THREADS
+from bench.speed.generate_compare import row_of, take_turns
+from bench.speed.roofline import precision_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.profile.machine import cpu_info, details
 
@@ -56,7 +57,8 @@ def main(arguments: list[str]) -> int:
     if not parsed.quick:
         about = provenance()
         about["versions"] |= versions
-        keep([{"bench": "against-vllm", "processor": processor()} | row | about for row in rows], "against_vllm")
+        rows = [{"bench": "against-vllm", "processor": processor()} | row | about for row in rows]
+        keep("against_vllm", rows, CASE)
     ok = parsed.quick or all(row["ok"] for row in rows)
     print(json.dumps({"bench": "against-vllm", "ok": ok}))
     return 0 if ok else 1

@@ -25,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import ABOUT, RESULTS, provenance, read_rows, write
+from bench.rows import ABOUT, RESULTS, keep, provenance, read_rows
 from bench.speed.strategies import TWO_TYPES
 from bench.tables import ended
 from rlhf_spmd import embedded
@@ -95,8 +95,7 @@ def main(arguments: list[str]) -> int:
             measure(algorithm, strategy, num_runs, num_kills, points, Path(folder))
         rows = [summary(*case, read_rows(points)) for case in cases]
     if not quick:
-        others = [row for row in read_rows(RESULTS / "faults.jsonl") if row["algorithm"] not in chosen]
-        write("faults", sorted(others + rows, key=lambda row: [*CASES].index(row["algorithm"])))
+        keep("faults", rows, ("algorithm", "strategy"), lambda row: [*CASES].index(row["algorithm"]))
     totals = {name: sum(row[name] for row in rows) for name in ("points", "equal", "hangs", "orphans", "named")}
     return ended("faults", rows, **totals)
 
@@ -105,14 +104,8 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
     """Adds the missing runs of an algorithm under a strategy."""
     found = read_rows(points) if points.exists() else []
     done = {row["run"] for row in found if (row["algorithm"], row["strategy"]) == (algorithm, strategy)}
-    options = [
-        "--algorithm",
-        algorithm.partition(" ")[0],
-        *OPTIONS,
-        *WORDS[algorithm],
-        *strategy_words(strategy, folder),
-        *environment_words(algorithm, folder),
-    ]
+    options = ["--algorithm", algorithm.partition(" ")[0], *OPTIONS, *WORDS[algorithm]]
+    options += [*strategy_words(strategy, folder), *environment_words(algorithm, folder)]
     name = f"{algorithm.replace(' ', '_')}-{strategy}"
     expected, iteration_s = None, 0.0
     for run in sorted(set(range(num_runs)) - done):

@@ -4,22 +4,22 @@ process measures of the device, or a ratio to a peer in the same process; a dry 
 # R requests, P prompt tokens, G response tokens, B sequences
 
 import gc
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.first_light.steps import FACTS, Found, Light, Missing
+from bench.first_light.steps import Found, Light, Missing
 from bench.forecast import derived
 from bench.forecast.derived import GPU, GPUS, Derived
 from bench.speed.gpu_decode import Shape, captured
 from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, show
-from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling
+from bench.speed.roofline import alternate, ceilings_of, precision_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
@@ -35,15 +35,8 @@ MATRIX_SHARE = 0.40  # of the rate of bfloat16 products: a step of training
 CACHE_SHARE = 0.85  # of the free memory
 DRY_CEILINGS = {"memory_bytes_per_s": 1e10, "matrix_flops_per_s": {"float32": 1e11, "bfloat16": 1e11}}
 DRY = ModelConfig("llama", 300, 32, 48, 2, 4, 2, 8)
-DRY_HF = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
+DRY_HF = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+DRY_HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 LLAMA_7B = ModelConfig("llama", 32000, 4096, 11008, 32, 32, 32, 128)
 LLAMA_1B = ModelConfig("llama", 32000, 2048, 5632, 22, 32, 4, 64)
 QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_embeddings=True, qk_norm=True)
@@ -51,10 +44,7 @@ QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=
 
 def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
     """The ceilings of memory and of matrix products in these precisions; invented in a dry run."""
-    if device.type == "cpu":
-        return DRY_CEILINGS
-    matrix = {str(dtype).removeprefix("torch."): matrix_ceiling(device, dtype) for dtype in dtypes}
-    return {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
+    return DRY_CEILINGS if device.type == "cpu" else ceilings_of(device, *dtypes)
 
 
 @torch.no_grad()
@@ -79,7 +69,7 @@ def beside(light: Light, work: Callable[[GPU], Derived]) -> tuple[dict, str]:
     """What some work should take on this type of device, for a row and in words; nothing where it has no data sheet."""
     from rlhf_spmd.plan.cluster import device_type_of
 
-    facts = json.loads((light.work / FACTS).read_text(encoding="utf-8"))
+    facts = light.facts
     kind = derived.DEVICE if light.dry else device_type_of(facts["device"], facts["total_bytes"])
     if kind not in GPUS:
         return {}, ""
@@ -138,7 +128,7 @@ def sampling(light: Light) -> Found:
         ours = case.calls["ours"]
         seconds = alternate({"graph": captured(ours, device), "launched": ours}, device, rounds=ROUNDS)
         shares = {name: case.num_bytes / s / ceilings["memory_bytes_per_s"] for name, s in seconds.items()}
-        name = str(dtype).removeprefix("torch.")
+        name = precision_of(dtype)
         should, words = beside(light, lambda gpu, size=dtype.itemsize: derived.sample(gpu, rows, vocab, size))
         about = {"kernel": "sample", "shape": case.shape, "dtype": name} | should | ceilings
         light.row(**about, seconds=seconds, share_of_memory=shares)
@@ -253,7 +243,6 @@ def nano_vllm(light: Light) -> Found:
 
 def train_step(light: Light) -> Found:
     """Sequences of one length, without recomputation; AdamW with float32 masters."""
-    from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
     from rlhf_spmd.runtime.engines.adamw import EngineOptions
     from rlhf_spmd.runtime.engines.flat_engine import Groups
     from rlhf_spmd.runtime.engines.train_engine import make_engine
@@ -262,17 +251,8 @@ def train_step(light: Light) -> Found:
     config, device = DRY if light.dry else LLAMA_1B, light.device
     ceilings = measured_ceilings(device, torch.bfloat16)
     model = random_model(config, device)
-    tokens_BT = torch.randint(config.vocab_size, (num, prompt + response), generator=torch.Generator().manual_seed(0))
-    batch = Sequences.join(*tokens_BT.to(device).split((prompt, response), 1))
     engine = make_engine(model.train(), groups=Groups(), options=EngineOptions(0, torch.bfloat16))
-
-    def loss(model: Transformer) -> Tensor:
-        output = forward(model, batch)
-        return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
-
-    def passes() -> None:
-        engine.begin()
-        engine.backward(engine.forward(loss), last=True)
+    passes = passes_of(model, engine, num, prompt, response)
 
     def step() -> None:
         passes()
@@ -305,6 +285,25 @@ def train_step(light: Light) -> Found:
     rate, off = ceilings["matrix_flops_per_s"]["bfloat16"] / 1e12, activations / forecast_bytes - 1
     told = f"{1e3 * step_s:.0f} ms{words}, {share:.0%} of {rate:.0f} TFLOP/s, activations {off:+.0%} of the forecast"
     return Found(light.dry or (share >= MATRIX_SHARE and abs(off) <= ACTIVATIONS_OFF), told)
+
+
+def passes_of(model: Transformer, engine: Any, num: int, prompt: int, response: int) -> Callable[[], None]:
+    """The passes of an optimizer step on random sequences of one length."""
+    from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+
+    sizes = (num, prompt + response)
+    tokens_BT = torch.randint(model.config.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
+    batch = Sequences.join(*tokens_BT.to(next(model.parameters()).device).split((prompt, response), 1))
+
+    def loss(model: Transformer) -> Tensor:
+        output = forward(model, batch)
+        return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
+
+    def passes() -> None:
+        engine.begin()
+        engine.backward(engine.forward(loss), last=True)
+
+    return passes
 
 
 def most_above(call: Callable[[], object], device: torch.device) -> int:
@@ -355,7 +354,7 @@ def calibrate(light: Light) -> Found:
     from rlhf_spmd.runtime.profile.profile import Grid, profile, summary
     from rlhf_spmd.runtime.world.world import World
 
-    facts = json.loads((light.work / FACTS).read_text(encoding="utf-8"))
+    facts = light.facts
     kind = None if light.dry else device_type_of(facts["device"], facts["total_bytes"])
     if light.dry:
         config = presets.load("tiny", ["device=cpu"])

@@ -1,20 +1,17 @@
 """The step of `python -m bench first-light` that looks for growth: twenty iterations of generation and a training step,
 after the first two of which no kernel may be compiled or loaded, and no memory reserved."""
 
-# B sequences, T tokens
-
 import gc
 import sys
 import time
 
 import torch
 
-from bench.first_light.speed import DRY, LLAMA_1B, bits_of, random_model
+from bench.first_light.speed import DRY, LLAMA_1B, bits_of, passes_of, random_model
 from bench.first_light.steps import Found, Light
-from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.flat_engine import Groups
-from rlhf_spmd.runtime.engines.train_engine import EngineOptions, TrainEngine, make_engine
+from rlhf_spmd.runtime.engines.train_engine import EngineOptions, make_engine
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 
@@ -37,20 +34,6 @@ def generate(model: Transformer, rows: int, longest: int, places: int) -> None:
     engine.run()
 
 
-def train(model: Transformer, engine: TrainEngine, rows: int, length: int) -> None:
-    """An optimizer step on sequences of one length."""
-    tokens_BT = torch.randint(model.config.vocab_size, (rows, 2 * length), generator=torch.Generator().manual_seed(0))
-    batch = Sequences.join(*tokens_BT.to(next(model.parameters()).device).split(length, 1))
-
-    def loss(model: Transformer) -> torch.Tensor:
-        output = forward(model, batch)
-        return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
-
-    engine.begin()
-    engine.backward(engine.forward(loss), last=True)
-    engine.update(lr=1e-6)
-
-
 def steady(light: Light) -> Found:
     """The first iteration is the largest; every later one has sizes of its own."""
     most, longest, num = (4, 4, 3) if light.dry else (64, 256, ITERATIONS)
@@ -61,7 +44,8 @@ def steady(light: Light) -> Found:
         started = time.perf_counter()
         rows, length = max(1, most - 5 * number % most), max(1, longest - 11 * number % longest)
         generate(model, rows, length, max(1, most // 2))
-        train(model.train(), engine, max(1, rows // 8), length)
+        passes_of(model.train(), engine, max(1, rows // 8), length, length)()
+        engine.update(lr=1e-6)
         gc.collect()
         loaded.append(num_loaded())
         reserved.append(0 if light.dry else torch.cuda.memory_reserved(light.device))

@@ -63,6 +63,11 @@ class Light:
 
         return torch.device("cpu") if self.dry else torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the step `device` found."""
+        return json.loads((self.work / FACTS).read_text(encoding="utf-8"))
+
     def row(self, **measured: Any) -> dict:
         """Keeps a row at once, so that it is there whatever happens next."""
         self._rows.append(measured)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.rows import RESULTS, on_ranks, read_rows, write
+from bench.rows import keep, on_ranks
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
@@ -36,6 +36,7 @@ WORDS = {  # options of an algorithm beside those of the preset
     "remax": (),
     "reinforce_plus_plus": (),
 }
+KEYS = ("algorithm", "ranks", "strategy", "options")  # what tells rows apart
 COMPARED = ("policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm", "kl", "reward")
 TOLERANCE = 1e-5  # times max(1, |value|)
 
@@ -151,8 +152,7 @@ def main(arguments: list[str]) -> int:
             "".join(f"{row['algorithm']}, {row['strategy']}, {row['ranks']} ranks: {text}\n" for text in row["flips"]),
             end="",
         )
-    kept = [row for row in read_rows(RESULTS / "invariance.jsonl") if row["algorithm"] not in algorithms]
-    write("invariance", sorted(kept + rows, key=lambda row: list(WORDS).index(row["algorithm"])))
+    keep("invariance", rows, KEYS, lambda row: list(WORDS).index(row["algorithm"]))
     return ended("invariance", rows, cases=len(rows), seeds=len(SEEDS))
 
 

@@ -13,7 +13,6 @@ Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision fl
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -21,11 +20,12 @@ from pathlib import Path
 
 import torch
 
-from bench.rows import REPOSITORY, RESULTS, write
+from bench.rows import REPOSITORY, keep
 from bench.speed import generate_peers as peers
-from bench.speed.generate_compare import compare, precision_of, show
+from bench.speed.generate_compare import compare, show
 from bench.speed.generate_costs import floor
-from bench.speed.roofline import matrix_ceiling, memory_ceiling, name_of
+from bench.speed.roofline import ceilings_of, name_of, precision_of
+from bench.tables import ended
 from rlhf_spmd.model.transformer import Transformer
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
@@ -34,6 +34,7 @@ PLACES = 32
 THREADS = 2
 REPEATS = 3
 LEAST = {"limit": 1.5, "spread": 2.5}  # promised ratios on a CPU
+CASE = ("model", "device", "dtype", "work")  # what tells rows apart
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -48,14 +49,6 @@ def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def measure_ceilings(device: torch.device) -> dict:
-    matrix = {precision_of(dtype): matrix_ceiling(device, dtype) for dtype in DTYPES}
-    ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
-    rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
-    print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}", flush=True)
-    return ceilings
 
 
 def on_cpu(
@@ -98,20 +91,6 @@ def ours_only() -> None:
             print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
 
 
-def keep(rows: list[dict], name: str) -> None:
-    """Writes these rows of NAME.jsonl in place of those of the same case; the others stay as they are."""
-
-    def case(row: dict) -> tuple:
-        return tuple(row.get(key) for key in ("model", "device", "dtype", "work"))
-
-    path = RESULTS / f"{name}.jsonl"
-    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    places = {case(json.loads(line)): line for line in old}  # of rows, which keep their order
-    new = write(name, rows).read_text(encoding="utf-8").splitlines()
-    places |= {case(json.loads(line)): line for line in new}
-    path.write_text("".join(line + "\n" for line in places.values()), encoding="utf-8")
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench generate", description=__doc__)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
@@ -125,14 +104,12 @@ def main(arguments: list[str]) -> int:
     if parsed.ours:
         torch.set_num_threads(1)  # threads that wait for one another would count as work
         ours_only()
-        print(json.dumps({"bench": "generate", "ok": True}))
         return 0
     torch.set_num_threads(THREADS)
-    ceilings, part = measure_ceilings(CPU), {"precision": parsed.precision, "only": parsed.work}
+    ceilings, part = ceilings_of(CPU, *DTYPES), {"precision": parsed.precision, "only": parsed.work}
     rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick, **part)
-    ok = all(row["ok"] for row in rows) or parsed.quick
-    if not parsed.quick:
-        about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}
-        keep([about | row for row in rows], "generate")
-    print(json.dumps({"bench": "generate", "device": name_of(CPU), "ok": ok}))
-    return 0 if ok else 1
+    if parsed.quick:
+        return ended("generate", rows, ok=True)
+    about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}
+    keep("generate", [about | row for row in rows], CASE)
+    return ended("generate", rows)

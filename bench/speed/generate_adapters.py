@@ -10,14 +10,14 @@ Cost: eight minutes of one core. Command: python -m bench generate-adapters [--p
 """
 
 import argparse
-import json
 import time
 from statistics import median
 
 import torch
 
-from bench.rows import RESULTS, read_rows, write
+from bench.rows import keep
 from bench.speed import generate_peers as peers
+from bench.tables import ended
 from rlhf_spmd.model.linear import lay_adjacent, sum_bytes
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
@@ -78,8 +78,5 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = [compare(one, parsed.repeats) for one in PRECISIONS if parsed.precision in (None, one)]
-    path, new = RESULTS / "generate_adapters.jsonl", {row["dtype"] for row in rows}
-    others = [row for row in (read_rows(path) if path.exists() else []) if row["dtype"] not in new]
-    write("generate_adapters", sorted(others + rows, key=lambda row: PRECISIONS.index(row["dtype"])))
-    print(json.dumps({"bench": "generate-adapters", "ok": all(row["ok"] for row in rows)}))
-    return 0 if all(row["ok"] for row in rows) else 1
+    keep("generate_adapters", rows, ("dtype",), lambda row: PRECISIONS.index(row["dtype"]))
+    return ended("generate-adapters", rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from bench.speed import generate_peers as peers
+from bench.speed.roofline import precision_of
 from rlhf_spmd.model.transformer import Transformer
 
 
@@ -51,10 +52,6 @@ def row_of(work: peers.Workload, dtype: torch.dtype, found: dict[str, tuple[floa
         "peers_tokens_per_s": {name: tokens / taken_s for name, (taken_s, _) in found.items()},
         "ratio": min(taken_s for taken_s, _ in found.values()) / ours_s,
     }
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def show(row: dict) -> None:

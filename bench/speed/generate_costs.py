@@ -2,7 +2,7 @@
 
 import torch
 
-from bench.speed.roofline import alternate
+from bench.speed.roofline import alternate, precision_of
 from rlhf_spmd.kernels.products import LINEAR, in_use
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.kv_cache import token_bytes
@@ -19,7 +19,7 @@ def floor(model: Transformer, rows: int, context: float, ceilings: dict) -> dict
     """Seconds of a decode step: by the bytes it must read (weights once, keys and values of every row), by the
     operations of its products, and what these take when nothing else is done; `floor_s`: the larger of the first two.
     """
-    weights, dtype = products_of(model), str(model.dtype).removeprefix("torch.")
+    weights, dtype = products_of(model), precision_of(model.dtype)
     num_bytes = sum(weight.nbytes for weight in weights) + rows * context * token_bytes(model)
     flops = 2 * rows * sum(weight.numel() for weight in weights)
     memory_s, matrix_s = num_bytes / ceilings["memory_bytes_per_s"], flops / ceilings["matrix_flops_per_s"][dtype]

@@ -7,6 +7,7 @@ import torch
 
 from bench.speed import generate_peers as peers
 from bench.speed.generate_costs import products_of
+from bench.speed.roofline import precision_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
@@ -43,7 +44,7 @@ def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context:
     share = num_bytes / step_s / ceilings["memory_bytes_per_s"]
     return {
         "work": f"a decode step, {rows} rows, {context} tokens each",
-        "dtype": str(mine.dtype).removeprefix("torch."),
+        "dtype": precision_of(mine.dtype),
         "step_s": step_s,
         "steps": len(seconds),
         "bytes": num_bytes,

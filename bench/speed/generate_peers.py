@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from bench.speed.roofline import precision_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.kernels.products import use
 from rlhf_spmd.model.config import from_hf
@@ -24,24 +25,11 @@ from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.profile.products import of_this_machine
 
 PROMPT = 32
-SMALL = {  # the embedded model's family, 28 M parameters
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
-LLAMA_7B = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "tie_word_embeddings": False,
-}
+# the embedded model's family, 28 M parameters
+SMALL = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+LLAMA_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+LLAMA_7B |= {"num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +102,7 @@ def same_weights(theirs: AutoModelForCausalLM, dtype: torch.dtype) -> Transforme
 
 def use_fastest(dtype: torch.dtype) -> str:
     """Chooses the library of products, as a run does -> its name."""
-    name = str(dtype).removeprefix("torch.")
+    name = precision_of(dtype)
     table = of_this_machine(name)
     use({name: table.choice})
     return table.library

@@ -12,7 +12,6 @@ With --static nothing is timed: see static_kernels.py.
 import argparse
 import ctypes
 import gc
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from bench.rows import write
 from bench.speed import kernel_cases as cases
 from bench.speed.gpu_decode import DecodeBench, Shape
 from bench.speed.kernel_cases import Case
-from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling, name_of
+from bench.speed.roofline import alternate, ceilings_of, name_of, precision_of
+from bench.tables import ended
 from rlhf_spmd.runtime.records.software import version_of
 
 ROUNDS = 15
@@ -74,7 +74,7 @@ def measure(case: Case, device: torch.device, ceilings: dict) -> dict:
         seconds = alternate(case.calls, device, rounds=rounds)
     ours_s = seconds.pop("ours")
     ratios = {name: peer_s / ours_s for name, peer_s in seconds.items()}
-    row = {"kernel": case.kernel, "shape": case.shape, "dtype": str(case.dtype).removeprefix("torch.")}
+    row = {"kernel": case.kernel, "shape": case.shape, "dtype": precision_of(case.dtype)}
     row |= {"ours_s": ours_s, "peers_s": seconds, "times_faster": ratios}
     ok = all(ratios[name] >= least for name, least in case.least_speedup.items())
     if case.num_bytes:
@@ -162,10 +162,7 @@ def main(arguments: list[str]) -> int:
 
         return static_kernels.main()
     device = torch.device("cpu")
-    matrix = {str(d).removeprefix("torch."): matrix_ceiling(device, d) for d in (torch.float32, torch.bfloat16)}
-    ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
-    rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
-    print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}")
+    ceilings = ceilings_of(device, torch.float32, torch.bfloat16)
     rows = []
     for case in cpu_cases(device):
         if parsed.only in case.kernel:
@@ -174,6 +171,4 @@ def main(arguments: list[str]) -> int:
     about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
     if not parsed.only:
         write("kernels", [about | row for row in rows])
-    ok = all(row["ok"] for row in rows)
-    print(json.dumps({"bench": "kernels", "device": name_of(device), "ok": ok}))
-    return 0 if ok else 1
+    return ended("kernels", rows)

@@ -71,23 +71,13 @@ def write_models(folder: Path) -> None:
 
 def slow_s(program: Program, step: Run, scale: float = 1.0) -> float:
     """Seconds by which a Run is slowed; scale: of all times in SLOW_S."""
-    share = 1.0 if step.call.endswith("_train") else len(program.mini_batches_of(step)) / len(_all(program))
+    workload, layout, share = program.workload, program.layout_of(step), 1.0
+    if not step.call.endswith("_train"):
+        share = len(program.mini_batches_of(step)) / workload.num_mini_batches
     if step.columns is not None:  # a call that begins with the rows it has
-        share *= len(step.columns) / len(program.layout_of(step).columns(_rank_of(program, step), _width(program)))
+        of_ranks = (layout.columns(rank, workload.mini_batch) for rank in layout.ranks)
+        share *= len(step.columns) / next(len(columns) for columns in of_ranks if set(step.columns) <= set(columns))
     return scale * SLOW_S[step.call] * share
-
-
-def _all(program: Program) -> range:
-    return range(program.workload.num_mini_batches)
-
-
-def _width(program: Program) -> int:
-    return program.workload.mini_batch
-
-
-def _rank_of(program: Program, step: Run) -> int:
-    layout = program.layout_of(step)
-    return next(rank for rank in layout.ranks if set(step.columns) <= set(layout.columns(rank, _width(program))))
 
 
 class Runner:

@@ -69,6 +69,19 @@ def matrix_ceiling(device: torch.device, dtype: torch.dtype) -> float:
         return 2 * size**3 / min(alternate(calls, device, rounds=5).values())
 
 
+def precision_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ceilings_of(device: torch.device, *dtypes: torch.dtype) -> dict:
+    """The ceilings of memory and of matrix products in these precisions, which it also prints."""
+    matrix = {precision_of(dtype): matrix_ceiling(device, dtype) for dtype in dtypes}
+    ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
+    rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
+    print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}", flush=True)
+    return ceilings
+
+
 def name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.observe.trace import Lane, Span
 
+KINDS = ("compute", "waiting", "control")
+
 
 def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
     """Per rank and iteration (but for the first one, whose beginning is unknown): seconds in all, and of each kind."""
@@ -60,7 +62,8 @@ def _until(span: Span, ready_s: float) -> float:
     return max(0.0, min(span.end_s, ready_s) - span.start_s)
 
 
-def control_share(lanes: Sequence[Lane], program: Program) -> float:
-    """The control plane's share of the time of all ranks."""
+def mean_shares(lanes: Sequence[Lane], program: Program) -> dict[str, float]:
+    """The share of each kind in the time of all ranks."""
     found = shares(lanes, program)
-    return sum(row["control_s"] for row in found) / sum(row["total_s"] for row in found)
+    total_s = sum(row["total_s"] for row in found)
+    return {kind: sum(row[f"{kind}_s"] for row in found) / total_s for kind in KINDS}

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import groupby
 
 import torch
 
@@ -22,7 +21,7 @@ from bench.rows import REPOSITORY, provenance, write
 from bench.speed.launches import H100, MI300, Launch, recorded
 from bench.speed.occupancy import PROCESSORS, Resources, amd, nvidia
 from bench.speed.static_cases import REASONS, WHOLE, Case, all_cases, needed_bytes
-from bench.tables import text_table
+from bench.tables import ended
 from rlhf_spmd.machines.calibration_file import load_calibration
 
 TARGETS = ("sm_90", "gfx942")
@@ -133,14 +132,11 @@ def main() -> int:
         sys.exit(f"bench kernels --static compiles kernels: run it without {INTERPRETED}=1")
     rows = list(make_rows())
     write("kernels_static", rows)
-    for what, group in groupby(rows, key=lambda row: row["what"]):
-        print(f"{what}\n{text_table('kernels_static', list(group))}\n")
     wrong = {f"{row['kernel']} {row['what']} {row['shape']}": faults(row) for row in rows if not row["ok"]}
     for name, found in wrong.items():
         print(f"{name}: {', '.join(found)}")
     worst = {on: max(row[on]["registers"] for row in rows) for on in TARGETS}
-    print(json.dumps({"bench": "kernels-static", "registers": worst, "ok": not wrong}))
-    return 0 if not wrong else 1
+    return ended("kernels-static", rows, registers=worst)
 
 
 if __name__ == "__main__":  # the interpreted part

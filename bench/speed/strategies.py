@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from bench.rows import TIMELINES, provenance, train, write
-from bench.speed.shares import shares
+from bench.speed.shares import KINDS, mean_shares
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -76,9 +76,6 @@ def main(arguments: list[str]) -> int:
     return ended("strategies", rows)
 
 
-KINDS = ("compute", "waiting", "control")
-
-
 def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
 ) -> tuple[dict, list[dict], int]:
@@ -98,9 +95,7 @@ def run_case(
     split = any((layout.pp, layout.tp) != (1, 1) for layout in program.placement.layouts.values())
     parts: dict[str, float | None] = dict.fromkeys(KINDS)
     if not split:  # inside a call that several ranks share, the timeline does not tell computing from waiting
-        found = shares(lanes(records), program)
-        total_s = sum(row["total_s"] for row in found)
-        parts = {kind: sum(row[f"{kind}_s"] for row in found) / total_s for kind in KINDS}
+        parts |= mean_shares(lanes(records), program)
     static = [static_bytes(program, rank) for rank in cluster.ranks]
     row = {
         "bench": "strategies",

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench.speed.shares import control_share
+from bench.speed.shares import mean_shares
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -34,7 +34,7 @@ def test_the_control_plane_takes_little(timeline):
     strategy, lanes_of_ranks = timeline
     workload = make_workload(presets.load("tiny", OPTIONS))
     program = load_strategy(strategy).compile(workload, Cluster.parse("1x4"), {})
-    assert control_share(lanes_of_ranks, program) <= LARGEST_CONTROL
+    assert mean_shares(lanes_of_ranks, program)["control"] <= LARGEST_CONTROL
 
 
 def test_training_begins_while_generation_goes_on(timeline):

@@ -87,7 +87,13 @@ def test_lengths_are_the_same_for_both_programs():
 def test_the_floor_counts_products(tmp_path):
     """Without attention's products: 2 operations per weight and token for a pass, 5 passes over each response."""
     sizes = {"hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 3, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 1000, "tie_word_embeddings": True}
+    sizes |= {
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     prompts, rows, limit = work.PROMPTS, work.PROMPTS * work.SAMPLES, work.LIMIT
     layer, head, tokens = 8 * (2 * 8 + 2 * 4) + 3 * 8 * 4, 8 * 1000, limit * rows

@@ -118,7 +118,8 @@ def test_one_case_is_of_its_parts_only(monkeypatch, tmp_path):
 
     monkeypatch.setattr(against_trl.equality, "PEER", tmp_path)
     monkeypatch.setattr(against_trl, "PARTS", {name: part_of(name) for name in against_trl.PARTS})
-    monkeypatch.setattr(against_trl, "keep", lambda part, rows: None)
+    monkeypatch.setattr(against_trl, "keep", lambda *_: None)
+    monkeypatch.setattr(against_trl, "versions_of_peer", dict)
     assert against_trl.main(["--case", "IPO"]) == 0
     assert against_trl.main(["equality", "--case", "GRPO"]) == 0
     assert ran == [("given", ["IPO"]), ("equality", ["GRPO"])]
@@ -180,7 +181,7 @@ def test_full_length_rows_are_as_long_as_any():
 def test_operations_of_a_step(monkeypatch):
     """Two for each weight and token, three passes, four with a reference; logits of the response's tokens only."""
     shape = ModelShape(2, 8, 16, 2, 1, head_dim=4, vocab_size=100)
-    monkeypatch.setattr(steps, "shape_of", lambda model: shape)
+    monkeypatch.setattr(steps, "shape_of_folder", lambda model: shape)
     layers, logits = 12 * layer_flops(shape, 10, 5), head_flops(shape, 6)
     found = {name: steps.given_flops(WORKS[name], None, [(4, 6)]) for name in WORKS}
     assert found["reward model"] == pytest.approx(layers / 2)

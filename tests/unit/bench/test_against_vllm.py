@@ -58,8 +58,8 @@ def test_the_line_of_evidence(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     rows = [{"dtype": dtype, "ratio": ratio} for dtype in ("float32", "bfloat16") for ratio in (1.2, 1.14)]
     (tmp_path / "against_vllm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (line,) = evidence._against_vllm()
-    assert line["number"] == "1.20 and 1.14; 1.20 and 1.14" and "in float32 and bfloat16" in line["statement"]
+    statement, number, *_ = evidence.against_vllm()
+    assert number == "1.20 and 1.14; 1.20 and 1.14" and "in float32 and bfloat16" in statement
 
 
 def test_responses_of_other_lengths_are_an_error(tmp_path):

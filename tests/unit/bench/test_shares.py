@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.speed.shares import control_share, shares
+from bench.speed.shares import mean_shares, shares
 from rlhf_spmd.runtime.observe.trace import lanes
 from tests.programs import make_workload, place_calls
 
@@ -33,4 +33,4 @@ def test_waiting_ends_when_the_peer_has_posted():
         pytest.approx({"total_s": 5.0, "compute_s": 2.9, "waiting_s": 1.2, "control_s": 0.9}),
         pytest.approx({"total_s": 5.0, "compute_s": 1.3, "waiting_s": 2.8, "control_s": 0.9}),
     ]
-    assert control_share(lanes(records), program) == pytest.approx(0.18)
+    assert mean_shares(lanes(records), program)["control"] == pytest.approx(0.18)
