@@ -13,7 +13,7 @@ AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # s
 
 
 def joined_ahead(rows: Sequence[Mapping]) -> list[dict]:
-    """One row for each case of the suite: seconds of each strategy, of both halves one ahead, and its gains."""
+    """Returns one row for each case of the suite: seconds of each strategy, of both halves one ahead, and its gains."""
     cases: dict[tuple, dict[str, Mapping]] = {}
     for row in rows:
         place = row["preset"], row["layout"], row["calibration"], row["overrides"]
@@ -32,7 +32,7 @@ def joined_ahead(rows: Sequence[Mapping]) -> list[dict]:
 
 
 def words_of(overrides: str) -> str:
-    """The lengths and epochs of a case, in words."""
+    """Returns the lengths and epochs of a case, in words."""
     options = dict(word.split("=", 1) for word in overrides.split())
     mean, _, sigma = options["forecast_lengths"].partition(",")
     lengths = f"lognormal, mean {mean}, sigma {sigma}" if sigma else f"all {mean}"
@@ -40,8 +40,8 @@ def words_of(overrides: str) -> str:
 
 
 def paired(rows: Sequence[Mapping]) -> list[dict]:
-    """Of every algorithm, lag and correction that has two seeds at least: the mean difference of the measure from lag
-    0, half of its 95% interval, and the number of seeds."""
+    """Returns, of every algorithm, lag and correction that has two seeds at least, the mean difference of the measure
+    from lag 0, half of its 95% interval, and the number of seeds."""
     base = {(row["page"], row["seed"]): row[MEASURE] for row in rows if row["lag"] == 0}
     found: dict[tuple, list[float]] = {}
     for row in rows:

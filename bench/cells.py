@@ -9,12 +9,18 @@ NONE = "-"
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """share: 1 is 100%."""
+    """Formats a share as percent.
+
+    share: 1 is 100%.
+    """
     return NONE if share is None else f"{100 * share:.{digits}f}%"
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """digits: behind the point."""
+    """Formats a number.
+
+    digits: after the point.
+    """
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
@@ -51,5 +57,5 @@ CELLS = Cells()
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """The text of a cell."""
+    """Returns the text of a cell."""
     return CELLS.vformat(template, (), row)

@@ -16,7 +16,7 @@ Line = tuple[str, str, str, str]  # statement, number, kind, section of RESULTS.
 
 
 def table() -> tuple[dict, list[Line]]:
-    """Its columns, and a row for each number."""
+    """Returns its columns, and a row for each number."""
     return COLUMNS, [same_tokens(), kills(), generation(), against_vllm(), published(), planner()]
 
 

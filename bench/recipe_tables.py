@@ -11,7 +11,7 @@ FAST, LORA = "200g-per-gpu", "+lora"  # as in forecast/recipes.py
 
 
 def _others(row: dict) -> str:
-    """The other strategies that fit, the fastest first, by their seconds over those of the recipe."""
+    """Returns the other strategies that fit, the fastest first, by their seconds over those of the recipe."""
     if not row["strategy"]:
         return "-"
     fitting = {name: one["iteration_s"] for name, one in row["strategies"].items() if "iteration_s" in one}
@@ -20,17 +20,18 @@ def _others(row: dict) -> str:
 
 
 def _for(algorithm: str, rows: Sequence[dict]) -> list[dict]:
-    """The recipes of an algorithm with 200 Gb/s for each GPU."""
+    """Returns the recipes of an algorithm with 200 Gb/s for each GPU."""
     return [row for row in rows if row["algorithm"] == algorithm and row["network"] == FAST]
 
 
 def _slow(rows: Sequence[dict]) -> list[dict]:
-    """Those with 200 Gb/s for each node; what does not fit there does not fit on the fast network either."""
+    """Returns the recipes with 200 Gb/s for each node; what does not fit there does not fit on the fast network
+    either."""
     return [row for row in rows if row["network"] != FAST and row["strategy"]]
 
 
 def _adapted(rows: Sequence[dict]) -> list[dict]:
-    """Those with adapters, with the seconds of full training at the same place."""
+    """Returns the recipes with adapters, with the seconds of full training at the same place."""
     where = ("preset", "layout", "device_type", "network")
     seconds = {(row["algorithm"], *(row[key] for key in where)): row.get("iteration_s") for row in rows}
     found = [
@@ -40,8 +41,8 @@ def _adapted(rows: Sequence[dict]) -> list[dict]:
 
 
 def by_strategy(rows: Sequence[dict]) -> list[dict]:
-    """One row for each strategy, algorithm and kind of machine: how often it fits and is the recipe, and how long it
-    takes compared with the recipe."""
+    """Returns one row for each strategy, algorithm and kind of machine: how often it fits and is the recipe, and how
+    long it takes compared with the recipe."""
     kinds: dict[tuple[str, str, str], list[dict]] = {}
     for row in rows:
         if row["strategy"] and not row["algorithm"].endswith(LORA):

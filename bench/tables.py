@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def render(text: str) -> str:
-    """The text with every block rewritten from its rows."""
+    """Rewrites every block of a text from its rows."""
     return BLOCK.sub(lambda found: f"<!-- rows: {found[1]} -->\n{_table(found[1])}\n<!-- end -->", text)
 
 
@@ -46,13 +46,16 @@ def _table(name: str) -> str:
 
 
 def markdown(columns: Columns, rows: Sequence[dict]) -> list[str]:
-    """A table's lines."""
+    """Returns a table's lines."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return lines + ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
 
 
 def ended(bench: str, rows: Sequence[dict], *, ok: bool | None = None, **told: Any) -> int:
-    """The end of a bench: prints its rows and the JSON line -> the exit status. ok: None: that of all rows."""
+    """Ends a bench: prints its rows and the JSON line. Returns the exit status.
+
+    ok: None: that of all rows.
+    """
     print(text_table(bench.replace("-", "_"), rows))
     ok = all(row["ok"] for row in rows) if ok is None else ok
     print(json.dumps({"bench": bench, **told, "ok": ok}))
@@ -60,7 +63,7 @@ def ended(bench: str, rows: Sequence[dict], *, ok: bool | None = None, **told: A
 
 
 def text_table(name: str, rows: Sequence[dict]) -> str:
-    """The rows for a terminal, in columns; the first and the last ones start at the left."""
+    """Formats the rows for a terminal, in columns; the first and the last ones start at the left."""
     cells = [list(COLUMNS[name]), *([cell(row).replace("`", "") for cell in COLUMNS[name].values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     last = len(widths) - 1

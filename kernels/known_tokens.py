@@ -1,7 +1,7 @@
 """The token ids that may be drawn, where embeddings have more rows than the tokenizer has tokens.
 
 Rows are often padded to a round number, and a tokenizer may have holes between its tokens. Such ids have logit -inf, so
-logprobs, entropy and KL of all models are over one support. Ids behind the last token are cut from the output product,
+logprobs, entropy and KL of all models are over one support. Ids after the last token are cut from the output product,
 up to a whole tile of it; the few that are left in the tile, and holes, are filled with -inf.
 
 Legend: N rows, C columns (a chunk of the vocabulary), H holes.

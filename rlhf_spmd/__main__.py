@@ -77,7 +77,7 @@ def _in_utf8() -> None:
 
 
 def _to_the_end(arguments: list[str]) -> NoReturn:
-    """Runs a verb in one process, and ends the process, whatever threads own functions have left in it."""
+    """Runs a subcommand in one process, and ends the process, whatever threads own functions have left in it."""
     from rlhf_spmd.runtime.guard import progress
     from rlhf_spmd.runtime.guard.supervise import leave
 
@@ -93,10 +93,10 @@ def _to_the_end(arguments: list[str]) -> NoReturn:
 
 
 def _alone(arguments: list[str]) -> int:
-    """Runs a verb in one process.
+    """Runs a subcommand in one process.
 
     The variables of an interactive step of Slurm (srun -n 4 --pty bash) are those of the first of several processes. So
-    under srun the first process works, and copies do nothing. Under mpirun the verb is refused.
+    under srun the first process works, and copies do nothing. Under mpirun the subcommand is refused.
     """
     from rlhf_spmd.runtime.guard import launcher, signals, streams
     from rlhf_spmd.runtime.guard.failures import explain
@@ -152,7 +152,7 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 def _on_ranks(arguments: list[str]) -> int:
-    """Runs a verb on every rank; one rank reports an error."""
+    """Runs a subcommand on every rank; one rank reports an error."""
     from rlhf_spmd.runtime.guard import launcher, progress, streams, user_code
     from rlhf_spmd.runtime.guard.supervise import leave, supervised
     from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder

@@ -24,14 +24,14 @@ GIVEN = "####"  # what stands before the answer in GSM8K
 
 
 def exact_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
-    """Scores 1 if the response, without space around it, is the answer; else 0. None where the answer is null."""
+    """1 if the response, without space around it, is the answer; else 0. None where the answer is null."""
     pairs = zip(responses, answer, strict=True)
     return [None if right is None else float(response.strip() == str(right).strip()) for response, right in pairs]
 
 
 def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
-    """Scores 1 if the last number of the response is exactly the last number of the answer; else 0. None where the
-    answer is null.
+    """1 if the last number of the response is exactly the last number of the answer; else 0. None where the answer is
+    null.
 
     Numbers may have thousands separators, a sign and an exponent, and may begin with their point. An answer that holds
     no number never matches; text after `####` counts alone, as in GSM8K.
@@ -45,8 +45,8 @@ def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) 
 
 
 def last_number(text: str) -> Decimal | None:
-    """Returns the last number in a text, exactly, after `####` if there is one; None if there is no number, or one
-    whose exponent has more than 18 digits."""
+    """The last number in a text, exactly, after `####` if there is one; None if there is no number, or one whose
+    exponent has more than 18 digits."""
     found = NUMBER.findall(text.rpartition(GIVEN)[2].replace(MINUS, "-"))
     try:
         return Decimal(found[-1].replace(",", "")) if found else None
@@ -55,8 +55,8 @@ def last_number(text: str) -> Decimal | None:
 
 
 def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
-    r"""Scores 1 if the last \boxed{} of the response is mathematically equal to the answer; else 0. None where the
-    answer is null.
+    r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0. None where the answer is
+    null.
 
     Equality is that of math-verify: symbolic, by SymPy, but of decimal fractions to six places. The answer is LaTeX or
     plain text, with or without \boxed{}. An expression may take SymPy very long. The time limits of math-verify itself
@@ -77,7 +77,7 @@ def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) ->
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns what the last \boxed{} of a text holds, braces counted; None if there is none that ends."""
+    r"""What the last \boxed{} of a text holds, braces counted; None if there is none that ends."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -174,12 +174,12 @@ def _rewards_of(url: str, text: str, num: int) -> list[float]:
 
 
 def num_words(prompts: list[str], responses: list[str]) -> list[float]:
-    """Returns the number of words of each response; with a negative weight a penalty for length."""
+    """The number of words of each response; with a negative weight a penalty for length."""
     return [float(len(response.split())) for response in responses]
 
 
 def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
-    """Returns the sentiment of each response, from -1 (negative) to 1: the compound score of VADER.
+    """The sentiment of each response, from -1 (negative) to 1: the compound score of VADER.
 
     VADER is a lexicon of about 7,500 rated words with rules for negation, emphasis and punctuation (Hutto and Gilbert,
     ICWSM 2014). It needs no network and no weights, so a demonstration of RLHF runs on a laptop.

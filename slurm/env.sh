@@ -27,7 +27,7 @@ fi
 : "${RLHF_SPMD_LAUNCHER:=srun}"                    # srun, or mpirun if Slurm and the MPI library have no common PMI
 : "${RLHF_SPMD_PMI:=pmi2}"      # for srun (see srun --mpi=list): pmi2 (MPICH), pmix (Open MPI), cray_shasta (Cray)
 : "${RLHF_SPMD_INTERFACE:=}"    # network interface between the nodes, for example ib0; empty: from the routing table
-: "${RLHF_SPMD_CONTAINER:=}"    # words before python, for example "apptainer exec --nv IMAGE.sif"; empty: none
+: "${RLHF_SPMD_CONTAINER:=}"    # command before python, for example "apptainer exec --nv IMAGE.sif"; empty: none
 
 for name in SBATCH_PARTITION SBATCH_ACCOUNT SBATCH_QOS SBATCH_TIMELIMIT SBATCH_GPUS_PER_NODE RLHF_SPMD_INTERFACE; do
     if [[ -n ${!name} ]]; then export "${name?}"; else unset "$name"; fi

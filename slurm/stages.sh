@@ -7,7 +7,7 @@
 #         : data.prompts=pairs.jsonl iterations=50 \
 #         : data.prompts=questions.jsonl iterations=500
 #
-# A name, options of sbatch for all jobs, then, behind a colon each, the words of `train` for each stage. Jobs and run
+# A name, options of sbatch for all jobs, then, after each colon, the arguments of `train` for one stage. Jobs and run
 # folders are helpful-sft, helpful-reward and helpful-ppo. A job starts once those before it have ended well; a job that
 # is requeued has not ended. If one fails, Slurm cancels those that wait for it. The same command then submits what is
 # missing: a stage that has written its model is left as it is, one in the queue is waited for, and an interrupted one
@@ -40,7 +40,7 @@ done
 
 declare -A jobs # of the stages that have not ended
 
-changes() { # the words that a run may be given when it is resumed: KEY=VALUE
+changes() { # the arguments that a run may be given when it is resumed: KEY=VALUE
     while (($#)); do
         case $1 in
         --*=* | --dry-run) ;;
@@ -51,7 +51,7 @@ changes() { # the words that a run may be given when it is resumed: KEY=VALUE
     done
 }
 
-stage() { # STAGE, folder of its model, stages before it, words of `train`: submits it, if that is not done
+stage() { # STAGE, folder of its model, stages before it, arguments of `train`: submits it, if that is not done
     local run=$name-$1 folder=$RLHF_SPMD_RUNS/$name-$1 model=$2 before=$3 words=("${@:4}") how=() after="" one job
     if [[ -f $folder/$model/generation_config.json ]]; then # the last file of a model
         echo "$run: finished, its model is $folder/$model"
@@ -74,7 +74,7 @@ stage() { # STAGE, folder of its model, stages before it, words of `train`: subm
     fi
     how+=(--parsable "--job-name=$run")
     job=$(RLHF_SPMD_RUN=$run sbatch "${options[@]}" "${how[@]}" "$RLHF_SPMD_SLURM/train.sbatch" "${words[@]}")
-    jobs[$1]=${job%%;*} # behind a semicolon, the cluster
+    jobs[$1]=${job%%;*} # after a semicolon, the cluster
     echo "$run: job ${jobs[$1]}${after:+ after ${after:1}}"
 }
 

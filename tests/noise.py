@@ -7,7 +7,8 @@ LIMIT = 1.35  # standard errors: 95% of independent pairs of ten-iteration curve
 
 
 def in_standard_errors(mine: Sequence[Mapping], expected: Sequence[Mapping], num_responses: int) -> float:
-    """Root mean square over the iterations of the difference of mean rewards, in standard errors of that difference."""
+    """Returns the root mean square over the iterations of the difference of mean rewards, in standard errors of that
+    difference."""
     squares = [
         (a["reward"] - b["reward"]) ** 2 / ((a["reward_std"] ** 2 + b["reward_std"] ** 2) / num_responses)
         for a, b in zip(mine, expected, strict=True)

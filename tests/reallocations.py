@@ -10,7 +10,7 @@ from rlhf_spmd.plan.workload import ModelShape
 
 
 def sent_bytes(one: Reallocation) -> dict[int, int]:
-    """Bytes that each rank sends, what it forwards included."""
+    """Returns the bytes that each rank sends, what it forwards included."""
     found = dict.fromkeys(one.ranks, 0)
     for (sender, _), num_bytes in one.hop_bytes().items():
         found[sender] += num_bytes
@@ -18,7 +18,7 @@ def sent_bytes(one: Reallocation) -> dict[int, int]:
 
 
 def sent_messages(one: Reallocation, bucket_bytes: int) -> dict[int, int]:
-    """Messages that each rank sends."""
+    """Returns the messages that each rank sends."""
     counts = dict.fromkeys(one.ranks, 0)
     for (sender, _), count in one.hop_messages(bucket_bytes).items():
         counts[sender] += count
@@ -26,8 +26,8 @@ def sent_messages(one: Reallocation, bucket_bytes: int) -> dict[int, int]:
 
 
 def lower_bound_bytes(one: Reallocation) -> int:
-    """What receiving ranks need and do not hold, from volumes alone (inclusion and exclusion over a rank's targets); no
-    plan can move less."""
+    """Returns the bytes that receiving ranks need and do not hold, from volumes alone (inclusion and exclusion over a
+    rank's targets); no plan can move less."""
     numbers, sources = 0, dict(one.sources)
     shards_of: dict[int, dict[Shard, None]] = {}
     for rank, shard in one.targets:
@@ -46,7 +46,8 @@ def lower_bound_bytes(one: Reallocation) -> int:
 
 
 def local_shapes(shape: ModelShape, holding: Holding) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter as a rank holds it; [numbers] of a flat part under ZeRO 3, without padding."""
+    """Returns the shape of every parameter as a rank holds it; [numbers] of a flat part under ZeRO 3, without
+    padding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in weights_of(shape):
         box = weight.box(holding.shard)

@@ -78,7 +78,7 @@ class Step:
 
 @dataclass
 class AdamW:
-    """Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2, behind a clip by global norm."""
+    """Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2, after a clip by global norm."""
 
     lr: float
     options: Options

@@ -47,14 +47,14 @@ class Started:
             time.sleep(0.005)
 
     def ranks(self) -> dict[int, int]:
-        """Process id -> rank of the processes that are the ranks; each is the child of its supervisor, and that of its
+        """Returns the rank of each process that is a rank; each is the child of its supervisor, and that of its
         front."""
         found = self.processes()
         parents = {pid: _parent(pid) for pid in found}
         return {pid: rank for pid, rank in found.items() if parents.get(parents[pid]) in found}
 
     def processes(self) -> dict[int, int]:
-        """Process id -> rank of the ranks, their supervisors and the fronts of these."""
+        """Returns the rank of each process: of the ranks, their supervisors and the fronts of these."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -68,7 +68,7 @@ class Started:
         return found
 
     def num_left(self) -> int:
-        """How many of them outlive their job; they are ended."""
+        """Counts how many of them outlive their job, and ends these."""
         end = time.monotonic() + ORPHAN_S
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.05)
@@ -77,7 +77,7 @@ class Started:
         return len(left)
 
     def end(self, *, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
-        """Exit status (None: it hung, and has been killed) and standard error."""
+        """Waits for the end. Returns exit status (None: it hung, and has been killed) and standard error."""
         try:
             _, stderr = self.process.communicate(timeout=limit_s)
             return self.process.returncode, stderr
@@ -96,19 +96,19 @@ def _parent(pid: int) -> int | None:
 
 
 def num_iterations(folder: Path) -> int:
-    """The number of iterations that a run has done."""
+    """Returns the number of iterations that a run has done."""
     path = folder / "metrics.jsonl"
     return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
 def slowest_s(folder: Path) -> float:
-    """The longest iteration of a run."""
+    """Returns the longest iteration of a run."""
     return max(row["iteration_s"] for row in read_rows(folder / "metrics.jsonl"))
 
 
 def outcome(folder: Path) -> dict:
-    """All that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor, responses, and
-    what an evaluation and `rollouts.every` add."""
+    """Returns all that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor,
+    responses, and what an evaluation and `rollouts.every` add."""
     tables = [name for name in ("metrics", "evaluations") if (folder / f"{name}.jsonl").exists()]
     last = max((folder / "checkpoints").glob("iteration-*"))
     names = [path.relative_to(folder) for path in last.glob("rank-*")] + [last.relative_to(folder) / "state.json"]

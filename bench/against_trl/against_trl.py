@@ -37,8 +37,11 @@ SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """measure: a folder for files and the chosen cases -> rows, which stay in the file apart by their case. whole: of
-    SmolLM2 rather than of small models."""
+    """A part of the bench.
+
+    measure: a folder for files and the chosen cases -> rows, which stay in the file apart by their case.
+    whole: of SmolLM2 rather than of small models.
+    """
 
     file: str
     measure: Callable[[Path, Sequence], list[dict]]
@@ -96,7 +99,7 @@ def main(arguments: list[str]) -> int:
 
 
 def versions_of_peer() -> dict[str, str]:
-    """TRL and what computes in its environment."""
+    """Returns the versions of TRL and of what computes in its environment."""
     names = ["trl", "transformers", "torch"]
     command = [str(equality.PEER), "-c", f"from importlib.metadata import version as v; print(*map(v, {names}))"]
     found = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout.split()

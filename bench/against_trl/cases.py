@@ -34,7 +34,7 @@ def texts(words: Words) -> list[Row]:
 
 
 def conversations(words: Words) -> list[Row]:
-    """Of one to three turns of the assistant."""
+    """Makes conversations of one to three turns of the assistant."""
     roles = ("user", "assistant")
     return [
         {"messages": [_message(roles[j % 2], words(5 * i + j, 1 + (i + j) % 4)) for j in range(2 * (1 + i % 3))]}
@@ -58,7 +58,7 @@ def with_margins(words: Words) -> list[Row]:
 
 
 def without_prompts(words: Words) -> list[Row]:
-    """The prompt is the common beginning of the responses, which end inside of no word."""
+    """Makes pairs whose prompt is the common beginning of the responses, which end inside of no word."""
     both = ("chosen", "rejected")
     rows = [row for row in pairs(words) if row["chosen"][1] != row["rejected"][1]]
     return [{name: row["prompt"] + row[name] for name in both} for row in rows]
@@ -81,10 +81,16 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One loss. ours: options of our page, or of `data` and `generation`. theirs: options of TRL's config. difference:
-    what the programs define differently. rows: of given responses; None: responses are generated. noise: nats by which
-    the old logprobs of generated ones are perturbed, so large that some ratios are clipped on either side. with_casts:
-    the tolerance where both programs cast to float32 (widened.py), if the usual one is too small."""
+    """One loss.
+
+    ours: options of our page, or of `data` and `generation`.
+    theirs: options of TRL's config.
+    difference: what the programs define differently.
+    rows: of given responses; None: responses are generated.
+    noise: nats by which the old logprobs of generated ones are perturbed, so large that some ratios are clipped on
+        either side.
+    with_casts: the tolerance where both programs cast to float32 (widened.py), if the usual one is too small.
+    """
 
     name: str
     page: str
@@ -118,7 +124,7 @@ ROWS_OF = {
 
 
 def _read(path: Path) -> dict[str, Case]:
-    """The losses of a file, by their names."""
+    """Reads the losses of a file, by their names."""
     found = {}
     for name, one in tomllib.loads(path.read_text(encoding="utf-8")).items():
         rows = ROWS_OF[one.pop("rows")] if "rows" in one else None

@@ -54,8 +54,10 @@ class Setting:
 
 
 def small(folder: Path, *, given: bool = False) -> list[Setting]:
-    """Random Llamas. given: for given responses, which end with the end token; the reward model has a head of its
-    own."""
+    """Makes random Llamas.
+
+    given: for given responses, which end with the end token; the reward model has a head of its own.
+    """
     settings = []
     for number, (name, shape) in enumerate(SMALL.items()):
         sizes = shape | {"eos_token_ids": EOS[:1] if given else EOS}
@@ -73,7 +75,7 @@ def small(folder: Path, *, given: bool = False) -> list[Setting]:
 
 
 def perturbed_copy(folder: Path, copy: Path) -> Path:
-    """A model near another one, so that the KL divergence between them is not 0."""
+    """Makes a model near another one, so that the KL divergence between them is not 0."""
     shutil.copytree(folder, copy, dirs_exist_ok=True)
     tensors, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(SEED)
     for name, tensor in tensors.items():
@@ -84,12 +86,12 @@ def perturbed_copy(folder: Path, copy: Path) -> Path:
 
 
 def text_of(first: int, number: int) -> str:
-    """A text of some words."""
+    """Returns a text of some words."""
     return " ".join(WORDS[(7 * first + 3 * place) % len(WORDS)] for place in range(number))
 
 
 def words_of(setting: Setting, case: Case, folder: Path) -> list[str]:
-    """The run of one case, as words of the command line; writes its data into the folder."""
+    """Writes the data of one case into the folder. Returns the arguments of its run."""
     rows = case.rows(text_of) if case.rows else [{"prompt": text_of(i, 1 + i % 6)} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     words = [f"data.prompts={folder / 'prompts.jsonl'}", f"models.{case.role}={setting.models[case.role]}"]
@@ -104,7 +106,7 @@ def words_of(setting: Setting, case: Case, folder: Path) -> list[str]:
 
 
 def compared(setting: Setting, cases: Sequence[Case], folder: Path) -> list[dict]:
-    """A row for each case and kind of casts. TRL takes all rows of a step at once."""
+    """Compares all cases: returns a row for each case and kind of casts. TRL takes all rows of a step at once."""
     taken = []
     for number, (case, wide) in enumerate(product(cases, (True, False))):
         mine = ours.one_step(case, words_of(setting, case, folder), seed=SEED, wide=wide)
@@ -132,7 +134,7 @@ def in_peer(module: str, job: dict, folder: Path) -> None:
 
 
 def compared_step(setting: Setting, case: Case, mine: ours.Taken, out: Path, precision: str) -> dict:
-    """The row of a step that both programs have taken."""
+    """Returns the row of a step that both programs have taken."""
     with safe_open(out, "pt") as file:
         theirs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         told = {name: json.loads(text) for name, text in file.metadata().items()}
@@ -150,14 +152,14 @@ def compared_step(setting: Setting, case: Case, mine: ours.Taken, out: Path, pre
 
 
 def about_generated(mine: ours.Taken) -> dict:
-    """Lengths of the responses, shares of the tokens that each clip changes."""
+    """Returns lengths of the responses, and shares of the tokens that each clip changes."""
     lengths = [len(row["response"]) for row in mine.rows]
     shares = {name: mine.metrics[name] for name in ("clip_fraction_low", "clip_fraction_high")}
     return {"responses": len(lengths), "shortest": min(lengths), "longest": max(lengths), **shares}
 
 
 def both_clips(row: Mapping) -> bool:
-    """Whether each of the clips changes some tokens and not all; CISPO has only the upper one."""
+    """Returns whether each of the clips changes some tokens and not all; CISPO has only the upper one."""
     names = ["clip_fraction_high"] if row["case"] == "CISPO" else ["clip_fraction_low", "clip_fraction_high"]
     return all(0 < row[name] < 1 for name in names)
 
@@ -166,8 +168,11 @@ def both_clips(row: Mapping) -> bool:
 
 
 def about_given(case: Case, mine: ours.Taken, told: Mapping, tolerance: float) -> dict:
-    """How many rows and learned tokens the step has, the lengths of its sequences, and how both programs read them.
-    told: by TRL."""
+    """Returns how many rows and learned tokens the step has, the lengths of its sequences, and how both programs read
+    them.
+
+    told: by TRL.
+    """
     sequences = [sequence for row in mine.rows for sequence in row]
     lengths = [len(tokens) for tokens, _ in sequences]
     learned = sum(sum(marks) for _, marks in sequences)
@@ -178,12 +183,12 @@ def about_given(case: Case, mine: ours.Taken, told: Mapping, tolerance: float) -
 
 
 def same_reading(row: Mapping) -> bool:
-    """Whether both programs have read the same tokens, and logged the same of them."""
+    """Returns whether both programs have read the same tokens, and logged the same of them."""
     return row["same_tokens"] and row["metrics_error"] <= row["metrics_tolerance"]
 
 
 def metric_errors(case: Case, mine: Mapping, theirs: Mapping) -> dict[str, float]:
-    """Relative differences of what both programs log, by TRL's names; ours are found by their aliases."""
+    """Returns relative differences of what both programs log, by TRL's names; ours are found by their aliases."""
     names = {
         alias.name.removeprefix("train/"): alias.ours[0] for alias in TABLE["trl"] if case.page in alias.algorithms
     }
@@ -193,8 +198,8 @@ def metric_errors(case: Case, mine: Mapping, theirs: Mapping) -> dict[str, float
 
 
 def same_tokens(case: Case, mine: Sequence[Row], theirs: Sequence[Row]) -> bool:
-    """Whether both programs have the same rows, in any order: tokens, and which of them are learned. A reward model
-    learns from scores, so only its tokens count."""
+    """Returns whether both programs have the same rows, in any order: tokens, and which of them are learned. A reward
+    model learns from scores, so only its tokens count."""
     marked = case.page != "reward_model"
 
     def in_order(rows: Sequence) -> list:
@@ -207,8 +212,8 @@ def same_tokens(case: Case, mine: Sequence[Row], theirs: Sequence[Row]) -> bool:
 
 
 def errors(mine: ours.Taken, loss: float, theirs: Mapping[str, Tensor]) -> dict:
-    """Relative differences: of the loss; of the gradient of the worst weight, and of the worst weight after the step,
-    each as the norm of the difference over the norm of TRL's tensor."""
+    """Returns relative differences: of the loss; of the gradient of the worst weight, and of the worst weight after the
+    step, each as the norm of the difference over the norm of TRL's tensor."""
     pairs = {"gradient": mine.gradients, "after": mine.after}
     found = {what: _tensor_errors(what, tensors, theirs) for what, tensors in pairs.items()}
     return {

@@ -62,7 +62,7 @@ def config_of(model: str, words: list[str], page: str) -> Config:
 
 
 def grpo_words(folder: Path) -> list[str]:
-    """One optimizer step in an iteration, with GRPO's loss as TRL has it by default."""
+    """Returns the arguments for one optimizer step in an iteration, with GRPO's loss as TRL has it by default."""
     path, rows = _written([{"prompt": text} for text in work.prompts()], folder), work.PROMPTS * work.SAMPLES
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     words = [f"data.prompts={path}", f"reward_function={folder / 'reward.py'}:letters"]
@@ -73,7 +73,7 @@ def grpo_words(folder: Path) -> list[str]:
 
 
 def given_words(of: Work, folder: Path) -> list[str]:
-    """One optimizer step in an iteration, over all rows."""
+    """Returns the arguments for one optimizer step in an iteration, over all rows."""
     rows = work.rows_of(of)
     words = [f"data.prompts={_written(rows, folder)}", f"rollout_batch={len(rows)}", f"mini_batch={len(rows)}"]
     words += [f"micro_batch={work.GIVEN_MICRO_BATCH // of.sequences_per_row}"]
@@ -102,7 +102,7 @@ def ends_at(lengths: list[int]) -> Iterator[None]:
 
 
 def phases_of(run: RunOf) -> dict[str, float]:
-    """Seconds of the last iteration by phase."""
+    """Returns seconds of the last iteration by phase."""
     found = {"generation": 0.0, "reference": 0.0}  # the rest is training
     workflow = run.program.workload.workflow
     names = {call.name: "generation" for call in workflow.generate_calls}

@@ -52,9 +52,13 @@ class SGD:
 
 
 def one_step(case: Case, words: list[str], *, seed: int = 3, wide: bool = False) -> Taken:
-    """An iteration with one step of SGD at learning rate 1 in float64, on the responses that it generates or that the
-    data set has. words: options of models, data, reward and sizes, with one mini-batch in the iteration. seed: of
-    generated responses. wide: without casts (widened.py)."""
+    """Runs an iteration with one step of SGD at learning rate 1 in float64, on the responses that it generates or that
+    the data set has.
+
+    words: options of models, data, reward and sizes, with one mini-batch in the iteration.
+    seed: of generated responses.
+    wide: without casts (widened.py).
+    """
     words = [*words, "iterations=1", f"optimizer.{case.role}_lr=1", f"optimizer.max_grad_norm={NO_CLIPPING}"]
     words += [*case.options, *([] if case.rows else ["parity_tolerance=100", f"seed={seed}"])]
     config = presets.load("tiny", words, algorithm=case.page)
@@ -111,7 +115,7 @@ def perturbed(noise: float, seed: int) -> Iterator[None]:
 
 
 def generated_rows(run: RunOf) -> list[dict]:
-    """What an iteration generated and scored, one row for each response."""
+    """Returns what an iteration generated and scored, one row for each response."""
     store, everywhere = run.data.store, (ALL, slice(0, run.program.workload.mini_batch))
     columns = {
         key: store.at(key, everywhere).flatten(0, 1).tolist() for key in ("prompts", "responses", "logprobs", "scores")
@@ -134,8 +138,8 @@ def generated_rows(run: RunOf) -> list[dict]:
 
 
 def given_rows(run: RunOf) -> list[list[tuple[list[int], list[int]]]]:
-    """The sequences of each row of an iteration: one, or that of the chosen and that of the rejected response, each
-    as tokens and as 1 for each that is learned."""
+    """Returns the sequences of each row of an iteration: one, or that of the chosen and that of the rejected response,
+    each as tokens and as 1 for each that is learned."""
     algorithm, everywhere = run.config.algorithm, (ALL, slice(0, run.program.workload.mini_batch))
     keys = (PROMPTS, *algorithm.responses, *filter(None, [algorithm.assistant_tokens]))
     columns = {key: run.data.store.at(key, everywhere).flatten(0, 1).tolist() for key in keys}
@@ -153,7 +157,7 @@ def given_rows(run: RunOf) -> list[list[tuple[list[int], list[int]]]]:
 
 
 def write_reward(path: Path) -> str:
-    """A reward function that tells all responses apart -> the option that names it."""
+    """Writes a reward function that tells all responses apart. Returns the option that names it."""
     path.write_text(
         "def letters(prompts, responses):\n"
         "    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]\n",

@@ -58,7 +58,7 @@ class Worker:
             self._process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, **pipes)
 
     def step(self, lengths: Sequence[int] = (), *, checkpointing: bool = False) -> dict[str, float]:
-        """What the worker measured in a step. Raises if the process has ended."""
+        """Returns what the worker measured in a step. Raises if the process has ended."""
         self.tell(lengths=list(lengths), checkpointing=checkpointing)
         return self.answer()
 
@@ -67,7 +67,7 @@ class Worker:
             self._process.stdin.write(json.dumps(told) + "\n")
 
     def answer(self) -> dict:
-        """The worker's next line. Raises if the process has ended."""
+        """Returns the worker's next line. Raises if the process has ended."""
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(self._process.args[:3])} has ended:\n{self.log.read_text(encoding='utf-8')}")
@@ -79,21 +79,24 @@ class Worker:
 
 
 def ours(model: Path, folder: Path, name: str, rank: int = 0) -> Worker:
-    """Our worker. rank: of adapters."""
+    """Starts our worker.
+
+    rank: of adapters.
+    """
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "bench.against_trl.our_steps", str(model), str(folder), name, str(rank)]
     return Worker(command, folder / f"ours-{rank}.log")
 
 
 def theirs(model: Path, folder: Path, name: str, rank: int = 0) -> Worker:
-    """TRL's worker."""
+    """Starts TRL's worker."""
     folder.mkdir(exist_ok=True)
     return Worker([str(PEER), "-m", "bench.against_trl.trl_steps", str(model), name, str(rank)], folder / "trl.log")
 
 
 def rounds_of(name: str, turns: Turns, num_rounds: int) -> list[dict]:
-    """The steps of all programs in each round, in turns whose order changes, and the rate of matrix products. Round 0
-    warms up and is not counted."""
+    """Measures the steps of all programs in each round, in turns whose order changes, and the rate of matrix products.
+    Round 0 warms up and is not counted."""
     found = []
     for number in range(num_rounds + 1):
         steps = {program: turns[program](number) for program in list(turns)[:: 1 if number % 2 else -1]}
@@ -105,7 +108,7 @@ def rounds_of(name: str, turns: Turns, num_rounds: int) -> list[dict]:
 
 
 def matrix_rate() -> float:
-    """Operations per second of a processor in a large product, by one thread: the best of a few."""
+    """Measures the operations per second of a processor in a large product, by one thread: the best of a few."""
     torch.set_num_threads(1)
     size = 2048
     a, b = torch.randn(size, size), torch.randn(size, size)
@@ -118,8 +121,8 @@ def matrix_rate() -> float:
 
 
 def against_floor(rounds: Sequence[Mapping], peer: str, flops: float, step_s: Mapping[str, float]) -> dict:
-    """The part of a row that tells how much faster ours is than a peer, and how near both are to the floor. The ratio
-    is the median of the rounds' ratios, because a slow moment of the machine slows neighbours alike."""
+    """Returns the part of a row that tells how much faster ours is than a peer, and how near both are to the floor. The
+    ratio is the median of the rounds' ratios, because a slow moment of the machine slows neighbours alike."""
     rate = statistics.median(one[RATE] for one in rounds)
     ratios = [one[peer]["step_s"] / one["ours"]["step_s"] for one in rounds]
     row = {"rounds": len(rounds), "ratios": ratios, "ratio": statistics.median(ratios), RATE: rate, "flops": flops}
@@ -131,7 +134,7 @@ def against_floor(rounds: Sequence[Mapping], peer: str, flops: float, step_s: Ma
 
 
 def grpo(model: Path, folder: Path) -> list[dict]:
-    """A row for each kind of lengths and each of TRL's settings."""
+    """Measures a row for each kind of lengths and each of TRL's settings."""
     workers = {"ours": ours(model, folder, GRPO), "TRL": theirs(model, folder, GRPO)}
 
     def turn(program: str, lengths: str, number: int) -> dict:
@@ -155,8 +158,8 @@ def grpo(model: Path, folder: Path) -> list[dict]:
 
 
 def grpo_flops(model: Path, lengths: str, num_prompt_tokens: int) -> float:
-    """Operations of the matrix products of a step, the mean over the rounds: generation, with each prompt read once;
-    the reference's pass; training, which is three passes. Logits of response tokens only."""
+    """Returns operations of the matrix products of a step, the mean over the rounds: generation, with each prompt read
+    once; the reference's pass; training, which is three passes. Logits of response tokens only."""
     shape, counts = shape_of_folder(str(model)), []
     mean_prompt = num_prompt_tokens / work.PROMPTS
 
@@ -174,7 +177,7 @@ def grpo_flops(model: Path, lengths: str, num_prompt_tokens: int) -> float:
 
 
 def grpo_row(lengths: str, peer: str, rounds: Sequence[Mapping], flops: float) -> dict:
-    """Medians over the rounds."""
+    """Returns medians over the rounds."""
     tokens = [sum(work.lengths_of(lengths, number)) for number in range(1, len(rounds) + 1)]
     row = ABOUT | {"work": lengths, "peer": peer, "responses": work.PROMPTS * work.SAMPLES}
     row["tokens"] = statistics.fmean(tokens)
@@ -190,7 +193,7 @@ def grpo_row(lengths: str, peer: str, rounds: Sequence[Mapping], flops: float) -
 
 
 def given(model: Path, folder: Path, works: Sequence[Work]) -> list[dict]:
-    """A row for each kind of work."""
+    """Measures a row for each kind of work."""
     rows = []
     for number, of in enumerate(works):
         place = (model, folder / str(number), of.name)
@@ -199,7 +202,7 @@ def given(model: Path, folder: Path, works: Sequence[Work]) -> list[dict]:
 
 
 def adapted(model: Path, folder: Path, works: Sequence[Work]) -> list[dict]:
-    """A row for each kind of work."""
+    """Measures a row for each kind of work."""
     rows = []
     for number, of in enumerate(works):
         place = (model, folder / str(number), of.name)
@@ -218,7 +221,7 @@ def in_turns(of: Work, workers: Mapping[str, Worker], num_rounds: int) -> list[d
 
 
 def measured(rounds: Sequence[Mapping], programs: Sequence[str]) -> dict:
-    """The part of a row that tells the seconds of each program, medians over the rounds, and its memory."""
+    """Returns the part of a row that tells the seconds of each program, medians over the rounds, and its memory."""
     row = {}
     for name in programs:
         row |= {f"{name}_{key}": statistics.median(one[name][key] for one in rounds) for key in ("step_s", "wall_s")}
@@ -246,7 +249,7 @@ def adapted_row(of: Work, rounds: Sequence[Mapping]) -> dict:
 
 
 def lengths_of(of: Work, model: Path) -> list[tuple[int, int]]:
-    """Tokens of the prompt and of the response of each sequence, the end token included."""
+    """Returns the tokens of the prompt and of the response of each sequence, the end token included."""
     tokenizer, found = load_tokenizer(model), []
     for row in work.rows_of(of):
         num_prompt = len(tokenizer.encode(row["prompt"]))
@@ -257,8 +260,8 @@ def lengths_of(of: Work, model: Path) -> list[tuple[int, int]]:
 
 
 def given_flops(of: Work, model: Path, lengths: Sequence[tuple[int, int]]) -> float:
-    """Operations of the matrix products of a step: three passes, and one of the reference. Logits of the tokens that
-    are learned; a reward model has none."""
+    """Returns operations of the matrix products of a step: three passes, and one of the reference. Logits of the tokens
+    that are learned; a reward model has none."""
     shape = shape_of_folder(str(model))
     layers = sum(shape.num_layers * layer_flops(shape, sum(both), sum(both) / 2) for both in lengths)
     logits = 0 if of.page == "reward_model" else head_flops(shape, sum(response for _, response in lengths))

@@ -43,7 +43,10 @@ class Given:
         self.order: list[dict] = []  # of the last batch
 
     def ask(self, prompts: list[str]) -> None:
-        """prompts: the numbers of the prompts of a batch, as text."""
+        """Returns scores.
+
+        prompts: the numbers of the prompts of a batch, as text.
+        """
         seen: Counter[str] = Counter()
         self.order = []
         for prompt in prompts:
@@ -54,15 +57,15 @@ class Given:
         return [row["reward"] for row in self.order]
 
     def old_logprobs(self, like: Tensor) -> Tensor:
-        """[rows, width] in the order of the last batch, padded as TRL pads."""
+        """Returns [rows, width] in the order of the last batch, padded as TRL pads."""
         width = max(len(row["old"]) for row in self.order)
         padded = [row["old"] + [0.0] * (width - len(row["old"])) for row in self.order]
         return torch.tensor(padded, dtype=like.dtype, device=like.device)
 
 
 def with_given(kind: type, given: Given) -> type:
-    """A trainer that "generates" the given responses, whose logprobs before the update are the given ones, and that
-    notes its loss."""
+    """Returns a trainer that "generates" the given responses, whose logprobs before the update are the given ones, and
+    that notes its loss."""
 
     class Trainer(kind):
         losses: list[float] = []
@@ -91,7 +94,7 @@ def with_given(kind: type, given: Given) -> type:
 
 
 def noting(kind: type) -> type:
-    """A trainer that notes its losses and the batches that they are of."""
+    """Returns a trainer that notes its losses and the batches that they are of."""
 
     class Trainer(kind):
         losses: list[float] = []
@@ -117,7 +120,8 @@ class Gradients(TrainerCallback):
 
 
 def one_step(step: dict) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """One step of SGD at learning rate 1 -> gradients and weights after it; what is told of it, as JSON."""
+    """Makes one step of SGD at learning rate 1. Returns gradients and weights after it, and what is told of it, as
+    JSON."""
     kind, rows = step["kind"], json.loads(Path(step["rows"]).read_text(encoding="utf-8"))
     trainer_class, config_class = KINDS[kind]
     options = ONE_STEP | {"per_device_train_batch_size": len(rows)} | step["options"]
@@ -157,7 +161,7 @@ def one_step(step: dict) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read(kind: str, batch: dict[str, Tensor]) -> list[list[Sequence]]:
-    """The sequences of each row: one, or that of the chosen and that of the rejected response."""
+    """Reads the sequences of each row: one, or that of the chosen and that of the rejected response."""
     if kind == "sft":
         return [[sequence] for sequence in _packed(batch) or _padded(batch, batch["labels"] != -100)]
     learned = batch["completion_mask"] if kind == "dpo" else batch["attention_mask"]
@@ -174,7 +178,7 @@ def _padded(batch: dict[str, Tensor], learned: Tensor) -> list[Sequence]:
 
 
 def _packed(batch: dict[str, Tensor]) -> list[Sequence]:
-    """Sequences behind each other in one row, if the batch is one."""
+    """Returns the sequences of one packed row, if the batch is one."""
     if "attention_mask" in batch:
         return []
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
@@ -185,7 +189,7 @@ def _packed(batch: dict[str, Tensor]) -> list[Sequence]:
 
 @contextmanager
 def without_casts() -> Iterator[None]:
-    """`widened`, also in the backward pass of TRL's logprobs, which autograd calls outside of it."""
+    """Applies `widened` also in the backward pass of TRL's logprobs, which autograd calls outside of it."""
     real = ChunkedLogProbFunction.backward
 
     def backward(ctx, *gradients):

@@ -43,10 +43,10 @@ class OnCommand(TrainerCallback):
         work.answer(self.answers, **self.step.took(), **self.phases())
 
     def begin(self, told: Told, model) -> None:
-        """Before the clock of a step starts."""
+        """Prepares a step before its clock starts."""
 
     def phases(self) -> dict[str, float]:
-        """Seconds of some phases of the step."""
+        """Returns seconds of some phases of the step."""
         return {}
 
 
@@ -140,7 +140,7 @@ def grpo_trainer(folder: str, scratch: str) -> Timed:
 
 
 def given_trainer(of: Work, model: str, scratch: str, rank: int):
-    """Without checkpointing of activations."""
+    """Makes a trainer without checkpointing of activations."""
     trainer_class, config_class = KINDS[of.page]
     rows = work.rows_of(of)
     micro_batch = 1 if of.packs else work.GIVEN_MICRO_BATCH // of.sequences_per_row

@@ -28,8 +28,11 @@ ON_A_CPU = {  # options of a trainer's config: no files, logs and mixed precisio
 
 
 def load(kind: str, folder: str, dtype: torch.dtype, reference: str | None = None):
-    """A model. reference: where a trainer that generates finds its reference: TRL reads it from the folder that the
-    model says it comes from."""
+    """Loads a model.
+
+    reference: where a trainer that generates finds its reference: TRL reads it from the folder that the model says it
+        comes from.
+    """
     if kind == "reward_model":
         return AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, num_labels=1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)

@@ -22,7 +22,7 @@ class _Wide(TorchFunctionMode):
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """Inside, what asks torch for float32 gets float64."""
+    """Gives float64 to what asks torch for float32, inside this context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

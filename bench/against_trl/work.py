@@ -54,7 +54,7 @@ def prompts() -> list[str]:
 
 
 def lengths_of(lengths: str, step: int) -> list[int]:
-    """Of the responses of a step: all to the limit, or spread."""
+    """Returns the lengths of the responses of a step: all to the limit, or spread."""
     num = PROMPTS * SAMPLES
     if lengths == "full length":
         return [LIMIT] * num
@@ -67,7 +67,7 @@ def _spread(draw: random.Random, median: float, most: int) -> int:
 
 
 def reward(text: str) -> float:
-    """Cheap, and different for most responses."""
+    """Returns a reward that is cheap, and different for most responses."""
     return text.count("e") / 10
 
 
@@ -76,8 +76,14 @@ def reward(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """page: of ours; promised: least times faster; packs: whether TRL packs its rows; full: half as many rows, each
-    with the most words. theirs: options of TRL's."""
+    """Steps of one kind, as both programs take them.
+
+    page: of ours.
+    promised: least times faster.
+    packs: whether TRL packs its rows.
+    full: half as many rows, each with the most words.
+    theirs: options of TRL's.
+    """
 
     name: str
     page: str
@@ -106,7 +112,7 @@ ADAPTED = {  # with adapters
 
 
 def rows_of(work: Work) -> list[dict[str, str]]:
-    """The rows of a step: English of spread lengths."""
+    """Returns the rows of a step: English of spread lengths."""
     draw, columns = random.Random(1), ("completion",) if work.page == "sft" else ("chosen", "rejected")
     num_rows = SEQUENCES // work.sequences_per_row // (2 if work.full else 1)
     return [
@@ -128,7 +134,7 @@ def _response(draw: random.Random, *, full: bool) -> str:
 
 
 def commands(kind: Callable[..., Any] = Told) -> tuple[Iterator[Any], TextIO]:
-    """A worker's commands, and where its answers go; whatever else the process prints goes to its stderr."""
+    """Returns a worker's commands, and where its answers go; whatever else the process prints goes to its stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return (kind(**json.loads(line)) for line in sys.stdin), answers

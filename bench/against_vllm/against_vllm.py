@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def versions_of_peer() -> tuple[dict[str, str], str]:
-    """vLLM and what computes in its environment, or why it cannot run."""
+    """Returns the versions of vLLM and of what computes in its environment, or why it cannot run."""
     if not PEER.exists():
         return {}, f"vLLM's environment {PEER.parents[1].name} is not there; `make peers-vllm` makes it"
     told = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
@@ -76,7 +76,7 @@ def versions_of_peer() -> tuple[dict[str, str], str]:
 
 
 def measured(dtype: torch.dtype, folder: Path, sizes: dict[str, int], repeats: int) -> list[dict]:
-    """A row for each kind of requests."""
+    """Measures a row for each kind of requests."""
     theirs = peers.without_ends(peers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=dtype).eval())
     mine, library = peers.same_weights(theirs, dtype), peers.use_fastest(dtype)
     works = peers.works(theirs.config.vocab_size, places=PLACES, **sizes)
@@ -110,7 +110,7 @@ def rows_of(
 
 
 def by_vllm(worker: Worker, work: peers.Workload) -> int:
-    """-> tokens."""
+    """Generates by vLLM. Returns the tokens."""
     worker.tell(prompts=work.prompts_RP.tolist(), lengths=work.lengths)
     tokens = worker.answer()["tokens"]
     assert tuple(tokens) == work.lengths, "responses of other lengths"

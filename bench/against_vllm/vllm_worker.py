@@ -25,7 +25,8 @@ def main(job: str) -> None:
 
 
 def loaded(*, model: str, dtype: str, longest: int, places: int, cores: list[int], cache: str):
-    """vLLM's engine as it is by default, but for one core a thread, no end tokens, and prompts read anew each time."""
+    """Loads vLLM's engine as it is by default, but for one core a thread, no end tokens, and prompts read anew each
+    time."""
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB

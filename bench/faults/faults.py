@@ -126,7 +126,7 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
 
 
 def strategy_words(strategy: str, folder: Path) -> list[str]:
-    """The options that choose a strategy and, if it needs one, its cluster (a file in the folder)."""
+    """Returns the options that choose a strategy and, if it needs one, its cluster (a file in the folder)."""
     if strategy != "heterogeneous":
         return ["--strategy", strategy]
     (folder / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
@@ -134,7 +134,7 @@ def strategy_words(strategy: str, folder: Path) -> list[str]:
 
 
 def environment_words(algorithm: str, folder: Path) -> list[str]:
-    """The option for tools that take their time (a file in the folder), if there are any."""
+    """Returns the option for tools that take their time (a file in the folder), if there are any."""
     if algorithm != TOOLS:
         return []
     (folder / "slow.py").write_text(SLOW, encoding="utf-8")
@@ -144,7 +144,7 @@ def environment_words(algorithm: str, folder: Path) -> list[str]:
 def killed(
     options: list[str], folder: Path, expected: dict, iteration_s: float, num_kills: int, seed: str
 ) -> list[dict]:
-    """A run that is killed so many times, looked after, resumed each time and compared in the end: a row per kill."""
+    """Kills a run so many times, looks after it, resumes it each time and compares it in the end: a row per kill."""
     dice, rows = random.Random(seed), []
     started, part = Started(NUM_RANKS, folder, *options), ITERATIONS // num_kills
     for kill in range(num_kills):
@@ -170,7 +170,7 @@ def killed(
 
 
 def summary(algorithm: str, strategy: str, points: list[dict]) -> dict:
-    """The row of an algorithm under a strategy."""
+    """Returns the row of an algorithm under a strategy."""
     mine = [row for row in points if (row["algorithm"], row["strategy"]) == (algorithm, strategy)]
     found = {name: sum(row[name] for row in mine) for name in ("equal", "orphans", "named")}
     found |= {"hangs": sum(row["hang"] for row in mine), "slowest_end_s": max(row["end_s"] for row in mine)}

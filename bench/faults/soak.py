@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def disturbed(options: list[str], folder: Path, expected: dict) -> dict:
-    """The run that is killed and resumed until it is done."""
+    """Kills and resumes a run until it is done."""
     dice, found = random.Random("soak"), {"kills": 0, "named": 0, "hangs": 0, "orphans": 0}
     started, after = Started(NUM_RANKS, folder, *options), 0
     while True:
@@ -81,7 +81,7 @@ def watched(run: Started, iterations: int) -> list[tuple[int, int]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process; 0 if it has ended."""
+    """Returns the resident bytes of a process; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * PAGE_BYTES
     except OSError:
@@ -89,7 +89,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def growth(memory: list[tuple[int, int]]) -> dict:
-    """The most bytes in the second and in the last tenth of a run, and by which share they grew."""
+    """Returns the most bytes in the second and in the last tenth of a run, and by which share they grew."""
 
     def largest(tenth: int) -> int:
         low, high = tenth * ITERATIONS // 10, (tenth + 1) * ITERATIONS // 10

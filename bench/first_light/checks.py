@@ -47,13 +47,13 @@ class Outcomes(Counter):
             print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-LAST_CHARACTERS:]}", flush=True)
 
     def pytest_collectreport(self, report):
-        """A file that can't be imported."""
+        """Notes a file that can't be imported."""
         if report.outcome == "failed":
             self.names.append(report.nodeid)
 
 
 def gpu_tests(light: Light) -> Found:
-    """On a CPU they are collected and skip themselves."""
+    """Collects the tests of GPUs; on a CPU they skip themselves."""
     return tested(light, ["tests/gpu", f"--ignore={SHARED_TESTS}"], least=0 if light.dry else 1)
 
 
@@ -85,7 +85,7 @@ def tested(light: Light, arguments: list[str], *, least: int) -> Found:
 
 
 def embedded_model(where: str):
-    """The embedded actor in float32, for generation."""
+    """Returns the embedded actor in float32, for generation."""
     import torch
 
     from rlhf_spmd import embedded
@@ -96,7 +96,7 @@ def embedded_model(where: str):
 
 
 def requests(num: int) -> tuple[list[list[int]], "object"]:
-    """Prompts of 2 to 31 tokens, and the random bits of their responses [R, G]."""
+    """Returns prompts of 2 to 31 tokens, and the random bits of their responses [R, G]."""
     import numpy as np
     import torch
 
@@ -116,7 +116,7 @@ def engine_of(model, num: int, **settings):
 
 
 def responses(engine, num: int):
-    """responses_RG and logprobs_RG of the requests, on the CPU."""
+    """Returns responses_RG and logprobs_RG of the requests, on the CPU."""
     from rlhf_spmd.runtime.generation.requests import Sampling
 
     prompts, bits_RG = requests(num)
@@ -127,7 +127,7 @@ def responses(engine, num: int):
 
 
 def without_graphs():
-    """Inside, engines launch every kernel of a step one by one."""
+    """Makes engines launch every kernel of a step one by one, inside this context."""
     return patch("rlhf_spmd.runtime.generation.cuda_graphs.can_capture", lambda model, device: False)
 
 
@@ -136,7 +136,7 @@ def num_rows(light: Light) -> int:
 
 
 def compared(found: dict, against: str) -> tuple[bool, str, dict]:
-    """Whether all have the tokens of one of them, in words and numbers."""
+    """Compares tokens: whether all have those of one of them, in words and numbers."""
     expected_RG, logprobs_RG = found[against]
     differ, nats = {}, {}
     for name, (tokens_RG, other_RG) in found.items():
@@ -161,7 +161,8 @@ def engine(light: Light) -> Found:
 
 
 def preemption(light: Light) -> Found:
-    """The cache has room for the prompts and a part of the responses only, so that rows have to leave it."""
+    """Tests preemption: the cache has room for the prompts and a part of the responses only, so that rows have to leave
+    it."""
     num, where = num_rows(light), str(light.device)
     model, size = embedded_model(where), 16 if not light.dry else 4
     found = {"a full cache": responses(engine_of(model, num, block_size=size), num)}
@@ -174,11 +175,13 @@ def preemption(light: Light) -> Found:
 
 
 def memory(light: Light) -> Found:
-    """Bytes that stay allocated after an engine, without the collector's help; captured graphs hold some, too."""
+    """Measures the bytes that stay allocated after an engine, without the collector's help; captured graphs hold some,
+    too."""
     import torch
 
     def held() -> int:
-        """Without the workspaces of matrix products, of which torch keeps one for each stream that had any."""
+        """Returns allocated bytes without the workspaces of matrix products, of which torch keeps one for each stream
+        that had any."""
         if light.dry:
             return 0
         torch.cuda.synchronize()
@@ -234,7 +237,7 @@ def hashes(rows: list[dict]) -> list[str]:
 
 
 def train(light: Light) -> Found:
-    """The reference runs on this machine's CPU at the same time. What fails does not hide the others' results."""
+    """Trains, while the reference runs on this machine's CPU. What fails does not hide the others' results."""
     wanted = "device=cpu" if light.dry else "device=cuda"
     base = ["--preset", "tiny", "num_samples=0", *(SMALL[1:3] if light.dry else ())]
 
@@ -275,7 +278,7 @@ def shared(light: Light) -> Found:
 
 
 def strategies_on(light: Light, ranks: int, wanted: str) -> Found:
-    """Each strategy against one rank on the CPU; one that fails does not keep the others from running."""
+    """Compares each strategy with one rank on the CPU; one that fails does not keep the others from running."""
     ranks, wanted = (2, "device=cpu") if light.dry else (ranks, wanted)
     strategies = STRATEGIES[1:2] if light.dry else STRATEGIES
     one_thread = {"OMP_NUM_THREADS": "1"}
@@ -313,8 +316,8 @@ print("done")
 
 
 def sanitizer(light: Light) -> Found:
-    """Launched one by one with an allocation for each tensor, where memcheck sees every access out of bounds, and from
-    a captured graph, whose memory must come from torch's allocator."""
+    """Runs kernels under the sanitizer: launched one by one with an allocation for each tensor, where memcheck sees
+    every access out of bounds, and from a captured graph, whose memory must come from torch's allocator."""
     dtype = "torch.float32" if light.dry else "torch.bfloat16"
     options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     tool = [] if light.dry else ["compute-sanitizer", *options]

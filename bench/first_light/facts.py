@@ -48,7 +48,7 @@ def device(light: Light) -> Found:
 
 
 def missing(dry: bool) -> list[str]:
-    """What the steps need and this machine lacks."""
+    """Returns what the steps need and this machine lacks."""
     needed = dict.fromkeys(name for step in STEPS for name in step.needs)
     return [name for name in needed if not is_here(name, dry)]
 
@@ -67,7 +67,7 @@ def is_here(name: str, dry: bool) -> bool:
 
 
 def runs(code: str) -> bool:
-    """Whether Python code succeeds in a process of its own."""
+    """Returns whether Python code succeeds in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, encoding="utf-8", errors="replace", check=False
     )
@@ -77,7 +77,7 @@ def runs(code: str) -> bool:
 
 
 def nvidia_smi() -> dict:
-    """The driver, and how many devices the tool lists."""
+    """Returns the driver, and how many devices the tool lists."""
     if shutil.which("nvidia-smi") is None:
         return {"driver": None, "num_smi": 0}
     fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit"]
@@ -94,7 +94,7 @@ def nvidia_smi() -> dict:
 
 
 def of_gpu(properties) -> dict:
-    """The properties of a device according to torch."""
+    """Returns the properties of a device according to torch."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -109,7 +109,7 @@ def of_gpu(properties) -> dict:
 
 
 def degraded() -> list[str]:
-    """What this torch lacks, and what happens instead."""
+    """Returns what this torch lacks, and what happens instead."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -42,7 +42,10 @@ FILES = ("verdicts.json", "rows.jsonl", "logs.txt", "calibration.json", "decode-
 
 @dataclass(slots=True)
 class Running:
-    """A step under way. end_s: when it is stopped."""
+    """A step under way.
+
+    end_s: when it is stopped.
+    """
 
     step: Step
     process: subprocess.Popen
@@ -55,7 +58,10 @@ class Walk:
     """Takes steps and keeps the folder of results up to date."""
 
     def __init__(self, steps: Sequence[Step], out: Path, work: Path, *, budget_s: float, together: int, dry: bool):
-        """together: steps of correctness at the same time."""
+        """Prepares the steps.
+
+        together: steps of correctness at the same time.
+        """
         self.steps, self.out, self.work, self.dry, self.together = list(steps), out, work, dry, together
         self.began_s = time.monotonic()
         self.end_s = self.began_s + budget_s
@@ -66,7 +72,7 @@ class Walk:
         self.about["commit"] = self.about["commit"] or "source tree"
 
     def run(self) -> list[dict]:
-        """All steps -> their verdicts, in order."""
+        """Runs all steps. Returns their verdicts, in order."""
         waiting = list(self.steps)
         try:
             while waiting or self.running:
@@ -80,7 +86,8 @@ class Walk:
         return self._table()
 
     def _may_begin(self, step: Step) -> bool:
-        """The first step is alone, since the others are told what it finds; so is one of speed, but in a dry run."""
+        """Returns whether a step may begin. The first step is alone, since the others are told what it finds; so is one
+        of speed, but in a dry run."""
         if not self.running:
             return True
         alone = step.group == "speed" and not self.dry
@@ -158,7 +165,7 @@ class Walk:
         return [self.verdicts[step.name] for step in self.steps if step.name in self.verdicts]
 
     def _rows(self) -> list[dict]:
-        """All rows so far, each with where and with what it was measured."""
+        """Returns all rows so far, each with where and with what it was measured."""
         found, facts = [], self.facts
         about = self.about | {name: facts.get(name) for name in ("device", "driver")}
         about["versions"] = self.about["versions"] | facts.get("versions", {})
@@ -183,7 +190,7 @@ class Walk:
 
 
 def shortened(log: bytes) -> bytes:
-    """A log; if it is too long, without its middle."""
+    """Returns a log; if it is too long, without its middle."""
     if len(log) <= LOG_BYTES:
         return log
     half = LOG_BYTES // 2
@@ -198,7 +205,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def show(verdicts: Sequence[Mapping]) -> str:
-    """The table for people."""
+    """Prints the table for people."""
     width = max(len(row["verdict"]) for row in verdicts)
     lines = [
         f"{row['step']:<16} {row['verdict']:<{width}} {row['seconds']:6.1f} s  {row['told'] or row['promise']}"
@@ -210,7 +217,10 @@ def show(verdicts: Sequence[Mapping]) -> str:
 def walk(
     steps: Sequence[Step], out: Path, *, budget_s: float = BUDGET_S, together: int | None = None, dry: bool = False
 ) -> list[dict]:
-    """Takes steps -> their verdicts. out: a folder, made if need be; files of an earlier walk in it are replaced."""
+    """Takes the steps. Returns their verdicts.
+
+    out: a folder, made if need be; files of an earlier walk in it are replaced.
+    """
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for path in (path for pattern in FILES for path in out.glob(pattern)):

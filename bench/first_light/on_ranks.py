@@ -26,7 +26,7 @@ RECEIVES = (0, 1, 2)
 
 
 def tp_graphs(world: World, dry: bool) -> dict:
-    """Tokens of two slices, with graphs and without, against the whole model on the CPU."""
+    """Compares the tokens of two slices, with graphs and without, with those of the whole model on the CPU."""
     num = 12 if dry else ROWS
     parallel = Parallel(Shard(tp=world.size, tp_index=world.rank), group=world.group("tp"))
     folder = embedded.path_of("actor")
@@ -40,7 +40,7 @@ def tp_graphs(world: World, dry: bool) -> dict:
 
 
 def pending_receive(world: World, dry: bool) -> dict:
-    """What a rank does while a receive is pending must not wait for the sender, and be hardly slower."""
+    """Checks that what a rank does while a receive is pending does not wait for the sender, and is hardly slower."""
     device, held_s = world.device, DRY_HELD_S if dry else HELD_S
     message = torch.zeros(1024, device=device)
     work = actions(device)
@@ -69,7 +69,7 @@ def pending_receive(world: World, dry: bool) -> dict:
 
 
 def actions(device: torch.device) -> dict[str, Callable[[], object]]:
-    """What may make the driver wait for the device; each returns when its own stream has ended."""
+    """Returns what may make the driver wait for the device; each returns when its own stream has ended."""
 
     def launch() -> None:
         x = torch.ones(3, 96, device=device, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def actions(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def beside_receives(world: World, device: torch.device, num: int, edge: int) -> float:
-    """Seconds of a product on rank 1 while so many receives of it are pending."""
+    """Measures the seconds of a product on rank 1 while so many receives of it are pending."""
     messages = [torch.zeros(1024, device=device) for _ in range(num)]
     x, taken_s = torch.ones(edge, edge, device=device, dtype=torch.bfloat16), 0.0
     x @ x

@@ -33,7 +33,8 @@ def decode_profile(light: Light) -> Found:
 
 
 def profiled(light: Light, model: Transformer, rows: int) -> dict:
-    """The row of some rounds. A trace for chrome://tracing or ui.perfetto.dev is left in the folder."""
+    """Profiles some rounds and returns their row. A trace for chrome://tracing or ui.perfetto.dev is left in the
+    folder."""
     from torch.profiler import ProfilerActivity, profile
 
     num = DRY_PROFILED if light.dry else PROFILED
@@ -74,8 +75,8 @@ def profiled(light: Light, model: Transformer, rows: int) -> dict:
 
 
 def timeline(intervals: Sequence[tuple[float, float]], rounds: int) -> tuple[float | None, float | None]:
-    """Of what a device did from when to when: the share of the time in which it did something, and the median of the
-    longest pauses, one for each round. None where nothing was seen."""
+    """Returns, from the intervals in which a device did something, the share of the time that they fill, and the median
+    of the longest pauses, one for each round. None where nothing was seen."""
     if not intervals:
         return None, None
     busy_s, pauses, end = 0.0, [], None

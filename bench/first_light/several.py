@@ -15,7 +15,8 @@ CASE_S = 100.0  # of one case of on_ranks.py
 
 
 def on_ranks(light: Light, case: str, **variables: str) -> tuple[dict | None, str]:
-    """What rank 0 of a case (bench/first_light/on_ranks.py) has found; None and why, where it does not end well."""
+    """Runs a case (bench/first_light/on_ranks.py) and returns what its rank 0 has found; None and why, where it does
+    not end well."""
     command = [*mpi_command(RANKS), sys.executable, "-m", "bench.first_light.on_ranks", case]
     if light.dry:
         command.append("--dry")
@@ -35,8 +36,8 @@ def nccl_strategies(light: Light) -> Found:
 
 
 def tp_graphs(light: Light) -> Found:
-    """Two slices, whose all-reduces are captured. NCCL registers captured buffers unless told not to, which expandable
-    segments do not allow: what happens then is noted, not judged."""
+    """Tests two slices, whose all-reduces are captured. NCCL registers captured buffers unless told not to, which
+    expandable segments do not allow: what happens then is noted, not judged."""
     told, ok = [], True
     with ThreadPoolExecutor() as pool:
         jobs = {value: pool.submit(on_ranks, light, "tp-graphs", **{REGISTER: value}) for value in ("0", "1")}

@@ -43,13 +43,13 @@ QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=
 
 
 def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
-    """The ceilings of memory and of matrix products in these precisions; invented in a dry run."""
+    """Returns the ceilings of memory and of matrix products in these precisions; invented in a dry run."""
     return DRY_CEILINGS if device.type == "cpu" else ceilings_of(device, *dtypes)
 
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
-    """A language model with random weights, created on its device."""
+    """Returns a language model with random weights, created on its device."""
     model = Transformer(config, head="lm", dtype=dtype, device="meta").to_empty(device=device)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
@@ -61,12 +61,13 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype =
 
 
 def bits_of(num: int, longest: int) -> Tensor:
-    """The random bits of responses, [R, G]."""
+    """Returns the random bits of responses, [R, G]."""
     return torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, longest))
 
 
 def beside(light: Light, work: Callable[[GPU], Derived]) -> tuple[dict, str]:
-    """What some work should take on this type of device, for a row and in words; nothing where it has no data sheet."""
+    """Returns what some work should take on this type of device, for a row and in words; nothing where it has no data
+    sheet."""
     from rlhf_spmd.plan.cluster import device_type_of
 
     facts = light.facts
@@ -87,7 +88,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
 
 def decode(light: Light) -> Found:
-    """Inside the engine: from one round to the next, with scheduling and sampling."""
+    """Measures decoding inside the engine: from one round to the next, with scheduling and sampling."""
     from bench.speed import generate_peers as peers
     from bench.speed.generate_gpu import CONTEXT, ROWS, STEP_SHARE, decode_step
 
@@ -103,7 +104,7 @@ def decode(light: Light) -> Found:
 
 
 def kernel_step(light: Light) -> Found:
-    """Without an engine: the kernels in one graph."""
+    """Measures the kernels in one graph, without an engine."""
     shape, rows, context = (Shape(32, 48, 2, 2, 16, 300), 2, 32) if light.dry else (Shape(), 64, 1024)
     ceilings = measured_ceilings(light.device)
     row = light.row(**measure_step(light.device, ceilings, shape=shape, rows=rows, context=context))
@@ -117,7 +118,7 @@ def gigabytes(ceilings: Mapping) -> str:
 
 
 def sampling(light: Light) -> Found:
-    """By a graph's replay, which is the kernels alone; launched one by one for comparison."""
+    """Measures sampling by a graph's replay, which is the kernels alone; launched one by one for comparison."""
     from bench.speed import kernel_cases as cases
 
     device, told, ok = light.device, [], True
@@ -159,14 +160,15 @@ def generate(light: Light) -> Found:
 
 
 def generate_static(light: Light) -> Found:
-    """Apart, because compiling may take minutes."""
+    """Measures `generate` with a static cache, apart, because compiling may take minutes."""
     if light.dry:
         raise Missing("a compiler of transformers' static cache, which a dry run leaves out")
     return against_transformers(light, {"transformers, static cache": {"cache_implementation": "static"}})
 
 
 def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
-    """Responses of realistic lengths, which are judged, then some that all run to the limit."""
+    """Compares with transformers: responses of realistic lengths, which are judged, then some that all run to the
+    limit."""
     from bench.speed import generate_peers as peers
     from bench.speed.generate_compare import compare
     from bench.speed.generate_compare import show as show_ratio
@@ -194,15 +196,15 @@ def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
 
 
 def nano_vllm_requests(num: int, least: int, most: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts and lengths of responses as nano-vllm's bench.py draws them; with 256, 100 and 1,024 these are 142,827
-    and 133,966 tokens."""
+    """Returns prompts and lengths of responses as nano-vllm's bench.py draws them; with 256, 100 and 1,024 these are
+    142,827 and 133,966 tokens."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(least, most))] for _ in range(num)]
     return prompts, [rng.randint(least, most) for _ in range(num)]
 
 
 def nano_vllm(light: Light) -> Found:
-    """Graphs are captured before the clock starts, as there."""
+    """Compares with nano-vllm; graphs are captured before the clock starts, as there."""
     num, least, most = (5, 2, 6) if light.dry else (256, 100, 1024)
     model = random_model(DRY if light.dry else QWEN3_06B, light.device)
     prompts, lengths = nano_vllm_requests(num, least, most)
@@ -211,7 +213,7 @@ def nano_vllm(light: Light) -> Found:
     engine = Engine(model, longest=2 * most, max_sequences=num, free_bytes=free_bytes)
 
     def run(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[float, Tensor]:
-        """Seconds, and the number of tokens of each response."""
+        """Runs requests. Returns seconds, and the number of tokens of each response."""
         bits_RG = bits_of(len(prompts), max(lengths))
         settings = [Sampling(length, temperature=0.6) for length in lengths]
         started = time.perf_counter()
@@ -242,7 +244,7 @@ def nano_vllm(light: Light) -> Found:
 
 
 def train_step(light: Light) -> Found:
-    """Sequences of one length, without recomputation; AdamW with float32 masters."""
+    """Measures a step with sequences of one length, without recomputation; AdamW with float32 masters."""
     from rlhf_spmd.runtime.engines.adamw import EngineOptions
     from rlhf_spmd.runtime.engines.flat_engine import Groups
     from rlhf_spmd.runtime.engines.train_engine import make_engine
@@ -288,7 +290,7 @@ def train_step(light: Light) -> Found:
 
 
 def passes_of(model: Transformer, engine: Any, num: int, prompt: int, response: int) -> Callable[[], None]:
-    """The passes of an optimizer step on random sequences of one length."""
+    """Returns the passes of an optimizer step on random sequences of one length."""
     from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 
     sizes = (num, prompt + response)
@@ -307,7 +309,7 @@ def passes_of(model: Transformer, engine: Any, num: int, prompt: int, response: 
 
 
 def most_above(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that a call allocates beside those that are allocated when it begins."""
+    """Returns the most bytes that a call allocates beside those that are allocated when it begins."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -317,7 +319,7 @@ def most_above(call: Callable[[], object], device: torch.device) -> int:
 
 
 def forecast_activation_bytes(config: ModelConfig, num: int, prompt: int, response: int) -> int:
-    """What plan/cost/memory.py says of such a micro-batch on one rank, in bfloat16."""
+    """Returns what plan/cost/memory.py says of such a micro-batch on one rank, in bfloat16."""
     from rlhf_spmd.config.options import make_workload
     from rlhf_spmd.config.presets import load
     from rlhf_spmd.plan.cost.memory import activation_bytes
@@ -337,8 +339,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def training_flops(config: ModelConfig, num: int, prompt: int, response: int) -> float:
-    """Of a forward and a backward pass: three times 2 for each weight and token that it multiplies, the head at the
-    response tokens only, and causal attention, in which half of the square counts."""
+    """Returns the operations of a forward and a backward pass: three times 2 for each weight and token that it
+    multiplies, the head at the response tokens only, and causal attention, in which half of the square counts."""
     total, width = prompt + response, config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
     layer = 2 * total * (attention + 3 * config.hidden_size * config.intermediate_size) + 2 * total**2 * width
@@ -347,7 +349,7 @@ def training_flops(config: ModelConfig, num: int, prompt: int, response: int) ->
 
 
 def calibrate(light: Light) -> Found:
-    """What the profile verb does, with fewer repetitions: of the shape of LLaMA 7B on a GPU."""
+    """Profiles as the subcommand does, with fewer repetitions: the shape of LLaMA 7B on a GPU."""
     from rlhf_spmd.config import presets
     from rlhf_spmd.machines.calibration_file import read_calibration, write_calibration
     from rlhf_spmd.plan.cluster import DEVICE_BYTES, device_type_of

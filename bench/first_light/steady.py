@@ -20,14 +20,15 @@ GROWTH = 2**26  # bytes that may be reserved after the warm-up: less than the wo
 
 
 def num_loaded() -> int:
-    """The variants of our Triton kernels that this process has compiled or loaded; 0 where they are interpreted."""
+    """Returns the variants of our Triton kernels that this process has compiled or loaded; 0 where they are
+    interpreted."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("rlhf_spmd.kernels")]
     kernels = {id(one): one for module in modules for one in vars(module).values() if hasattr(one, "device_caches")}
     return sum(len(caches[0]) for kernel in kernels.values() for caches in kernel.device_caches.values())
 
 
 def generate(model: Transformer, rows: int, longest: int, places: int) -> None:
-    """Responses of some rows in a fresh engine, some of which wait for a place; lengths differ."""
+    """Generates responses of some rows in a fresh engine, some of which wait for a place; lengths differ."""
     engine = Engine(model.eval(), longest=2 * longest, max_sequences=places)
     prompts = [[1 + (7 * i + j) % 250 for j in range(1 + (5 * i) % longest)] for i in range(rows)]
     engine.submit(prompts, bits_of(rows, longest), [Sampling(1 + (3 * i) % longest) for i in range(rows)])
@@ -35,7 +36,7 @@ def generate(model: Transformer, rows: int, longest: int, places: int) -> None:
 
 
 def steady(light: Light) -> Found:
-    """The first iteration is the largest; every later one has sizes of its own."""
+    """Checks that memory stays steady: the first iteration is the largest; every later one has sizes of its own."""
     most, longest, num = (4, 4, 3) if light.dry else (64, 256, ITERATIONS)
     model = random_model(DRY if light.dry else LLAMA_1B, light.device)
     engine = make_engine(model, groups=Groups(), options=EngineOptions(0, torch.bfloat16))

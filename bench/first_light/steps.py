@@ -24,8 +24,14 @@ GROUPS = ("correctness", "speed")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """promise: what must hold to pass. function: module:name. limit_s: seconds it may take. needs: what it is skipped
-    without (a package, or a tool of the facts). group: those of `speed` have the machine to themselves."""
+    """A step of the walk.
+
+    promise: what must hold to pass.
+    function: module:name.
+    limit_s: seconds it may take.
+    needs: what it is skipped without (a package, or a tool of the facts).
+    group: those of `speed` have the machine to themselves.
+    """
 
     name: str
     promise: str
@@ -49,7 +55,12 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Light:
-    """What a step is given. out: for files that are kept. work: for all others. dry: everything small, on the CPU."""
+    """What a step is given.
+
+    out: for files that are kept.
+    work: for all others.
+    dry: everything small, on the CPU.
+    """
 
     name: str
     out: Path
@@ -82,7 +93,7 @@ PROGRAM = ("pydantic", "safetensors", "tokenizers", "tqdm", MPI)
 
 
 def _read(path: Path) -> tuple[Step, ...]:
-    """The steps of a file."""
+    """Returns the steps of a file."""
     return tuple(
         Step(
             name,
@@ -105,8 +116,8 @@ STEPS = _read(Path(__file__).with_suffix(".toml"))
 
 
 def chosen(steps: Iterable[Step], names: str) -> list[Step]:
-    """The steps of a list of names and groups with commas between them, in their order; the first step is always
-    taken, since it says what the others may use. Raises ValueError for a name that is none."""
+    """Returns the steps of a list of names and groups with commas between them, in their order; the first step is
+    always taken, since it says what the others may use. Raises ValueError for an unknown name."""
     steps = list(steps)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {step.name for step in steps} | set(GROUPS)
@@ -133,8 +144,8 @@ def run_one(step: Step, light: Light) -> int:
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """Of every step: the sources can be imported from any folder, an MPI library is found beside the packages, nothing
-    looks for a network, and a dry run sees no GPU."""
+    """Returns the environment of every step: the sources can be imported from any folder, an MPI library is found
+    beside the packages, nothing looks for a network, and a dry run sees no GPU."""
     found = dict(os.environ)
     root = str(Path(__file__).resolve().parents[2])
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, found.get("PYTHONPATH"))))

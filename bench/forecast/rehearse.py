@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measured(strategy: str, folder: Path) -> dict:
-    """The row of one strategy."""
+    """Measures the row of one strategy."""
     source = strategy
     if strategy == PLAN:
         source = str(folder / "plan.py")
@@ -65,7 +65,7 @@ def measured(strategy: str, folder: Path) -> dict:
 
 
 def run(*words: str) -> str:
-    """What the program prints."""
+    """Runs the program and returns what it prints."""
     command = [sys.executable, "-m", "rlhf_spmd", *words]
     return subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
 
@@ -91,7 +91,7 @@ class Memory:
             self.most = max(self.most, used)
 
     def stop(self) -> int:
-        """The most bytes that were seen."""
+        """Stops the measurement. Returns the most bytes that were seen."""
         self.over.set()
         self.thread.join()
         return self.most

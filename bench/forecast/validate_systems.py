@@ -58,7 +58,8 @@ class Plan:
 
 
 def real_heuristic(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
-    """Every call on all devices: tp 8, pp = nodes; twice as many micro-batches as stages in training."""
+    """Yields configurations with every call on all devices: tp 8, pp = nodes; twice as many micro-batches as stages in
+    training."""
     pp = len(cluster.nodes)
     number = 2 * pp if pp > 1 else 1
     grid = Layout.grid_of(cluster.ranks, pp=pp, tp=8)
@@ -73,7 +74,8 @@ def real_heuristic(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
 
 
 def deepspeed_chat(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
-    """Every call on all devices, data-parallel, all rows of a device in one pass (a mini-batch in training).
+    """Yields configurations with every call on all devices, data-parallel, all rows of a device in one pass (a
+    mini-batch in training).
 
     ZeRO 3, generation with tp 1, 2, 4 or 8 (hybrid engine: gathered once); or ZeRO 2, where reference and reward are
     whole on every device and generation has tp 1. Its configuration keeps 3e7 gathered weights alive, less than a
@@ -93,7 +95,8 @@ def deepspeed_chat(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
 
 
 def openrlhf(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
-    """Each model on devices of its own, data-parallel like deepspeed_chat; ZeRO 2 up to 13 billion weights, else 3.
+    """Yields configurations with each model on devices of its own, data-parallel like deepspeed_chat; ZeRO 2 up to 13
+    billion weights, else 3.
 
     Generation by vLLM (tp 2, and 4 for 70 billion weights) on devices of its own, or by the actor where it has none.
     Adam on the devices, or in host memory where that does not fit.
@@ -118,14 +121,15 @@ def openrlhf(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
 
 
 def _data_parallel(ranks: tuple[int, ...], workload: Workload) -> tuple[Layout, Layout]:
-    """Training and the rest: one pass for all rows that a rank has in a mini-batch, or at all."""
+    """Returns the layouts of training and of the rest: one pass for all rows that a rank has in a mini-batch, or at
+    all."""
     layout = Layout.data_parallel(ranks)
     train = replace(layout, micro_batch=-(-workload.mini_batch // len(ranks)), recompute=True)
     return train, replace(layout, micro_batch=-(-workload.num_sequences // len(ranks)))
 
 
 def _split(workload: Workload, cluster: Cluster) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
-    """OpenRLHF's ranks of each model, and of vLLM. Of more devices than documented, the same shares."""
+    """Returns OpenRLHF's ranks of each model, and of vLLM. Of more devices than documented, the same shares."""
     size = cluster.num_devices
     table = SHARED if workload.models["critic"].num_params > 10e9 else SPLITS
     known = max(number for number in table if size % number == 0)
@@ -137,7 +141,8 @@ def _split(workload: Workload, cluster: Cluster) -> tuple[dict[str, tuple[int, .
 
 
 def queue_of_engine(workload: Workload, cluster: Cluster) -> Workload:
-    """OpenRLHF's vLLM engines get the prompts of one actor rank in one request, and requests one after another."""
+    """Returns the queue of OpenRLHF's vLLM engines, which get the prompts of one actor rank in one request, and
+    requests one after another."""
     where, engines = _split(workload, cluster)
     return replace(workload, max_sequences=-(-workload.num_sequences // len(where["actor"]))) if engines else workload
 
@@ -160,8 +165,8 @@ SYSTEMS = {
 
 
 def fastest(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> tuple[Forecast, str]:
-    """One iteration of a system (its devices: a multiple of 8) and its configuration: the fastest of those that fit,
-    or the only one that there is. Raises UserError if none fits."""
+    """Returns one iteration of a system (its devices: a multiple of 8) and its configuration: the fastest of those that
+    fit, or the only one that there is. Raises UserError if none fits."""
     system, found = SYSTEMS[name], []
     workload = system.sized(workload, cluster)
     plans = list(system.plans(workload, cluster))
@@ -175,7 +180,8 @@ def fastest(name: str, workload: Workload, cluster: Cluster, calibration: Calibr
 
 
 def fits(program: Program, plan: Plan) -> bool:
-    """Whether the ranks that train have room. DeepSpeed gathers layer by layer, so gathered weights do not count."""
+    """Returns whether the ranks that train have room. DeepSpeed gathers layer by layer, so gathered weights do not
+    count."""
     for rank in program.cluster.ranks:
         if not program.trained(rank):
             continue
@@ -193,8 +199,10 @@ More = Callable[[Cost, int, Run], float]  # of a rank's step: seconds that it ta
 def simulated(
     program: Program, plan: Plan, calibration: Calibration, more_s: More = lambda cost, rank, step: 0.0
 ) -> Forecast:
-    """The forecast of a program, with what the system does in another way than ours. more_s: of DeepSpeed, beside
-    that."""
+    """Forecasts a program, with what the system does in another way than ours.
+
+    more_s: of DeepSpeed, beside that.
+    """
     started = {"graph_layer_s": 0.0} if plan.graphs else {}
     if plan.decode_layer_s is not None:
         started = {"decode_layer_s": plan.decode_layer_s}
@@ -211,7 +219,7 @@ def simulated(
 
 
 def _deepspeed_s(program: Program, plan: Plan, cost: Cost, rank: int, step: Run) -> float:
-    """What a step of theirs takes more than one of ours (less, if negative).
+    """Returns the seconds that a step of theirs takes more than one of ours (less, if negative).
 
     Gradients are reduced in the weights' precision, not in float32, and scattered, not summed everywhere; ZeRO 2 then
     gathers the weights. The optimizer's step may be on the host.

@@ -34,7 +34,7 @@ WORST = 0.02  # how much worse than full training
 
 
 def trained_share(task: str, rank: int) -> float:
-    """The share of the weights of the model that trains."""
+    """Returns the share of the weights of the model that trains."""
     preset, words, *_ = TASKS[task]
     config = presets.load(preset, [*words, f"lora.rank={rank}"], algorithm=task)
     shape = make_workload(config).shape(config.main_role)
@@ -43,7 +43,7 @@ def trained_share(task: str, rank: int) -> float:
 
 
 def measured(case: dict) -> dict:
-    """The row of a run."""
+    """Returns the row of a run."""
     task, rank = case["task"], case["rank"]
     preset, words, measure, _ = TASKS[task]
     options = ["--preset", preset, "--algorithm", task, f"seed={case['seed']}", f"lora.rank={rank}", *words]
@@ -56,7 +56,8 @@ def measured(case: dict) -> dict:
 
 
 def judged(rows: list[dict]) -> list[dict]:
-    """In order of tasks, with the distance of each rank's mean from that of full training; ok where it is small."""
+    """Returns the rows in order of tasks, with the distance of each rank's mean from that of full training; ok where it
+    is small."""
     made = []
     for row in sorted(rows, key=lambda row: list(TASKS).index(row["task"])):
         mine = [one for one in rows if one["task"] == row["task"]]

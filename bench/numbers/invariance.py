@@ -43,7 +43,10 @@ TOLERANCE = 1e-5  # times max(1, |value|)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A placement. algorithm: name of a page, perhaps with what of WORDS trains."""
+    """A placement.
+
+    algorithm: name of a page, perhaps with what of WORDS trains.
+    """
 
     ranks: int
     strategy: str
@@ -86,7 +89,7 @@ def load(algorithm: str, seed: int) -> Config:
 
 
 def programs(algorithms: Collection[str], num_ranks: int) -> list[tuple[Case, Program]]:
-    """The cases of these algorithms with this number of ranks, compiled."""
+    """Returns the cases of these algorithms with this number of ranks, compiled."""
     cluster = Cluster.parse(f"1x{num_ranks}")
     return [
         (case, load_strategy(case.strategy).compile(make_workload(load(case.algorithm, 0)), cluster, case.options))
@@ -96,7 +99,7 @@ def programs(algorithms: Collection[str], num_ranks: int) -> list[tuple[Case, Pr
 
 
 def run_cases(folder: Path, algorithms: Collection[str]) -> None:
-    """The main function of each rank; rank 0 writes a JSON line and the weights of the trained models for each case."""
+    """Runs the cases on each rank; rank 0 writes a JSON line and the weights of the trained models for each case."""
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -157,7 +160,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(folder: Path, algorithms: Collection[str]) -> list[dict]:
-    """One row per case: the worst of all seeds against one rank."""
+    """Compares the worst of all seeds against one rank: one row per case."""
     from safetensors.torch import load_file
 
     found: dict[tuple, dict[int, dict]] = {}
@@ -189,7 +192,7 @@ def compare(folder: Path, algorithms: Collection[str]) -> list[dict]:
 
 
 def flip(case: dict, base: dict) -> str | None:
-    """The first iteration whose tokens differ, and how close a random number came to an edge there."""
+    """Returns the first iteration whose tokens differ, and how close a random number came to an edge there."""
     pairs = zip(case["metrics"], base["metrics"], base["closest"], strict=True)
     for number, (mine, expected, closest) in enumerate(pairs):
         if mine["tokens_sha256"] != expected["tokens_sha256"]:
@@ -198,13 +201,14 @@ def flip(case: dict, base: dict) -> str | None:
 
 
 def metrics_error(case: dict, base: dict) -> float:
-    """Largest |value - expected| / max(1, |expected|) of losses, norms, KL and reward."""
+    """Returns the largest |value - expected| / max(1, |expected|) of losses, norms, KL and reward."""
     pairs = zip(case["metrics"], base["metrics"], strict=True)
     return max(abs(m[name] - b[name]) / max(1.0, abs(b[name])) for m, b in pairs for name in COMPARED if name in b)
 
 
 def weights_error(case: dict, base: dict) -> float:
-    """The same of the final weights of the trained models: of the first slice of the first stage, which rank 0 has."""
+    """Returns the largest relative error of the final weights of the trained models: of the first slice of the first
+    stage, which rank 0 has."""
     pairs = [(w.double(), base["weights"][name].double()) for name, w in case["weights"].items()]
     found = [(weight, expected[tuple(map(slice, weight.shape))]) for weight, expected in pairs]
     return max(float(((one - expected).abs() / expected.abs().clamp(min=1.0)).max()) for one, expected in found)

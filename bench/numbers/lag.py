@@ -40,13 +40,13 @@ LIMIT_S = 3600.0
 
 
 def cases() -> list[tuple[str, int, int, str]]:
-    """Page, seed, lag and correction of every run; those of a page stand together."""
+    """Returns page, seed, lag and correction of every run; those of a page are neighbours."""
     lagged = [(0, "none"), *product(LAGS, CORRECTIONS)]
     return [(page, seed, lag, name) for page in PAGES for seed in SEEDS for lag, name in lagged]
 
 
 def delay(lag: int) -> None:
-    """From now on this process generates with the actor's weights of `lag` iterations ago."""
+    """Makes this process generate with the actor's weights of `lag` iterations ago from now on."""
     import torch
 
     from rlhf_spmd.runtime.execute.handlers import generate
@@ -71,7 +71,7 @@ def delay(lag: int) -> None:
 
 
 def measured(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The row of one run."""
+    """Returns the row of one run."""
     page, began = case["page"], time.perf_counter()
     options = [f"{page}.{word}" for word in CORRECTIONS[case["correction"]]]
     with tempfile.TemporaryDirectory() as runs:

@@ -32,8 +32,13 @@ LARGEST_KL = 10.0  # nats per response
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """words: of its command. facts: of its result, metrics and run folder, for the row. ok: of the row. most_s: of a
-    command, in the median."""
+    """A demo that is repeated with several seeds.
+
+    words: of its command.
+    facts: of its result, metrics and run folder, for the row.
+    ok: of the row.
+    most_s: of a command, in the median.
+    """
 
     words: tuple[str, ...]
     facts: Callable[[dict, list[dict], Path], dict]
@@ -70,18 +75,18 @@ def with_tools(result: dict, metrics: list[dict], folder: Path) -> dict:
 
 @cache
 def without_tools() -> float:
-    """The share of the held-out questions that the first model answers right in its first turn."""
+    """Returns the share of the held-out questions that the first model answers right in its first turn."""
     return run(NUM_RANKS, ["evaluate", "--preset", "tools", "--json", "episode.max_turns=1"])["mean@1"]
 
 
 def unseen(said: list[dict], held_out: list[dict], prompts: list[dict]) -> list[float]:
-    """The scores of the answers to held-out questions whose numbers and sign no prompt has."""
+    """Returns the scores of the answers to held-out questions whose numbers and sign no prompt has."""
     known = {numbers_of(one) for one in prompts}
     return [one["scores"] for one in said if numbers_of(held_out[one["prompt_index"]]) not in known]
 
 
 def numbers_of(row: dict) -> tuple[int, str, int]:
-    """Those of a question such as `amo*tiv`, with the sign."""
+    """Returns the numbers of a question such as `amo*tiv`, with the sign."""
     text = row["prompt"][0]["content"]
     return row["table"][text[:3]], text[3], row["table"][text[4:]]
 
@@ -108,7 +113,7 @@ DEMOS = {
 
 
 def measured(case: dict, demo: Demo, overrides: list[str]) -> dict:
-    """The row of a seed."""
+    """Returns the row of a seed."""
     began, used = time.perf_counter(), _processor_s()
     with tempfile.TemporaryDirectory() as runs:
         words = [*demo.words, "--runs", runs, f"seed={case['seed']}", *overrides]

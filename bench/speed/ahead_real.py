@@ -37,13 +37,13 @@ LEAST_GAIN, LEAST_SHARE = 1.3, 0.9  # of the gain; of the one that simulate give
 
 
 def words(tokens: int, more: list[str]) -> list[str]:
-    """The options of the run."""
+    """Returns the options of the run."""
     lengths = [f"generation.max_new_tokens={tokens}", f"generation.min_new_tokens={tokens}"]
     return [*SIZES, *lengths, f"ppo.epochs={EPOCHS}", *more]
 
 
 def run_case(file: Path, tokens: int, num_rounds: int, more: list[str]) -> None:
-    """The main function of each rank."""
+    """Runs the case on each rank."""
     rows: list[dict] = []
     with one_world(file, rows) as world:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
@@ -60,7 +60,7 @@ def run_case(file: Path, tokens: int, num_rounds: int, more: list[str]) -> None:
 
 
 def row_of(program: Program, rounds: Sequence[Iteration]) -> dict[str, Any]:
-    """Measured and simulated seconds of an iteration."""
+    """Returns measured and simulated seconds of an iteration."""
     found: dict[tuple[int, Run], list[float]] = {}
     for one in rounds:
         for run, took_s in seconds_of(program, one).items():

@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def with_floor(row: dict, work: peers.Workload, mine: Transformer, ceilings: dict) -> dict:
-    """A row of responses that all run to the limit, with its floor."""
+    """Returns a row of responses that all run to the limit, with its floor."""
     steps = work.lengths[0]
     costs, step_s = floor(mine, work.places, work.prompts_RP.shape[1] + steps / 2, ceilings), row["ours_s"] / steps
     return row | costs | {"step_s": step_s, "share_of_floor": costs["floor_s"] / step_s}
@@ -54,7 +54,7 @@ def _seconds(call: Callable[[], object]) -> float:
 def on_cpu(
     folder: Path | None, ceilings: dict, *, quick: bool, precision: str | None = None, only: str | None = None
 ) -> list[dict]:
-    """Rows of the small model, or of the one in a folder; of one precision and kind of work only, if given."""
+    """Measures rows of the small model, or of the one in a folder; of one precision and kind of work only, if given."""
     rows, repeats = [], 1 if quick else REPEATS
     limit, num = (128, 64) if quick else (256, 128)
     for dtype in (dtype for dtype in DTYPES if precision in (None, precision_of(dtype))):

@@ -29,7 +29,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def models(dtype: torch.dtype) -> tuple[Transformer, Transformer]:
-    """Without and with adapters, on the same weights."""
+    """Returns models without and with adapters, on the same weights."""
     dense = peers.same_weights(peers.random_model(SMOLLM2, dtype, torch.device("cpu")), dtype)
     lay_adjacent(dense.layers.values())  # as those of a run are
     adapted, generator = dense.with_adapters(Adapters(RANK, 32.0)), torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def models(dtype: torch.dtype) -> tuple[Transformer, Transformer]:
 
 
 def compare(precision: str, repeats: int) -> dict:
-    """The row of a precision."""
+    """Measures the row of a precision."""
     dtype = getattr(torch, precision)
     (dense, adapted), library = models(dtype), peers.use_fastest(dtype)
     ways = {"dense": (dense, False), "apart": (adapted, False), "joined": (adapted, True)}

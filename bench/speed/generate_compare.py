@@ -12,8 +12,8 @@ from rlhf_spmd.model.transformer import Transformer
 
 
 def take_turns(calls: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each call, and the tokens it says it made; one after the other, so that a slow moment of the
-    machine falls on all alike. The order changes with each round."""
+    """Measures the median seconds of each call, and the tokens it says it made; one after the other, so that a slow
+    moment of the machine falls on all alike. The order changes with each round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     tokens: dict[str, int] = {}
     for number in range(repeats):
@@ -25,7 +25,10 @@ def take_turns(calls: Mapping[str, Callable[[], int]], repeats: int) -> dict[str
 
 
 def compare(work: peers.Workload, theirs, mine: Transformer, *, repeats: int, options: Mapping[str, dict]) -> dict:
-    """The row of one workload. options: of transformers' `generate`, for each way to call it."""
+    """Measures the row of one workload.
+
+    options: of transformers' `generate`, for each way to call it.
+    """
     calls = {"ours": lambda: peers.by_ours(mine, work)}
     calls |= {name: lambda more=more: peers.by_transformers(theirs, work, **more) for name, more in options.items()}
     brief = peers.shortened(work, 2)
@@ -36,7 +39,10 @@ def compare(work: peers.Workload, theirs, mine: Transformer, *, repeats: int, op
 
 
 def row_of(work: peers.Workload, dtype: torch.dtype, found: dict[str, tuple[float, float]]) -> dict:
-    """The row of one workload. found: from take_turns, ours among it."""
+    """Returns the row of one workload.
+
+    found: from take_turns, ours among it.
+    """
     ours_s, tokens = found.pop("ours")
     assert tokens == work.num_tokens and all(count == tokens for _, count in found.values()), (work.name, tokens)
     return {

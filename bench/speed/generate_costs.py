@@ -9,15 +9,16 @@ from rlhf_spmd.runtime.generation.kv_cache import token_bytes
 
 
 def products_of(model: Transformer) -> list[torch.Tensor]:
-    """The weights that a decode step multiplies with."""
+    """Returns the weights that a decode step multiplies with."""
     tied = model.config.tie_embeddings
     named = model.named_parameters()
     return [weight for name, weight in named if weight.dim() == 2 and (tied or "embed_tokens" not in name)]
 
 
 def floor(model: Transformer, rows: int, context: float, ceilings: dict) -> dict[str, float]:
-    """Seconds of a decode step: by the bytes it must read (weights once, keys and values of every row), by the
-    operations of its products, and what these take when nothing else is done; `floor_s`: the larger of the first two.
+    """Returns the least seconds of a decode step: by the bytes it must read (weights once, keys and values of every
+    row), by the operations of its products, and what these take when nothing else is done; `floor_s`: the larger of the
+    first two.
     """
     weights, dtype = products_of(model), precision_of(model.dtype)
     num_bytes = sum(weight.nbytes for weight in weights) + rows * context * token_bytes(model)

@@ -21,7 +21,7 @@ LEAST = 4.0  # promised times faster than the faster of transformers' ways
 
 
 def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context: int = CONTEXT) -> dict:
-    """The row of a decode step inside the engine: the time from one round to the next, scheduling and sampling
+    """Measures the row of a decode step inside the engine: the time from one round to the next, scheduling and sampling
     included, once every prompt is in the cache."""
     device, prompt = next(mine.parameters()).device, context - STEPS // 2
     work = peers.to_the_limit(mine.config.vocab_size, num=rows, new=STEPS, prompt=prompt)

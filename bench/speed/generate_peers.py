@@ -52,18 +52,18 @@ class Workload:
 
 
 def to_the_limit(vocab_size: int, *, num: int, new: int, prompt: int = PROMPT) -> Workload:
-    """Every response has as many tokens as any may have."""
+    """Returns requests whose responses all have as many tokens as any may have."""
     return Workload(f"all {new} tokens", _prompts(num, prompt, vocab_size), (new,) * num, num)
 
 
 def spread(vocab_size: int, *, num: int, places: int, limit: int, median: float = 40.0) -> Workload:
-    """Lengths as responses have them, most of them far from the limit: log-normal with a sigma of 1."""
+    """Returns lengths as responses have them, most of them far from the limit: log-normal with a sigma of 1."""
     lengths = np.random.default_rng(0).lognormal(np.log(median), 1.0, num).round().clip(1, limit).astype(int)
     return Workload(f"spread, 1-{limit}", _prompts(num, PROMPT, vocab_size), tuple(lengths.tolist()), places)
 
 
 def works(vocab_size: int, *, num: int, places: int, limit: int) -> dict[str, Workload]:
-    """Both kinds of requests, by name."""
+    """Returns both kinds of requests, by name."""
     return {
         "limit": to_the_limit(vocab_size, num=places, new=limit),
         "spread": spread(vocab_size, num=num, places=places, limit=limit),
@@ -75,7 +75,7 @@ def _prompts(num: int, length: int, vocab_size: int) -> Tensor:
 
 
 def random_model(sizes: dict, dtype: torch.dtype, device: torch.device) -> AutoModelForCausalLM:
-    """A model of transformers of these sizes with random weights, created on its device."""
+    """Returns a model of transformers of these sizes with random weights, created on its device."""
     config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=2048)
     torch.manual_seed(0)
     with torch.device(device):
@@ -90,7 +90,7 @@ def without_ends(theirs: AutoModelForCausalLM) -> AutoModelForCausalLM:
 
 
 def same_weights(theirs: AutoModelForCausalLM, dtype: torch.dtype) -> Transformer:
-    """Our model around the very tensors of theirs."""
+    """Makes our model around the very tensors of theirs."""
     config = from_hf(theirs.config.to_dict())
     mine = Transformer(config, head="lm", dtype=dtype, device="meta")
     state = {name.removeprefix("model."): weight for name, weight in theirs.state_dict().items()}
@@ -109,7 +109,10 @@ def use_fastest(dtype: torch.dtype) -> str:
 
 
 def by_ours(model: Transformer, work: Workload, *, adds_adapters: bool = False) -> int:
-    """-> tokens. adds_adapters: of the engine."""
+    """Generates by our engine. Returns the tokens.
+
+    adds_adapters: of the engine.
+    """
     engine = Engine(model, longest=work.longest, max_sequences=work.places, adds_adapters=adds_adapters)
     num = len(work.lengths)
     bits_RG = torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, max(work.lengths)))
@@ -132,7 +135,7 @@ class AtLength(StoppingCriteria):
 
 @torch.no_grad()
 def by_transformers(theirs: AutoModelForCausalLM, work: Workload, **options) -> int:
-    """-> tokens that count: those up to each row's length."""
+    """Generates by transformers. Returns the tokens that count: those up to each row's length."""
     tokens = 0
     for start in range(0, len(work.lengths), work.places):
         part = slice(start, start + work.places)
@@ -156,6 +159,6 @@ def by_transformers(theirs: AutoModelForCausalLM, work: Workload, **options) -> 
 
 
 def shortened(work: Workload, new: int) -> Workload:
-    """The same requests with at most so many tokens each: for warming up, and for a look inside."""
+    """Returns the same requests with at most so many tokens each: for warming up, and for a look inside."""
     lengths: Sequence[int] = [min(length, new) for length in work.lengths[: work.places]]
     return Workload(work.name, work.prompts_RP[: work.places], tuple(lengths), work.places)

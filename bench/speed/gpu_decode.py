@@ -72,7 +72,7 @@ class DecodeBench:
 
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
-        """-> the drawn tokens [B]."""
+        """Makes one step and returns the drawn tokens [B]."""
         num_heads, head_dim = self.shape.heads, self.shape.head_dim
         decode = Decode.prepare(self.tables, self.lengths, BLOCK_SIZE, self.dtype)
         added, x = F.embedding(self.tokens, self.embed), None
@@ -88,12 +88,12 @@ class DecodeBench:
         return sample(F.linear(y, self.unembed), self.bits, temperature=1.0).tokens_B
 
     def captured(self) -> Callable[[], object]:
-        """The step as a CUDA graph; on a CPU the step itself."""
+        """Captures the step as a CUDA graph; on a CPU returns the step itself."""
         return captured(self.step, self.device)
 
 
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A call as a CUDA graph, without the time that launching takes; on a CPU the call itself."""
+    """Captures a call as a CUDA graph, without the time that launching takes; on a CPU returns the call itself."""
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream(device)

@@ -47,7 +47,7 @@ RULES = {"plain": {}, "top-k 50": {"top_k": 50}, "top-p 0.95": {"top_p": 0.95}, 
 
 
 def sampling(device: torch.device, rows: int, vocab: int, dtype: torch.dtype, rule: str, **promise: Any) -> Case:
-    """Draw a token per row. Random logits are flatter than those of a trained model: many tokens to tell apart."""
+    """Draws a token per row. Random logits are flatter than those of a trained model: many tokens to tell apart."""
     logits_BV = random(rows, vocab, dtype=dtype, device=device) * 3.0
     bits_B = torch.empty(rows, dtype=torch.int64, device=device).random_(generator=generator(device))
     calls = {
@@ -63,8 +63,8 @@ def sampling(device: torch.device, rows: int, vocab: int, dtype: torch.dtype, ru
 def by_transformers(
     logits_BV: torch.Tensor, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ):
-    """Its logits warpers, then softmax and multinomial as `generate` does; with top-p that is a sort. It also gives the
-    drawn token's logprob, which reinforcement learning needs and `sample` returns."""
+    """Applies transformers' logits warpers, then softmax and multinomial as `generate` does; with top-p that is a sort.
+    It also gives the drawn token's logprob, which reinforcement learning needs and `sample` returns."""
     from transformers.generation import logits_process as warpers
 
     scores_BV = warpers.TemperatureLogitsWarper(temperature)(None, logits_BV.float())
@@ -79,7 +79,7 @@ def by_transformers(
 
 
 def by_flashinfer(logits_BV: torch.Tensor, temperature: float, rule: str) -> dict[str, Callable]:
-    """The sampling kernels of flashinfer-python where they are installed; they return no logprob."""
+    """Applies the sampling kernels of flashinfer-python where they are installed; they return no logprob."""
     if importlib.util.find_spec("flashinfer") is None:
         return {}
     from flashinfer import sampling as kernels
@@ -97,7 +97,7 @@ def by_flashinfer(logits_BV: torch.Tensor, temperature: float, rule: str) -> dic
 
 
 def projection(device: torch.device, num: int, vocab: int, hidden: int, dtype: torch.dtype, **promise: Any) -> Case:
-    """Logprobs of known tokens, forward and backward: the output layer of training."""
+    """Computes logprobs of known tokens, forward and backward: the output layer of training."""
     hidden_ND = random(num, hidden, dtype=dtype, device=device).requires_grad_()
     weight_VD = (random(vocab, hidden, dtype=dtype, device=device) / hidden**0.5).requires_grad_()
     tokens_N = torch.randint(vocab, (num,), generator=generator(device), device=device)
@@ -130,7 +130,11 @@ def attending(
     spread: bool = False,
     **promise: Any,
 ) -> Case:
-    """A decode step of one layer. heads: H, K, d. spread: lengths from an eighth of the context to all of it."""
+    """Computes a decode step of one layer.
+
+    heads: H, K, d.
+    spread: lengths from an eighth of the context to all of it.
+    """
     (num_heads, kv_heads, head_dim), per_row = heads, -(-context // block_size)
     q_BHd = random(rows, num_heads, head_dim, dtype=dtype, device=device)
     paged = [random(rows * per_row, kv_heads, block_size, head_dim, dtype=dtype, device=device) for _ in range(2)]
@@ -194,7 +198,8 @@ def writing(device: torch.device, num: int, heads: tuple[int, int, int], dtype: 
 
 
 def prefilling(device: torch.device, lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtype) -> Case:
-    """Prompts of unequal length: laid end to end (torch's own kernel) or padded to the longest."""
+    """Computes attention of prompts of unequal length: laid end to end (torch's own kernel) or padded to the
+    longest."""
     num_heads, kv_heads, head_dim = heads
     packed = Packed(lengths, device=device)
     q, k, v = (random(sum(lengths), n, head_dim, dtype=dtype, device=device) for n in (num_heads, kv_heads, kv_heads))

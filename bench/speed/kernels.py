@@ -6,6 +6,7 @@ cases of a GPU, with the small kernels of a decode step, packed prompts, and a w
 of `bench first-light`.
 
 Cost: two minutes on two cores. Command: python -m bench kernels
+
 With --static nothing is timed: see static_kernels.py.
 """
 
@@ -68,7 +69,7 @@ def gpu_cases(device: torch.device) -> Iterator[Case]:
 
 
 def measure(case: Case, device: torch.device, ceilings: dict) -> dict:
-    """A row: seconds of all, ratios to ours, shares of the ceilings, and whether the promises held."""
+    """Measures a row: seconds of all, ratios to ours, shares of the ceilings, and whether the promises held."""
     rounds = SLOW_ROUNDS if case.kernel == "token_logprobs" else ROUNDS
     with torch.no_grad():
         seconds = alternate(case.calls, device, rounds=rounds)
@@ -92,7 +93,7 @@ def measure(case: Case, device: torch.device, ceilings: dict) -> dict:
 
 
 def measure_peaks(case: Case, device: torch.device) -> dict:
-    """Bytes beyond inputs and gradients, against full logits in float32."""
+    """Measures the bytes beyond inputs and gradients, against full logits in float32."""
     num, vocab = map(int, case.shape.split("]")[0][1:].split(", "))
     hidden = int(case.shape.split()[-1])
     gradients = (num + vocab) * hidden * case.dtype.itemsize
@@ -106,7 +107,7 @@ def measure_peaks(case: Case, device: torch.device) -> dict:
 
 
 def peak_bytes(call: Callable, device: torch.device) -> int | None:
-    """How far memory rises during a call that begins without gradients; None where the system does not tell."""
+    """Returns how far memory rises during a call that begins without gradients; None where the system does not tell."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -131,7 +132,7 @@ def _status_bytes(name: str) -> int:
 
 
 def measure_step(device: torch.device, ceilings: dict, *, shape: Shape, rows: int, context: int) -> dict:
-    """The row of a whole decode step."""
+    """Measures the row of a whole decode step."""
     bench = DecodeBench(device, shape, rows=rows, context=context)
     step_s = alternate({"step": bench.captured()}, device, rounds=ROUNDS)["step"]
     share = bench.num_bytes / step_s / ceilings["memory_bytes_per_s"]

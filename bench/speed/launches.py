@@ -56,7 +56,7 @@ def name_of(kernel: Any) -> str:
 
 
 def bound(kernel: Any, arguments: tuple, named: dict) -> dict[str, Any]:
-    """The arguments of a launch by name, without options such as num_warps."""
+    """Returns the arguments of a launch by name, without options such as num_warps."""
     return dict(zip(kernel.arg_names, arguments, strict=False)) | {
         name: value for name, value in named.items() if name in kernel.arg_names
     }
@@ -64,7 +64,7 @@ def bound(kernel: Any, arguments: tuple, named: dict) -> dict[str, Any]:
 
 @contextmanager
 def recorded(target: GPUTarget) -> Iterator[list[Launch]]:
-    """In this context launches are compiled for the target, added to the list, and not run."""
+    """Compiles launches for the target in this context and adds them to the list, without running them."""
     launches: list[Launch] = []
     run = JITFunction.run
 

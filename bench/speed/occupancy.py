@@ -45,7 +45,7 @@ class Resources:
 
 @cache
 def nvidia(compiled: CompiledKernel) -> Resources:
-    """Of machine code for compute capability 9.0, as the reader says that comes with Triton."""
+    """Reads machine code for compute capability 9.0, by the reader that comes with Triton."""
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -64,7 +64,10 @@ def nvidia(compiled: CompiledKernel) -> Resources:
 
 
 def programs_at_once(registers: int, shared_bytes: int, num_warps: int) -> int:
-    """Programs that a processor of compute capability 9.0 holds. registers: of a thread."""
+    """Returns the programs that a processor of compute capability 9.0 holds.
+
+    registers: of a thread.
+    """
     of_warp = _steps(registers * 32, REGISTERS_AT_ONCE)
     warps = REGISTERS // PARTS // of_warp * PARTS
     shared = _steps(shared_bytes, SHARED_AT_ONCE) + SHARED_RESERVED
@@ -72,7 +75,7 @@ def programs_at_once(registers: int, shared_bytes: int, num_warps: int) -> int:
 
 
 def amd(compiled: CompiledKernel) -> Resources:
-    """Of assembly for gfx942."""
+    """Reads assembly for gfx942."""
     found = dict(re.findall(r"\.(\w+): *(\d+)$", compiled.asm["amdgcn"], re.MULTILINE))
     waves = int(re.search(r"; Occupancy: (\d+)", compiled.asm["amdgcn"])[1])  # in each part, as registers allow
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps

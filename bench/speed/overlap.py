@@ -47,7 +47,7 @@ ITERATIONS = 4  # the first one is a warm-up
 
 
 def small(folder: Path, epochs: int = 1) -> Config:
-    """Models of a few thousand parameters and 16 prompts in four mini-batches, which take almost no time."""
+    """Returns models of a few thousand parameters and 16 prompts in four mini-batches, which take almost no time."""
     models = [f"models.actor={folder / 'actor'}", f"models.reward={folder / 'reward'}"]
     sizes = ["rollout_batch=16", "mini_batch=4", "generation.max_new_tokens=4", "num_samples=0"]
     sizes.append(f"ppo.epochs={epochs}")
@@ -55,7 +55,7 @@ def small(folder: Path, epochs: int = 1) -> Config:
 
 
 def write_models(folder: Path) -> None:
-    """Random weights with the embedded tokenizer."""
+    """Writes models with random weights and the embedded tokenizer."""
     from rlhf_spmd import embedded
     from rlhf_spmd.model.hf import load_model, save_state
     from rlhf_spmd.model.transformer import Transformer
@@ -70,7 +70,10 @@ def write_models(folder: Path) -> None:
 
 
 def slow_s(program: Program, step: Run, scale: float = 1.0) -> float:
-    """Seconds by which a Run is slowed; scale: of all times in SLOW_S."""
+    """Returns the seconds by which a Run is slowed.
+
+    scale: of all times in SLOW_S.
+    """
     workload, layout, share = program.workload, program.layout_of(step), 1.0
     if not step.call.endswith("_train"):
         share = len(program.mini_batches_of(step)) / workload.num_mini_batches
@@ -95,7 +98,7 @@ class Runner:
         self.in_flight: Any = None
 
     def slow(self, seconds: Callable[[Run], float]) -> None:
-        """From now on each Run sleeps besides."""
+        """Makes each Run sleep besides from now on."""
         executor = self.executor.inner if self.program.placement.ahead else self.executor
         run = executor.run
 
@@ -106,7 +109,8 @@ class Runner:
         executor.run = slowed
 
     def iteration(self, number: int) -> tuple[float, list[float]]:
-        """Seconds of an iteration, and of each Run of this rank. One ahead, the first one is the prologue."""
+        """Runs an iteration. Returns its seconds, and those of each Run of this rank. One ahead, the first one is the
+        prologue."""
         from rlhf_spmd.runtime.ahead.in_flight import Batch
         from rlhf_spmd.runtime.ahead.steps import Batches
         from rlhf_spmd.runtime.run.prepare import make_iteration
@@ -129,7 +133,7 @@ Iteration = Sequence[tuple[float, list[float]]]  # of each rank: total, seconds 
 
 
 def seconds_of(program: Program, of_ranks: Iteration) -> dict[tuple[int, Run], float]:
-    """The seconds of each Run of each rank in an iteration."""
+    """Returns the seconds of each Run of each rank in an iteration."""
     found: dict[tuple[int, Run], float] = {}
     for rank, (_, seconds) in enumerate(of_ranks):
         runs = [step for step in program.instructions[rank] if isinstance(step, Run)]
@@ -147,10 +151,12 @@ def measure(
     scale: float = 1.0,
     iterations: int = ITERATIONS,
 ) -> dict:
-    """Predicted and measured seconds of an iteration, on every rank alike.
+    """Returns predicted and measured seconds of an iteration, on every rank alike.
 
-    folder: where `write_models` wrote; with_groups(program): the world with the groups of a program. extra_s: seconds
-    that a Run of each call takes besides its sleep; None: what is measured here. scale: of all times in SLOW_S.
+    folder: where `write_models` wrote.
+    with_groups: with_groups(program) is the world with the groups of a program.
+    extra_s: seconds that a Run of each call takes besides its sleep; None: what is measured here.
+    scale: of all times in SLOW_S.
     """
     strategy, options, epochs = VARIANTS.get(name, (name, {}, 1))
     config = small(folder, epochs)
@@ -175,7 +181,7 @@ def measure(
 
 
 def besides_s(program: Program, iterations: Sequence[Iteration], scale: float = 1.0) -> dict[str, float]:
-    """The median time of a Run of each call besides its sleep.
+    """Returns the median time of a Run of each call besides its sleep.
 
     In a group the last rank to come shows how long the Run itself takes; the others also wait in it.
     """
@@ -192,7 +198,10 @@ def besides_s(program: Program, iterations: Sequence[Iteration], scale: float = 
 def measure_all(
     world, folder: Path, with_groups: Callable, strategies: Sequence[str] = STRATEGIES, **options
 ) -> list[dict]:
-    """A row per strategy, flattening first; options: those of `measure`."""
+    """Measures a row per strategy, flattening first.
+
+    options: those of `measure`.
+    """
     rows = [measure(world, strategies[0], folder, with_groups, **options)]
     extra_s = rows[0]["extra_s"]
     return rows + [measure(world, name, folder, with_groups, extra_s, **options) for name in strategies[1:]]
@@ -214,7 +223,7 @@ def judge(rows: list[dict], tolerance: float = TOLERANCE) -> None:
 
 
 def run_cases(file: Path) -> None:
-    """The main function of each rank."""
+    """Runs the cases on each rank."""
     rows: list[dict] = []
     with one_world(file, rows) as world:
         everyone = {f"ranks 0-{world.size - 1}": tuple(range(world.size))}

@@ -52,7 +52,7 @@ PAIRS: dict[str, tuple[Grid, Grid]] = {
 
 
 def shards(grid: Grid) -> list[tuple[int, Shard]]:
-    """(rank, its shard), in grid order."""
+    """Returns (rank, its shard), in grid order."""
     ranks, dp, pp, tp = grid
     places = product(range(dp), range(pp), range(tp))
     return [(rank, Shard(stage, pp, index, tp)) for rank, (_, stage, index) in zip(ranks, places, strict=True)]
@@ -86,7 +86,7 @@ def empty_weights(shard: Shard, flat: "torch.Tensor | None" = None) -> Weights:
 
 
 def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
-    """The slices of the full model that a shard holds, as views."""
+    """Returns the slices of the full model that a shard holds, as views."""
     found = {}
     for weight in weights_of(SHAPE):
         box = weight.box(shard)
@@ -98,7 +98,7 @@ def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
 
 
 def full_model() -> Weights:
-    """A model in which all numbers differ."""
+    """Makes a model in which all numbers differ."""
     import torch
 
     numbers = torch.arange(SHAPE.num_params, dtype=torch.int32)
@@ -190,7 +190,7 @@ def groups() -> dict[str, tuple[int, ...]]:
 
 
 def measure(world, name: str) -> dict:
-    """A row: bytes, seconds of both ways (medians of the slowest rank), whether the bits are right."""
+    """Measures a row: bytes, seconds of both ways (medians of the slowest rank), whether the bits are right."""
     from rlhf_spmd.runtime.weights.shared_memory import Arena
     from rlhf_spmd.runtime.weights.weight_mover import Mover, slot_bytes
 

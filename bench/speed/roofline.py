@@ -15,7 +15,8 @@ CPU_BYTES, GPU_BYTES = 2**28, 2**31
 
 
 def alternate(calls: Mapping[str, Callable], device: torch.device, *, rounds: int) -> dict[str, float]:
-    """The median seconds of each call. They alternate, so that a slow moment of the machine affects all alike."""
+    """Measures the median seconds of each call. They alternate, so that a slow moment of the machine affects all
+    alike."""
     time_one = _gpu_timer(device) if device.type == "cuda" else _cpu_s
     for call in calls.values():
         call()
@@ -49,7 +50,7 @@ def _gpu_timer(device: torch.device) -> Callable[[Callable], float]:
 
 
 def memory_ceiling(device: torch.device) -> float:
-    """Bytes/s: the better of reading (a sum) and copying (which reads and writes), beyond any cache."""
+    """Measures bytes/s: the better of reading (a sum) and copying (which reads and writes), beyond any cache."""
     num_bytes = GPU_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -58,7 +59,7 @@ def memory_ceiling(device: torch.device) -> float:
 
 
 def matrix_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations/s of a large square product; on a CPU by its fastest library."""
+    """Measures operations/s of a large square product; on a CPU by its fastest library."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     calls = {"product": lambda: a @ b}
@@ -74,7 +75,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def ceilings_of(device: torch.device, *dtypes: torch.dtype) -> dict:
-    """The ceilings of memory and of matrix products in these precisions, which it also prints."""
+    """Returns the ceilings of memory and of matrix products in these precisions, which it also prints."""
     matrix = {precision_of(dtype): matrix_ceiling(device, dtype) for dtype in dtypes}
     ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
     rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())

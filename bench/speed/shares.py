@@ -15,7 +15,8 @@ KINDS = ("compute", "waiting", "control")
 
 
 def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
-    """Per rank and iteration (but for the first one, whose beginning is unknown): seconds in all, and of each kind."""
+    """Returns, per rank and iteration (but for the first one, whose beginning is unknown), the seconds in all, and of
+    each kind."""
     agreed = [{span.iteration: span for span in lane.spans if span.category == "control"} for lane in lanes]
     posted, waited = (_starts(lanes, kind) for kind in ("transfer", "wait"))
     found = []
@@ -46,7 +47,7 @@ def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
 
 
 def _starts(lanes: Sequence[Lane], kind: str) -> list[dict[tuple[int, int], float]]:
-    """Of each rank: iteration and transfer -> when its Post, or its Wait, began."""
+    """Returns, for each rank, when its Post, or its Wait, of an iteration and a transfer began."""
     return [
         {
             (span.iteration, span.args["transfer"]): span.start_s
@@ -58,12 +59,12 @@ def _starts(lanes: Sequence[Lane], kind: str) -> list[dict[tuple[int, int], floa
 
 
 def _until(span: Span, ready_s: float) -> float:
-    """Seconds of a span before `ready_s`."""
+    """Returns the seconds of a span before `ready_s`."""
     return max(0.0, min(span.end_s, ready_s) - span.start_s)
 
 
 def mean_shares(lanes: Sequence[Lane], program: Program) -> dict[str, float]:
-    """The share of each kind in the time of all ranks."""
+    """Returns the share of each kind in the time of all ranks."""
     found = shares(lanes, program)
     total_s = sum(row["total_s"] for row in found)
     return {kind: sum(row[f"{kind}_s"] for row in found) / total_s for kind in KINDS}

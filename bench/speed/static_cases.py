@@ -48,7 +48,7 @@ class Case:
 
 
 def zeros(*shape: int, device: torch.device) -> Tensor:
-    """In memory that takes no space before it is written: most rows of a case never run."""
+    """Returns zeros in memory that takes no space before it is written: most rows of a case never run."""
     if device.type == "meta":
         return torch.empty(shape, dtype=DTYPE, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * DTYPE.itemsize, np.uint8)).view(DTYPE).view(shape)
@@ -77,7 +77,7 @@ def gate(device: torch.device, num: int, inner: int) -> None:
 
 
 def attend(device: torch.device, rows: int, context: int, heads: tuple[int, int, int]) -> None:
-    """The cache holds just the rows' blocks, all of them full."""
+    """Computes attention. The cache holds just the rows' blocks, all of them full."""
     num_heads, kv_heads, head_dim = heads
     per_row = context // BLOCK_SIZE
     keys, values = (zeros(rows * per_row, kv_heads, BLOCK_SIZE, head_dim, device=device) for _ in range(2))
@@ -89,7 +89,7 @@ def attend(device: torch.device, rows: int, context: int, heads: tuple[int, int,
 
 
 def draw(device: torch.device, rows: int, vocab: int, rule: str) -> None:
-    """Random logits are flatter than those of a trained model: a threshold is harder to find."""
+    """Draws tokens. Random logits are flatter than those of a trained model: a threshold is harder to find."""
     logits_BV = zeros(rows, vocab, device=device)
     bits_B = torch.zeros(rows, dtype=torch.int64, device=device)
     if device.type != "meta":
@@ -102,7 +102,7 @@ def draw(device: torch.device, rows: int, vocab: int, rule: str) -> None:
 
 
 def score(device: torch.device, num: int, vocab: int, *, entropy: bool) -> None:
-    """Forward and backward; the logits come in chunks of the vocabulary."""
+    """Computes logprobs forward and backward; the logits come in chunks of the vocabulary."""
     hidden_ND, weight_VD = (torch.zeros(n, HIDDEN, dtype=DTYPE, device=device).requires_grad_() for n in (num, vocab))
     tokens_N = torch.zeros(num, dtype=torch.int64, device=device)
     with torch.enable_grad():
@@ -124,7 +124,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def of_layer(model: str, shape: ModelShape, tp: int) -> Iterator[Case]:
-    """The kernels of a layer of generation, of a decode step and of prompts."""
+    """Yields the kernels of a layer of generation, of a decode step and of prompts."""
     heads = shape.num_heads // tp, shape.num_kv_heads // tp, shape.head_dim
     inner, of_heads = shape.intermediate_size // tp, f"{heads[0]}/{heads[1]} heads of {heads[2]}"
     for name, num in (("decode", ROWS), ("prompts", TOKENS)):
@@ -146,7 +146,7 @@ def of_layer(model: str, shape: ModelShape, tp: int) -> Iterator[Case]:
 
 
 def num_bytes(*tensors: Tensor) -> int:
-    """Of the elements, wherever they lie."""
+    """Returns the bytes of the elements, wherever they lie."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
@@ -172,8 +172,8 @@ BESIDE = {
 
 
 def needed_bytes(kernel: str, arguments: dict) -> int | None:
-    """What a launch has to read and write, each input and output once; None where the numbers decide (how many blocks
-    of a row may hold its threshold)."""
+    """Returns the bytes that a launch has to read and write, each input and output once; None where the numbers decide
+    (how many blocks of a row may hold its threshold)."""
     if kernel not in WHOLE:
         return None
     holds, beside = BESIDE.get(kernel, (lambda a: False, ""))

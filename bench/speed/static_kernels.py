@@ -33,7 +33,7 @@ INTERPRETED = "TRITON_INTERPRET"
 
 
 def launches_of(case: Case) -> list[tuple[Launch, Launch]]:
-    """The launches of a case, each compiled for an H100 and for gfx942; one of those that do the same work."""
+    """Returns the launches of a case, each compiled for an H100 and for gfx942; one of those that do the same work."""
     found: list[dict[tuple, Launch]] = []
     for target in (H100, MI300):
         with recorded(target) as launches:
@@ -45,7 +45,7 @@ def launches_of(case: Case) -> list[tuple[Launch, Launch]]:
 
 
 def count(case: Case) -> Iterator[dict]:
-    """The traffic of the launches of a case, in the same order; under the interpreter."""
+    """Yields the traffic of the launches of a case, in the same order; under the interpreter."""
     from bench.speed.traffic import counted
 
     with counted(rows=ROWS_RUN) as traffics:
@@ -63,7 +63,7 @@ def count(case: Case) -> Iterator[dict]:
 
 
 def counted_elsewhere() -> list[list[dict]]:
-    """`count` of every case, in a process whose kernels are interpreted."""
+    """Runs `count` of every case, in a process whose kernels are interpreted."""
     environment = os.environ | {INTERPRETED: "1"}
     command = [sys.executable, "-m", "bench.speed.static_kernels"]
     done = subprocess.run(
@@ -73,7 +73,7 @@ def counted_elsewhere() -> list[list[dict]]:
 
 
 def make_row(case: Case, launch: Launch, other: Launch, traffic: dict) -> dict:
-    """The facts of a launch, and whether it has no fault."""
+    """Returns the facts of a launch, and whether it has no fault."""
     assert launch.kernel == traffic["kernel"], (launch.kernel, traffic)
     takes = dict(zip(TARGETS, (nvidia(launch.compiled), amd(other.compiled)), strict=True))
     num_programs = math.prod(launch.grid)
@@ -92,7 +92,7 @@ def described(found: Resources) -> dict:
 
 
 def faults(row: dict) -> list[str]:
-    """The faults of a launch."""
+    """Returns the faults of a launch."""
     spills = [f"spills {row[on]['spill_bytes']} bytes on {on}" for on in TARGETS if row[on]["spill_bytes"]]
     idle = [f"does not fit on {on}" for on in TARGETS if not row[on]["programs"]]
     twice = row["moved_per_needed"] > EXCESS and not row["reason"]
@@ -100,7 +100,7 @@ def faults(row: dict) -> list[str]:
 
 
 def forecast(traffic: dict, num_programs: int) -> tuple[float, str]:
-    """Seconds of one launch on an H100, and what takes them: the slowest of memory, matrix products and other
+    """Returns seconds of one launch on an H100, and what takes them: the slowest of memory, matrix products and other
     arithmetic, the latter two on the processors that have a program. Nothing is added for launching it."""
     device, share = load_calibration(CALIBRATION).devices[CALIBRATION], min(num_programs / PROCESSORS, 1.0)
     seconds = {
@@ -113,7 +113,8 @@ def forecast(traffic: dict, num_programs: int) -> tuple[float, str]:
 
 
 def make_rows() -> Iterator[dict]:
-    """Of a kernel that a case launches several times, the first launch (the last chunk of a vocabulary is narrower)."""
+    """Makes the rows: of a kernel that a case launches several times, the first launch (the last chunk of a vocabulary
+    is narrower)."""
     about = {"calibration": CALIBRATION, "versions": provenance()["versions"] | {"triton": version("triton")}}
     seen = set()
     for case, traffics in zip(all_cases(), counted_elsewhere(), strict=True):

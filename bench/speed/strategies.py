@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
 ) -> tuple[dict, list[dict], int]:
-    """The row of one run of the program, what its timeline recorded, and the number of its median iteration."""
+    """Runs the program once. Returns the row, what its timeline recorded, and the number of its median iteration."""
     from rlhf_spmd.runtime.observe.trace import lanes, read_chrome
 
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
@@ -114,14 +114,17 @@ def run_case(
 
 
 def median_iteration(records: list[dict], seconds: list[float]) -> int:
-    """Of the iterations that a timeline has, the one nearest to the median of all; seconds: of each iteration."""
+    """Returns, of the iterations that a timeline has, the one nearest to the median of all.
+
+    seconds: of each iteration.
+    """
     recorded = {span[4] for record in records for span in record["spans"]}
     middle = statistics.median(seconds[1:])
     return min(sorted(recorded), key=lambda number: abs(seconds[number] - middle))
 
 
 def of_iterations(records: list[dict], numbers: list[int]) -> list[dict]:
-    """The spans of some iterations; seconds since the first, to a microsecond."""
+    """Returns the spans of some iterations; seconds since the first, to a microsecond."""
     chosen = [[span for span in record["spans"] if span[4] in numbers] for record in records]
     first_s = min(span[2] for spans in chosen for span in spans)
     return [

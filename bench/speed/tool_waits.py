@@ -46,7 +46,10 @@ REPEATS = 2
 
 @dataclass(slots=True)
 class Sleeping:
-    """Tools that only sleep. wait_s: seconds of each call of each row."""
+    """Tools that only sleep.
+
+    wait_s: seconds of each call of each row.
+    """
 
     wait_s: np.ndarray
     calls: dict[int, int] = field(default_factory=dict)
@@ -72,14 +75,14 @@ class Sleeping:
 
 
 def trace(num_rows: int) -> np.ndarray:
-    """Tool times in decode steps, the same ones every time."""
+    """Returns tool times in decode steps, the same ones every time."""
     sigma = math.log(P95 / MEDIAN) / statistics.NormalDist().inv_cdf(0.95)
     drawn = np.random.default_rng(0).standard_normal((num_rows, NUM_TURNS))
     return np.minimum(MEDIAN * np.exp(sigma * drawn), LONGEST)
 
 
 def run(model: Transformer, num_rows: int, places: int, wait_s: np.ndarray) -> tuple[list[float], int, int]:
-    """-> seconds in which each of PARTS of the tokens was drawn, tokens, rounds."""
+    """Runs the engine. Returns seconds in which each of PARTS of the tokens was drawn, tokens, rounds."""
     tools = Sleeping(wait_s)
     turns = Turns(tools, WIDTH, WIDTH)
     vocabulary = model.config.vocab_size
@@ -97,7 +100,7 @@ def run(model: Transformer, num_rows: int, places: int, wait_s: np.ndarray) -> t
 
 
 def measure(model: Transformer, repeats: int) -> list[dict]:
-    """A row for each case."""
+    """Measures a row for each case."""
     shares: dict[tuple[int, int], list[list[float]]] = {case: [] for case in CASES}
     rates: dict[tuple[int, int], list[float]] = {case: [] for case in CASES}
     for repeat in range(repeats + 1):  # the first one warms up

@@ -47,7 +47,7 @@ class Traffic:
         return found.size * size
 
     def finish(self, scale: float) -> None:
-        """All programs ran but for a share of them: counts become those of the whole launch."""
+        """Scales counts: all programs ran but for a share of them, so counts become those of the whole launch."""
         for (_, size), found in self.addresses.items():
             self.touched_bytes += np.unique(np.concatenate(found)).size * size
         self.addresses.clear()
@@ -57,8 +57,8 @@ class Traffic:
 
 @contextmanager
 def counted(rows: int | None = None) -> Iterator[list[Traffic]]:
-    """In this context launches run as far as `rows` programs of axis 0 (None: all) and are added to the list. Of
-    launches that do the same work only the first one runs."""
+    """Counts launches in this context, which run as far as `rows` programs of axis 0 (None: all) and are added to the
+    list. Of launches that do the same work only the first one runs."""
     found: dict[tuple, Traffic] = {}
     traffics: list[Traffic] = []
     now: list[Traffic] = []
@@ -85,7 +85,7 @@ def counted(rows: int | None = None) -> Iterator[list[Traffic]]:
 
 
 def _counters(now: list[Traffic]) -> Iterator[tuple[type, str, Callable]]:
-    """Methods of the interpreter, and what counts before it calls them."""
+    """Yields methods of the interpreter, and what counts before it calls them."""
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     dot = InterpreterBuilder.create_dot
 

@@ -1,1 +1,1 @@
-"""What several verbs share: reading their words, checking, planning and writing."""
+"""What several subcommands share: reading their arguments, checking, planning and writing."""

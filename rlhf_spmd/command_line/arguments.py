@@ -1,4 +1,5 @@
-"""The arguments of every verb, and the reading of a command line: options with dashes, and KEY=VALUE arguments."""
+"""The arguments of every subcommand, and the reading of a command line: options with dashes, and KEY=VALUE
+arguments."""
 
 import argparse
 import shutil
@@ -23,15 +24,15 @@ WORDS = {  # what KEY=VALUE arguments set -> what help says of them
 
 
 class Argument(NamedTuple):
-    """An argument of a verb: its name and what argparse is told of it."""
+    """An argument of a subcommand: its name and what argparse is told of it."""
 
     name: str
     settings: dict[str, Any]
 
 
 class Verb(NamedTuple):
-    """A verb. help: what it does, without the dot of a sentence. Of arguments in one list only one may be given. words:
-    a key of WORDS, or of other programs (`other`); empty: the verb takes none."""
+    """A subcommand. help: what it does, without the dot of a sentence. Of arguments in one list only one may be given.
+    words: a key of WORDS, or of other programs (`other`); empty: the subcommand takes none."""
 
     help: str
     arguments: Sequence[Argument | list[Argument]] = ()

@@ -1,4 +1,4 @@
-"""What several verbs check of a run before it starts, and the report of `check`."""
+"""What several subcommands check of a run before it starts, and the report of `check`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Files that verbs write: not over others, and with the reason where it fails."""
+"""Files that subcommands write: not over others, and with the reason where it fails."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The start of verbs that run calls of a training program without training: evaluate and precompute."""
+"""The start of subcommands that run calls of a training program without training: evaluate and precompute."""
 
 import argparse
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""From the words of a command line to a configuration, a cluster and a calibration."""
+"""From the arguments of a command line to a configuration, a cluster and a calibration."""
 
 import argparse
 from dataclasses import replace
@@ -139,8 +139,8 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str, lengt
 
 
 def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
-    """Returns the words of a command line that name the file, the algorithm, this preset (with a file: what it names)
-    and the model."""
+    """Returns the arguments of a command line that name the file, the algorithm, this preset (with a file: what it
+    names) and the model."""
     preset = parsed.preset if parsed.config else preset
     named = {"--config": parsed.config, "--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
     return [word for name, value in named.items() if value for word in (name, value)]

@@ -16,10 +16,10 @@ FUNCTION = "{function}"  # in a name: that of each reward function
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One metric elsewhere.
+    """A metric of another program.
 
     ours: metrics of this program.
-    algorithms: that define them so; empty: all.
+    algorithms: those that define them so; empty: all.
     when: values of the algorithm's options.
     of: the value, from ours.
     """

@@ -51,7 +51,7 @@ NETWORKS = {  # between nodes: of one device while all devices of its node send
 
 
 def load_calibration(name: str) -> Calibration:
-    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`); `+NETWORK` behind it replaces the link
+    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`); `+NETWORK` after it replaces the link
     between nodes (`a100-80g+200g-per-node`). Raises UserError naming the error."""
     machine, plus, network = name.rpartition("+")
     if plus and (network in NETWORKS or not name.endswith(".json")):

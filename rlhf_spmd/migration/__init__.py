@@ -1,1 +1,1 @@
-"""Configurations of TRL, verl and OpenRLHF, read as options of this program (the verb `coming-from`)."""
+"""Configurations of TRL, verl and OpenRLHF, read as options of this program (the subcommand `coming-from`)."""

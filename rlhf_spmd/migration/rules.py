@@ -64,7 +64,7 @@ class Differs(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Options that stand as comments, for the user to complete."""
+    """Options that are written as comments, for the user to complete."""
 
     options: Options
     why: str

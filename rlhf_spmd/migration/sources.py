@@ -30,9 +30,9 @@ Value = Any  # a text, number, truth value, None, list or mapping, as in YAML
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration there.
+    """A configuration of another program.
 
-    values: dotted name -> value.
+    values: by dotted name.
     left: what is not read, with the reason.
     module: of a command line of OpenRLHF, e.g. train_dpo.
     """
@@ -204,7 +204,7 @@ def _product(match: re.Match[str], variables: Mapping[str, str]) -> str:
 
 
 def _options_of(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
-    """Yields the options among the words of a command, after the program that they are for."""
+    """Yields the options among the arguments of a command, after the program that they are for."""
     places = [place for place, word in enumerate(words) if PROGRAM.fullmatch(word)]
     number = places[0] + 1 if places else len(words)
     while number < len(words):

@@ -27,10 +27,10 @@ HEADINGS: dict[Kind | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An option there.
+    """An option of the other program.
 
     kind: None if it is unknown.
-    why: what stands beside it.
+    why: the reason, written beside it.
     """
 
     key: str
@@ -44,8 +44,8 @@ class Line:
 class Translation:
     """A configuration as options of this program.
 
-    later: options that the user must complete -> value and reason.
-    chosen: options that no option there names -> reason.
+    later: options that the user must complete, with value and reason.
+    chosen: options that the configuration does not have, with the reason.
     """
 
     source: Source

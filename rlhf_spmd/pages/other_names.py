@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = ("option", "part", "no_effect", "unavailable")
 class Name:
     """Options of other programs that mean the same.
 
-    ours: the options of this program; `*.NAME` is one of the algorithm, `--NAME` a word of the command line.
+    ours: the options of this program; `*.NAME` is one of the algorithm, `--NAME` an argument of the command line.
     theirs: program -> names or patterns.
     also: names in further programs.
     values: texts there -> texts here.

@@ -1,1 +1,1 @@
-"""One file per verb of the program."""
+"""One file per subcommand of the program."""

@@ -1,4 +1,4 @@
-"""The algorithms verb: the algorithms that come with the package, with their roles and calls."""
+"""The algorithms subcommand: the algorithms that come with the package, with their roles and calls."""
 
 import argparse
 import sys

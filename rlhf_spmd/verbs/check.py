@@ -1,4 +1,4 @@
-"""The check verb: a placement, its program and the proof that it cannot hang, without MPI and torch."""
+"""The check subcommand: a placement, its program and the proof that it cannot hang, without MPI and torch."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The coming-from verb: prints a configuration of TRL, verl or OpenRLHF as a file of options."""
+"""The coming-from subcommand: prints a configuration of TRL, verl or OpenRLHF as a file of options."""
 
 import argparse
 

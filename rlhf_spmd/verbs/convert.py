@@ -1,4 +1,5 @@
-"""The convert verb: turns a GGUF file, or an adapter with its base, into a Hugging Face folder of a whole model."""
+"""The convert subcommand: turns a GGUF file, or an adapter with its base, into a Hugging Face folder of a whole
+model."""
 
 import argparse
 import sys

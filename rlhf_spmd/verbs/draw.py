@@ -1,4 +1,4 @@
-"""The draw verb: maps of which rank runs which call under some strategies, and timelines of their forecasts.
+"""The draw subcommand: maps of which rank runs which call under some strategies, and timelines of their forecasts.
 
 One process; needs neither torch nor MPI.
 """

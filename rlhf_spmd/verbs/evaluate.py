@@ -1,4 +1,4 @@
-"""The evaluate verb on the ranks of an MPI world: compares options and program, then evaluates a model once."""
+"""The evaluate subcommand on the ranks of an MPI world: compares options and program, then evaluates a model once."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""The forecast verb: seconds, limits and memory of one strategy, by name or file, and its picture if wanted.
+"""The forecast subcommand: seconds, limits and memory of one strategy, by name or file, and its picture if wanted.
 
 One process; needs neither torch nor MPI.
 """

@@ -1,4 +1,4 @@
-"""The generate verb on the ranks of an MPI world: compares its options among the ranks, then generates."""
+"""The generate subcommand on the ranks of an MPI world: compares its options among the ranks, then generates."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The plan verb: searches placements, compares the best with the shipped strategies, and writes the winner as a module.
+"""The plan subcommand: searches placements, compares the best with the shipped strategies, and writes the winner as a
+module.
 
 Needs neither torch nor MPI. `train --strategy auto` plans by the same functions.
 """

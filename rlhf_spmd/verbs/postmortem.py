@@ -1,4 +1,4 @@
-"""The postmortem verb: reads from a run folder which rank the others waited for when the run ended."""
+"""The postmortem subcommand: reads from a run folder which rank the others waited for when the run ended."""
 
 import argparse
 import time

@@ -1,5 +1,5 @@
-"""The precompute verb on the ranks of an MPI world: compares options and program, then computes once what frozen models
-say of the rows of a data set."""
+"""The precompute subcommand on the ranks of an MPI world: compares options and program, then computes once what frozen
+models say of the rows of a data set."""
 
 import argparse
 from functools import partial

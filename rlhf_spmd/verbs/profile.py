@@ -1,4 +1,4 @@
-"""The profile verb on the ranks of an MPI world: measures this machine and writes the calibration."""
+"""The profile subcommand on the ranks of an MPI world: measures this machine and writes the calibration."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""The rehearse verb: the processes and messages of a job on this machine, with sleeps in place of computation.
+"""The rehearse subcommand: the processes and messages of a job on this machine, with sleeps in place of computation.
 
 Without mpirun it starts the processes itself. Needs no torch; MPI on the ranks.
 """

@@ -1,4 +1,4 @@
-"""The report verb: one page of HTML with the curves and samples of some runs.
+"""The report subcommand: one page of HTML with the curves and samples of some runs.
 
 One process; needs neither torch nor MPI.
 """

@@ -1,4 +1,4 @@
-"""The rollouts verb: shows and filters the samples that a run has written (rollouts.every)."""
+"""The rollouts subcommand: shows and filters the samples that a run has written (rollouts.every)."""
 
 import argparse
 import json

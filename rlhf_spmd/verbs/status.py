@@ -1,4 +1,4 @@
-"""The status verb: reads from a run folder what its ranks are doing now."""
+"""The status subcommand: reads from a run folder what its ranks are doing now."""
 
 import argparse
 import math

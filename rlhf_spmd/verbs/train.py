@@ -1,4 +1,5 @@
-"""The train verb on the ranks of an MPI world: compares options, devices and program among the ranks, then trains."""
+"""The train subcommand on the ranks of an MPI world: compares options, devices and program among the ranks, then
+trains."""
 
 import argparse
 from dataclasses import replace

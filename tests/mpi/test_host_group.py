@@ -68,7 +68,7 @@ def test_tensors_on_a_device_travel_through_host_memory(world, monkeypatch):
 
 
 def test_a_communicator_carries_out_one_operation_after_another(world, ordered):
-    """Both ranks receive first: their sends stand behind it. In two communicators nothing stands behind anything."""
+    """Both ranks receive first: their sends wait behind it. In two communicators nothing waits behind anything."""
     group, other = two_ranks(world, "ordered", QUICK), two_ranks(world, "ordered", QUICK)
     if group is None:
         return

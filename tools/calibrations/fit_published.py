@@ -31,7 +31,7 @@ DAMPING, STEP = 0.05, 0.03  # of a step of the fit; the relative change of a num
 
 
 def with_constants(calibration: Calibration, values: Sequence[float]) -> Calibration:
-    """A calibration with these CONSTANTS."""
+    """Returns a calibration with these CONSTANTS."""
     *of_device, rate = map(float, values)
     device = replace(calibration.devices[DEVICE], **dict(zip(OF_DEVICE, of_device, strict=True)))
     return replace(calibration, devices={DEVICE: device}, inside=replace(calibration.inside, bytes_per_s=rate))
@@ -43,7 +43,7 @@ def constants_of(calibration: Calibration) -> np.ndarray:
 
 
 def program_of(row: Mapping[str, str], calibration: Calibration) -> Program:
-    """The program of a row: the heuristic plan, or what the planner finds with a calibration."""
+    """Returns the program of a row: the heuristic plan, or what the planner finds with a calibration."""
     workload, cluster = workload_of(row), cluster_of(row)
     if row["system"] == BASE:
         placement = next(SYSTEMS[BASE].plans(workload, cluster)).placement
@@ -52,7 +52,7 @@ def program_of(row: Mapping[str, str], calibration: Calibration) -> Program:
 
 
 def errors(rows: Sequence[Mapping[str, str]], programs: Sequence[Program], calibration: Calibration) -> np.ndarray:
-    """The logarithm of forecast / published seconds of each row."""
+    """Returns the logarithm of forecast / published seconds of each row."""
     return np.array(
         [
             log(forecast(program, calibration).makespan_s / float(row["sec_per_iter"]))
@@ -64,7 +64,7 @@ def errors(rows: Sequence[Mapping[str, str]], programs: Sequence[Program], calib
 def elasticities(
     rows: Sequence[Mapping[str, str]], programs: Sequence[Program], calibration: Calibration
 ) -> np.ndarray:
-    """Per row and constant: by how many percent the seconds grow with a percent more of the constant."""
+    """Returns, per row and constant, by how many percent the seconds grow with a percent more of the constant."""
     before, values = errors(rows, programs, calibration), constants_of(calibration)
     columns = []
     for at in range(len(values)):
@@ -75,7 +75,7 @@ def elasticities(
 
 
 def fitted(rows: Sequence[Mapping[str, str]], programs: Sequence[Program], calibration: Calibration) -> Calibration:
-    """The calibration whose constants fit these programs best."""
+    """Returns the calibration whose constants fit these programs best."""
     slopes = elasticities(rows, programs, calibration)
     damped = np.vstack([slopes, DAMPING * np.eye(len(CONSTANTS))])
     for _ in range(STEPS):

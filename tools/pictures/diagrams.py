@@ -44,7 +44,7 @@ WEIGHT = "layers.{}.self_attn.q_proj.weight"  # whose boxes are drawn, for all w
 
 
 def canvas(area: Area, height: float) -> Axes:
-    """Axes over the whole width; coordinates are inches from the left and the top."""
+    """Returns axes over the whole width; coordinates are inches from the left and the top."""
     axes = area.axes(0, 0, WIDTH, height)
     axes.set_xlim(0, WIDTH)
     axes.set_ylim(height, 0)
@@ -53,14 +53,14 @@ def canvas(area: Area, height: float) -> Axes:
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, colour: str, **looks) -> None:
-    """A rectangle with round corners."""
+    """Draws a rectangle with round corners."""
     shape = f"round,pad=0,rounding_size={looks.pop('rounding', 0.06)}"
     looks = {"linewidth": 0, "zorder": 2} | looks
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, facecolor=colour, **looks))
 
 
 def frame(axes: Axes, x: float, y: float, width: float, height: float, title: str, about: str = "") -> None:
-    """A box with a heading."""
+    """Draws a box with a heading."""
     box(axes, x, y, width, height, "white", edgecolor=RULE, linewidth=1.2, zorder=1, rounding=0.08)
     axes.text(x + 0.12, y + 0.19, title, fontsize=TEXT, fontweight="bold", color=INK, va="center")
     axes.text(x + width - 0.1, y + 0.19, about, fontsize=SMALL, color=FAINT_INK, va="center", ha="right")
@@ -79,7 +79,7 @@ def words(axes: Axes, x: float, y: float, text: str, **looks) -> None:
 
 
 def program_picture(path: Path) -> Path:
-    """Workflow and strategy compile to a program, which has four uses."""
+    """Draws how workflow and strategy compile to a program, which has four uses."""
     program = load_strategy("separation").compile(make_workload(load("tiny")), Cluster.parse("1x4"), {})
     picture = Picture()
     picture.title("Workflow + strategy = program", "What to compute, and where; the same program has four uses.")
@@ -106,7 +106,7 @@ def program_picture(path: Path) -> Path:
 
 
 def depths(workflow: Workflow) -> dict[str, int]:
-    """Call -> the longest way to it from the calls that need nothing of others."""
+    """Returns, for each call, the longest way to it from the calls that need nothing of others."""
     found: dict[str, int] = {}
     for call in workflow.calls:
         makers = (workflow.producer(key) for key in call.inputs)
@@ -117,7 +117,7 @@ def depths(workflow: Workflow) -> dict[str, int]:
 def _workflow(
     axes: Axes, left: float, top: float, width: float, workflow: Workflow, styles: Mapping[str, Style]
 ) -> None:
-    """The calls; those that do not depend on each other are in one line."""
+    """Draws the calls; those that do not depend on each other are in one line."""
     lines: dict[int, list[str]] = {}
     depth = depths(workflow)
     for name, line in depth.items():
@@ -138,7 +138,7 @@ def _workflow(
 
 
 def _map(axes: Axes, left: float, top: float, program: Program, styles: Mapping[str, Style]) -> None:
-    """A map of calls x ranks."""
+    """Draws a map of calls x ranks."""
     calls = program.workload.workflow.placed_calls
     wide, high = 0.26, 0.135
     for row, call in enumerate(calls):
@@ -155,7 +155,7 @@ def _map(axes: Axes, left: float, top: float, program: Program, styles: Mapping[
 
 
 def _parts(program: Program) -> dict[str, str]:
-    """Ranks -> the kinds of calls that they run."""
+    """Returns the kinds of calls that ranks run."""
     kinds: dict[str, list[int]] = {}
     for rank in program.cluster.ranks:
         mine = [c for c in program.workload.workflow.placed_calls if rank in program.placement.layouts[c.name].ranks]
@@ -164,7 +164,7 @@ def _parts(program: Program) -> dict[str, str]:
 
 
 def _lists(axes: Axes, left: float, top: float, program: Program, styles: Mapping[str, Style]) -> None:
-    """The first instructions of the first and of the last rank."""
+    """Draws the first instructions of the first and of the last rank."""
     wide, high = 0.99, 0.226
     for column, rank in enumerate((0, program.cluster.ranks[-1])):
         x = left + column * (wide + 0.04)
@@ -178,7 +178,7 @@ def _lists(axes: Axes, left: float, top: float, program: Program, styles: Mappin
 
 
 def _chips(program: Program, rank: int, styles: Mapping[str, Style]) -> list[tuple[str, Style | None]]:
-    """A rank's instructions in a word or two, the same neighbours once."""
+    """Returns a rank's instructions in a word or two, the same neighbours once."""
     found: list[tuple[str, Style | None]] = []
     for step in program.instructions[rank]:
         if isinstance(step, Run):
@@ -199,7 +199,8 @@ def _chips(program: Program, rank: int, styles: Mapping[str, Style]) -> list[tup
 
 
 def weights_picture(path: Path) -> Path:
-    """Which rank sends which box of the actor's weights to which, from its layout in training to that in generation."""
+    """Draws which rank sends which box of the actor's weights to which, from its layout in training to that in
+    generation."""
     options = {"training_tp": 2, "training_pp": 2, "generation_tp": 2}
     program = load_strategy("reallocation").compile(make_workload(load("llama-7b")), Cluster.parse("1x4"), options)
     workflow, layouts = program.workload.workflow, program.placement.layouts
@@ -228,7 +229,7 @@ def weights_picture(path: Path) -> Path:
 
 
 def _tiles(axes: Axes, plan: Reallocation) -> None:
-    """Rows of ranks: what each holds before and after, and who sends it the rest."""
+    """Draws rows of ranks: what each holds before and after, and who sends it the rest."""
     weight = plan.weights[WEIGHT]
     wide, high, left, right = 1.6, 0.66, 1.55, 5.55
     tops = {rank: 0.28 + index * 0.77 for index, rank in enumerate(plan.ranks)}
@@ -279,7 +280,10 @@ def _ranks(rank: int) -> str:
 
 
 def resume_picture(path: Path, rows: Sequence[Mapping]) -> Path:
-    """A job that is killed and goes on, below one that is not. rows: of bench faults, for what was measured."""
+    """Draws a job that is killed and goes on, below one that is not.
+
+    rows: of bench faults, for what was measured.
+    """
     points, equal = (sum(row[key] for row in rows) for key in ("points", "equal"))
     slowest_s = max(row["slowest_end_s"] for row in rows)
     picture = Picture()
@@ -309,12 +313,12 @@ def resume_picture(path: Path, rows: Sequence[Mapping]) -> Path:
 
 
 def _up(seconds: float) -> str:
-    """Seconds, rounded up to tenths."""
+    """Rounds seconds up to tenths."""
     return f"{-(-seconds * 10 // 1) / 10:g}"
 
 
 def _runs(axes: Axes) -> None:
-    """Iterations as boxes, from 1: ten without a kill; below, the same with a kill in the sixth."""
+    """Draws iterations as boxes, from 1: ten without a kill; below, the same with a kill in the sixth."""
     left, wide, high, every = 1.45, 0.43, 0.3, 2
     done, again, lost = shade(NEUTRAL, "generate"), shade(NEUTRAL, "train"), mix(PROMISE, "#ffffff", 0.55)
     rows = {"uninterrupted": 0.35, "killed": 1.35}

@@ -36,7 +36,7 @@ def draw(folder: Path = RESULTS) -> list[Path]:
 
 
 def sources() -> dict[str, str]:
-    """File of results -> its fingerprint, of those that pictures are drawn from."""
+    """Returns the fingerprints of the files of results that pictures are drawn from."""
     paths = [TIMELINES, *(RESULTS / f"{name}.jsonl" for name in ROWS)]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
 

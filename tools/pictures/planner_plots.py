@@ -15,7 +15,7 @@ BEHIND = "llama-33b", "8x8", ("separation", "flattening")  # the case, and the s
 
 
 def behind(rows: Sequence[Mapping], path: Path) -> Path:
-    """The timelines of separation and of a faster strategy, with the options that the rows of the scan have."""
+    """Draws the timelines of separation and of a faster strategy, with the options that the rows of the scan have."""
     preset, layout, strategies = BEHIND
     workload, calibration = make_workload(load(preset)), load_calibration("a100-80g")
     programs = {}

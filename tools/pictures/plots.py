@@ -40,7 +40,7 @@ Panel = Callable[[Axes, Sequence[Mapping]], None]
 
 
 def plain(axes: Axes, *, xlabel: str = "", ylabel: str = "") -> None:
-    """Axes without a frame, with labels that can be read."""
+    """Makes axes without a frame, with labels that can be read."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT_INK)
     axes.tick_params(labelsize=SMALL, color=FAINT_INK, labelcolor=INK)
@@ -49,7 +49,7 @@ def plain(axes: Axes, *, xlabel: str = "", ylabel: str = "") -> None:
 
 
 def draw(rows: Sequence[Mapping], folder: Path = RESULTS) -> list[Path]:
-    """The pictures of a scan's rows, as folder/scan_*.png."""
+    """Draws the pictures of a scan's rows, as folder/scan_*.png."""
     found = list(dict.fromkeys(row["strategy"] for row in rows))
     by_strategy = [Style(name, COLOURS.get(name, FAINT_INK)) for name in found]
     some = [row for row in rows if DRAWN_LAYOUT.get(row["preset"], row["layout"]) == row["layout"]]
@@ -69,7 +69,7 @@ def _panels(
     title: str, subtitle: str, rows: Sequence[Mapping], panel: Panel, legend: Sequence[Style], *, height: float,
     left: float = 0.6,
 ) -> Picture:  # fmt: skip
-    """A panel per model, two side by side."""
+    """Makes a panel per model, two side by side."""
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     picture = Picture()
     picture.title(title, subtitle)
@@ -91,7 +91,7 @@ def _panels(
 
 
 def _throughput(axes: Axes, rows: Sequence[Mapping]) -> None:
-    """Groups of bars, one per layout; a cross for what does not fit."""
+    """Draws groups of bars, one per layout; a cross for what does not fit."""
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     width = 0.84 / len(strategies)
@@ -111,7 +111,7 @@ def _throughput(axes: Axes, rows: Sequence[Mapping]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Mapping]) -> None:
-    """A bar of seconds for each strategy, phase by phase."""
+    """Draws a bar of seconds for each strategy, phase by phase."""
     for index, row in enumerate(rows):
         start = 0.0
         for phase, style in PHASES.items() if row["iteration_s"] else ():
@@ -130,7 +130,8 @@ def _phases(axes: Axes, rows: Sequence[Mapping]) -> None:
 
 
 def published(rows: Sequence[Mapping], path: Path) -> Path:
-    """Seconds of an iteration, forecast against published: a point per run, with the line on which they are equal."""
+    """Draws the seconds of an iteration, forecast against published: a point per run, with the line on which they are
+    equal."""
     picture = Picture()
     picture.title(
         "How near are forecasts to published runs?",
@@ -174,8 +175,8 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
 
 
 def timelines(folder: Path = RESULTS) -> list[Path]:
-    """What `bench strategies` keeps: one iteration of each strategy on one axis, and the demo's. Both say whether they
-    were measured."""
+    """Draws what `bench strategies` keeps: one iteration of each strategy on one axis, and the demo's. Both say whether
+    they were measured."""
     found = json.loads(TIMELINES.read_text(encoding="utf-8"))
     workflow = make_workload(load("tiny")).workflow
     panels = [Timeline(name, one["records"], one["note"]) for name, one in found["strategies"].items()]

@@ -19,13 +19,14 @@ SHIM = "assets/iframe-worker.js"  # without it, pages that are opened as files h
 REFERENCE = """\
 # Python reference
 
-What a strategy, an algorithm's page and a reward function are written with. Made from the docstrings.
+What strategies, algorithms, reward functions and environments are written with. Made from the docstrings.
 
 """
 OBJECTS = {
     "Strategies": ("plan.placement.Placement", "plan.layout.Layout", "plan.workload.Workload", "plan.cluster.Cluster"),
     "Algorithms": ("algorithms.page", "plan.workflow"),
     "Rewards": ("rewards",),
+    "Environments": ("tools", "embedded.table_tools.Table"),
 }
 FOREIGN = re.compile(r"https://unpkg\.com/iframe-worker/shim")
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")

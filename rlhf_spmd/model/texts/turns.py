@@ -62,7 +62,7 @@ class TurnJoins:
 
     @property
     def end(self) -> str:
-        """What the template writes behind what the assistant said, before anything else follows."""
+        """What the template writes after what the assistant said, before anything else follows."""
         if self._end is None:
             _, mark, self._end = self.render([ASK, _answer(MARK)], False).rpartition(MARK)
             if not mark:

@@ -43,7 +43,7 @@ WEIGHTS = np.exp(-(NORMAL**2) / 2) / np.exp(-(NORMAL**2) / 2).sum()
 @dataclass(frozen=True, eq=False)
 class LengthDistribution:
     """A distribution of lengths in tokens. step: tokens of a cell of the grid; survival: P(length > i * step) for the
-    cells i from 0 on: 1 in the first one, 0 behind the last one."""
+    cells i from 0 on: 1 in the first one, 0 after the last one."""
 
     step: float
     survival: np.ndarray

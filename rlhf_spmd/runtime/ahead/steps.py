@@ -24,7 +24,7 @@ class Batches:
 
     @property
     def number(self) -> int:
-        """That of the iteration that trains; in the prologue, of the one that is drawn."""
+        """The number of the iteration that trains; in the prologue, of the one that is drawn."""
         batch = self.trained or self.drawn
         assert batch is not None
         return batch.data.number

@@ -89,7 +89,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """A row.
+    """A tokenised row.
 
     form: how it is written, for messages.
     text: of the prompt.

@@ -1,7 +1,7 @@
 """Diagnoses a hang: from the positions of all ranks in their instruction lists, finds the rank that others wait for.
 
-Used by the watch of a running job (hang_watch.py) and by the verbs that read a run folder afterwards (postmortem.py).
-The program alone determines what a rank waits for (wait_graph.py). No torch, no MPI.
+Used by the watch of a running job (hang_watch.py) and by the subcommands that read a run folder afterwards
+(postmortem.py). The program alone determines what a rank waits for (wait_graph.py). No torch, no MPI.
 """
 
 import json

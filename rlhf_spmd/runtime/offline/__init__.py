@@ -1,1 +1,1 @@
-"""The generate verb on the ranks: responses to a file of prompts."""
+"""The generate subcommand on the ranks: responses to a file of prompts."""

@@ -1,4 +1,5 @@
-"""The precompute verb on the ranks: logprobs that frozen models give all rows of the data set, written to a file."""
+"""The precompute subcommand on the ranks: logprobs that frozen models give all rows of the data set, written to a
+file."""
 
 import math
 import time

@@ -1,1 +1,1 @@
-"""Figures, the timeline and the page of a run, for its folder and the verbs that draw."""
+"""Figures, the timeline and the page of a run, for its folder and the subcommands that draw."""

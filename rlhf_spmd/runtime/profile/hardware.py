@@ -1,4 +1,4 @@
-"""Measures a device (matrix products, memory) and its links (collectives, messages) for the profile verb."""
+"""Measures a device (matrix products, memory) and its links (collectives, messages) for the profile subcommand."""
 
 from functools import partial
 

@@ -1,4 +1,5 @@
-"""The sizes that the profile verb measures: lengths and numbers of rows, tensor-parallel slices, bytes of messages."""
+"""The sizes that the profile subcommand measures: lengths and numbers of rows, tensor-parallel slices, bytes of
+messages."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Measures a model shape for the profile verb: passes, decode steps and updates, with one layer and with three.
+"""Measures a model shape for the profile subcommand: passes, decode steps and updates, with one layer and with three.
 
 The difference is the time of two layers; the rest of the first measurement is everything else: embedding, head, the
 interpreter. The runtime's own code is timed: packing, forward, losses, the generation engine, the flat engine's update.

@@ -1,4 +1,4 @@
-"""The profile verb: measures, on the ranks of this world, the constants and tables for forecasts.
+"""The profile subcommand: measures, on the ranks of this world, the constants and tables for forecasts.
 
 All ranks work at the same time, because cores that share memory also slow each other down in training. Seconds are
 those of a rank with its own core; the simulator models shared cores. Torch is imported late, after `start_torch`.

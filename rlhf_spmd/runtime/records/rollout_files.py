@@ -1,4 +1,5 @@
-"""The files of rollouts, in JSONL or Parquet: the ranks write them, the rollouts verb reads them. No torch, no MPI.
+"""The files of rollouts, in JSONL or Parquet: the ranks write them, the rollouts subcommand reads them. No torch, no
+MPI.
 
 Any value that JSON can hold comes back as it was. Parquet has one type for a column; a column without one, such as
 texts beside numbers or objects with changing keys, holds texts of JSON there, and says so in its metadata. The types

@@ -76,7 +76,7 @@ class Loop:
 
     @property
     def draws(self) -> Iteration | None:
-        """That whose responses are being drawn."""
+        """The iteration whose responses are being drawn."""
         return self.now
 
     def take_up(self, checkpoint: Checkpoint) -> str:

@@ -138,7 +138,7 @@ def format_count(num: int) -> str:
 
 
 def next_command(folder: RunFolder) -> list[str]:
-    """Returns the words of the command to try after a run."""
+    """Returns the arguments of the command to try after a run."""
     page = folder.shown / "report.html"
     return ["python", "-m", "rlhf_spmd", "report", str(folder.shown), "--out", str(page)]
 

@@ -66,7 +66,7 @@ def sample_responses(job: Job) -> list[Shown]:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Responses.
+    """The responses to the first prompts.
 
     prompts: as an environment opens them.
     tokens: that are scored, padded with -1.

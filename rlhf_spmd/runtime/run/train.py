@@ -1,4 +1,4 @@
-"""The train verb on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
+"""The train subcommand on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -141,7 +141,7 @@ def test_losses_metrics_and_gradients(name, folder, float64, monkeypatch):
 
 
 class Adam:
-    """torch's AdamW behind the clip of a run."""
+    """torch's AdamW after the clip of a run."""
 
     def __init__(self, model: torch.nn.Module, config: Config):
         o = config.optimizer

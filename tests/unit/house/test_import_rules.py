@@ -18,6 +18,7 @@ from tests.import_rules import (
     long_files,
     modules_of,
     problems_of,
+    size_problems,
 )
 
 WORLD = "rlhf_spmd/runtime/world/world.py"
@@ -49,6 +50,13 @@ def test_long_files(tmp_path):
     for name, number in (("a.py", LONG_FILE - 1), ("b.py", LONG_FILE)):
         (tmp_path / "tests" / name).write_text("# a line\n" * number, encoding="utf-8")
     assert long_files(tmp_path) == {"tests/b.py": LONG_FILE}
+
+
+def test_lines_of_a_docstring_do_not_count():
+    body = "    x = 1\n" * (MAX_FUNCTION - 1)
+    docstring = '    """Says so.\n\n    At length.\n    """\n'
+    assert size_problems(f"def f():\n{docstring}{body}", Path("a.py")) == []
+    assert len(size_problems(f"def f():\n{docstring}{body}    x = 1\n", Path("a.py"))) == 1
 
 
 def test_every_module_is_seen():

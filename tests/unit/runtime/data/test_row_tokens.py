@@ -100,7 +100,7 @@ CONVERSATION = {"messages": [user("x"), said("one"), user("y"), said("two"), use
     ],
 )
 def test_turns_of_a_conversation(tmp_path, turns, expected):
-    """What stands behind the assistant's last turn is left out, and so is white space behind an end of sequence."""
+    """What follows the assistant's last turn is left out, and so is white space after an end of sequence."""
     assert one_row(tmp_path, CONVERSATION, turns=turns) == expected
 
 

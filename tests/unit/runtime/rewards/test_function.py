@@ -1,5 +1,6 @@
 """Reward functions: how they are found, and that every way to fail is told in one message."""
 
+import hashlib
 import sys
 import textwrap
 
@@ -254,3 +255,18 @@ def test_what_a_function_of_the_package_does():
     assert words.startswith("num_words def num_words") and "numeric_answer" not in words
     assert "numeric_answer def numeric_answer" in numeric and "re.compile" in numeric
     assert package_source("rlhf_spmd.rewards:none") == package_source("rlhf_spmd.nothing:f") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    {
+        "exact_answer": "3ec0d1bf5544c098",
+        "numeric_answer": "bcd26e43e33c29a0",
+        "boxed_answer": "c9a44f0c9425f970",
+        "num_words": "ae0df22bdb0f31f4",
+        "vader_positive": "4e5de711f9ba093b",
+    }.items(),
+)
+def test_runs_of_earlier_versions_find_the_functions_unchanged(name, begins):
+    """Checkpoints have this hash: a change of a docstring alone would refuse a resume."""
+    assert hashlib.sha256(package_source(f"rlhf_spmd.rewards:{name}").encode()).hexdigest().startswith(begins)
