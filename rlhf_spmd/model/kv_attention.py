@@ -105,6 +105,7 @@ class Round:
 
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = True
+    dropout: ClassVar[None] = None
 
     def __init__(
         self,

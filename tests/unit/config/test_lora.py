@@ -272,3 +272,17 @@ def test_a_frozen_adapter_does_not_leave_the_device(words):
     moved = Placement(placement.layouts | {name: replace(placement.layouts[name], offload=True)})
     with pytest.raises(UserError, match="reference is frozen and its folder holds adapters.*; drop ZeRO 3 and offload"):
         compile_program(workload, moved, cluster)
+
+
+def test_dropout_where_no_responses_are_generated(words):
+    """Of all models or of one; an adapter that is given trains on with that of the options, whatever made it."""
+    config = load("tiny", ["lora.rank=2", "lora.dropout=0.1"], algorithm="sft")
+    assert make_workload(config).shape("actor").adapters == Adapters(2, 32.0, dropout=0.1)
+    with pytest.raises(UserError, match=r"^lora.dropout=0.1: ppo generates responses, .*; drop the option$"):
+        make_workload(load("tiny", ["lora.rank=2", "lora.dropout=0.1"]))
+    with pytest.raises(UserError, match=r"^lora.critic.dropout=0.1: ppo generates"):
+        make_workload(load("tiny", ["lora.rank=2", "lora.critic.dropout=0.1"]))
+    with pytest.raises(UserError, match=r"lora.dropout=0.1: no model has adapters; give lora.rank=16"):
+        load("tiny", ["lora.dropout=0.1"], algorithm="sft")
+    assert load_run(words).adapters("actor").dropout == 0.0
+    assert load_run(words, "lora.dropout=0.1").adapters("actor").dropout == 0.1
