@@ -1,8 +1,7 @@
 """Low-rank adapters as options of a run, and what they make of its models."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -126,16 +125,21 @@ def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
 
 
 def bases(
-    shapes: Mapping[str, ModelShape | None], roles: Mapping[str, Role], folder: Callable[[str], str]
+    shapes: Mapping[str, ModelShape | None],
+    roles: Mapping[str, Role],
+    folder: Callable[[str], str],
+    content: Callable[[str], Hashable],
 ) -> dict[str, str]:
     """Models with the same frozen weights, whatever their heads -> the name of these, where one of the models has
     adapters. folder: of a role; empty without one, and then models that start from the same role have the same
-    weights."""
-    found: dict[tuple[ModelShape, Path | str], list[str]] = {}
+    weights. content: of a folder, the same for equal copies."""
+    if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
+        return {}
+    found: dict[tuple[ModelShape, Hashable], list[str]] = {}
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = Path(given).resolve() if (given := folder(role)) else first
+            source = content(given) if (given := folder(role)) else first
             found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

@@ -22,6 +22,7 @@ from rlhf_spmd.files.data_files import KNOWN, named_parts
 from rlhf_spmd.model.adapters.uniform import (
     adapters_in,
     base_folder,
+    content,
     is_adapter,
     tokenizer_folder,
     tokenizer_warning,
@@ -488,7 +489,7 @@ def make_workload(config: Config) -> Workload:
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
         forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
-        bases=bases(shapes, roles, config.folder),
+        bases=bases(shapes, roles, config.folder, content),
         adds_adapters=adds_adapters,
         answers=_forecast_answers(config),
     )

@@ -83,7 +83,7 @@ PLACEMENTS = {
 EVEN = ("tp", "pp")  # numbers of ranks that 2 divides
 FAST = {  # the other pages are slow there
     "flattening": ("sft", "reward_model", "dpo file"),
-    "zero 2": ("reward_model", "sft budget", "dpo adapters"),
+    "zero 2": ("reward_model", "sft budget"),
     "zero 3": ("sft", "dpo", "dpo budget"),
     "apart": ("dpo", "dpo budget"),
     "tp": ("reward_model", "dpo", "sft adapters"),
@@ -125,7 +125,7 @@ def config_of(page: str, folder: Path) -> Config:
     words = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
     words += ["iterations=2", "rollout_batch=14", "mini_batch=7", "micro_batch=3", f"optimizer.{main}_lr=1e-3"]
     words += [word.replace("FOLDER", str(folder)) for word in PAGES[page]]
-    words += [f"models.reference={folder / 'reference'}"] if algorithm == "dpo" and "adapters" not in page else []
+    words += [f"models.reference={folder / 'reference'}"] if algorithm == "dpo" else []
     return presets.load(None, words, str(folder / main), algorithm=algorithm)
 
 

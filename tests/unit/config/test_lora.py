@@ -1,5 +1,6 @@
 """Runs with adapters before they start: options, learning rates, what is refused, bytes and seconds."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -228,6 +229,10 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     assert bases == {"actor": "actor", "reference": "actor", "critic": "critic"}  # each its own, without the option
     change(critic, base_model_name_or_path=str(write_model(tmp_path / "copy", seed=1)))
     assert make_workload(load_run(given, f"lora.base={base}")).bases["critic"] == "actor"
+    assert make_workload(load_run(given)).bases["critic"] == "actor", "the copy is the same base"
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"rms_norm_eps": 0.1}), "utf-8")
+    assert make_workload(load_run(given)).bases["critic"] == "critic", "that computes something else"
 
 
 def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
