@@ -231,7 +231,9 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     assert make_workload(load_run(given, f"lora.base={base}")).bases["critic"] == "actor"
     assert make_workload(load_run(given)).bases["critic"] == "actor", "the copy is the same base"
     config = tmp_path / "copy" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"rms_norm_eps": 0.1}), "utf-8")
+    config.write_text(
+        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"rms_norm_eps": 0.1}), encoding="utf-8"
+    )
     assert make_workload(load_run(given)).bases["critic"] == "critic", "that computes something else"
 
 

@@ -37,7 +37,8 @@ def test_equal_copies_have_equal_contents(tmp_path):
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     assert content(str(copy)) == content(BASE)
     config = copy / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"rms_norm_eps": 0.5}), "utf-8")
+    values = json.loads(config.read_text(encoding="utf-8")) | {"rms_norm_eps": 0.5}
+    config.write_text(json.dumps(values), encoding="utf-8")
     assert content(str(copy)) != content(BASE)
 
 
