@@ -257,7 +257,7 @@ def _of_lora(config: Config) -> list[Rule]:
 def _without_adapters(config: Config) -> list[str]:
     """Returns an error for options of adapters where no model has any."""
     lora, usual, roles = config.lora, type(config.lora)(), config.algorithm.roles
-    names = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora}
+    names = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora, "dropout": lora.dropouts}
     found: list[str] = []
     if not any(map(config.adapters, roles)):
         given = [(name, one) for name in names if (one := getattr(lora, name)) != getattr(usual, name)]

@@ -1,8 +1,7 @@
 """Low-rank adapters as options of a run, and what they make of its models."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -14,6 +13,7 @@ from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import ModelShape
 
+Share = Annotated[float, Field(ge=0, le=0.99)]
 Targets = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
@@ -26,6 +26,9 @@ class Lora:
     # layers with adapters, e.g. q_proj,v_proj; all-linear: every linear layer but the output layer
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
+    # share of the inputs of adapters that training sets to 0 at random, e.g. 0.05, only
+    # where no responses are generated; 0: none
+    dropout: Share = 0.0
     base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
     # weights that generate: those of training, with the adapters apart from their base; or copies W + s B A of the
     # adapted weights, made anew for the responses of each iteration, which take the memory of a second base
@@ -38,12 +41,18 @@ class Lora:
     own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(default_factory=dict)
     # whether one model multiplies by alpha / sqrt(rank); empty: lora.rslora
     own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(default_factory=dict)
+    # dropout of the adapters of one model; empty: lora.dropout
+    dropouts: Annotated[Mapping[str, Share | None], ByName("ROLE.dropout")] = field(default_factory=dict)
 
     def of(self, role: str) -> Adapters | None:
         """Returns the adapters of a model that trains; None if all its weights do."""
         rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
         named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
-        return Adapters(rank, alpha, _layers(named) or (), rslora) if rank else None
+        return Adapters(rank, alpha, _layers(named) or (), rslora, self.dropout_of(role)) if rank else None
+
+    def dropout_of(self, role: str) -> float:
+        """The dropout of a model that trains."""
+        return _own(self.dropouts, role, self.dropout)
 
     def with_roles(self, roles: Iterable[str]) -> "Lora":
         """Returns a copy with the options of these roles, by default none."""
@@ -54,6 +63,7 @@ class Lora:
             alphas={role: self.alphas.get(role) for role in every},
             own_targets={role: self.own_targets.get(role) for role in every},
             own_rslora={role: self.own_rslora.get(role) for role in every},
+            dropouts={role: self.dropouts.get(role) for role in every},
         )
 
 
@@ -67,7 +77,10 @@ def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value
 
 def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
     """Returns the adapters of a role that goes on training those in a folder. Raises UserError for an option that
-    contradicts them."""
+    contradicts them.
+
+    Their dropout is that of the options: it is not a part of what they compute.
+    """
     usual = Lora()
     given: dict[str, tuple[object, object, object]] = {  # of all models, as by default, of this one
         "rank": (lora.rank, usual.rank, lora.ranks.get(role)),
@@ -83,7 +96,7 @@ def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
                 f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has {_text(has)}; "
                 f"drop the option, or merge the adapter (convert {folder} MERGED --merge) and give MERGED"
             )
-    return found
+    return replace(found, dropout=lora.dropout_of(role))
 
 
 def _layers(targets: Targets | None) -> Targets | None:
@@ -116,16 +129,24 @@ def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
 
 
 def bases(
-    shapes: Mapping[str, ModelShape | None], roles: Mapping[str, Role], folder: Callable[[str], str]
+    shapes: Mapping[str, ModelShape | None],
+    roles: Mapping[str, Role],
+    folder: Callable[[str], str],
+    content: Callable[[str], Hashable],
 ) -> dict[str, str]:
-    """Returns models with the same frozen weights, whatever their heads -> the name of these, where one of the models
-    has adapters. folder: of a role; empty without one, and then models that start from the same role have the same
-    weights."""
-    found: dict[tuple[ModelShape, Path | str], list[str]] = {}
+    """Finds the models with the same frozen weights, whatever their heads, where one of the models has adapters.
+    Returns the name of these weights for each of them.
+
+    folder: of a role; empty without one, and then models that start from the same role have the same weights.
+    content: of a folder, the same for equal copies.
+    """
+    if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
+        return {}
+    found: dict[tuple[ModelShape, Hashable], list[str]] = {}
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = Path(given).resolve() if (given := folder(role)) else first
+            source = content(given) if (given := folder(role)) else first
             found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

@@ -22,6 +22,7 @@ from rlhf_spmd.files.data_files import KNOWN, named_parts
 from rlhf_spmd.model.adapters.uniform import (
     adapters_in,
     base_folder,
+    content,
     is_adapter,
     tokenizer_folder,
     tokenizer_warning,
@@ -39,7 +40,7 @@ from rlhf_spmd.pages.option_tree import (
 )
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, check_length
 from rlhf_spmd.plan.adapters import Adapters
-from rlhf_spmd.plan.workflow import NOTHING_REPEATED
+from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Workflow
 from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, Answers, ModelShape, Workload
 
 Decaying = Literal["all", "matrices", "linear"]
@@ -472,6 +473,7 @@ def make_workload(config: Config) -> Workload:
     adds_adapters = config.lora.generate == "joined"
     if adds_adapters and not any((one := shapes[call.model]) and one.adapters for call in workflow.generate_calls):
         raise UserError("lora.generate=joined: no model with adapters generates responses; drop the option")
+    _refuse_dropout(config, workflow)
     return Workload(
         workflow=workflow,
         models=shapes,
@@ -487,10 +489,22 @@ def make_workload(config: Config) -> Workload:
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
         forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
-        bases=bases(shapes, roles, config.folder),
+        bases=bases(shapes, roles, config.folder, content),
         adds_adapters=adds_adapters,
         answers=_forecast_answers(config),
     )
+
+
+def _refuse_dropout(config: Config, workflow: Workflow) -> None:
+    """Raises UserError if a model has dropout where responses are generated."""
+    lora = config.lora
+    for role in workflow.models if workflow.generate_calls else ():
+        if (adapters := config.adapters(role)) and adapters.dropout:
+            key = "lora.dropout" if lora.dropouts.get(role) is None else f"lora.{role}.dropout"
+            raise UserError(
+                f"{key}={adapters.dropout:g}: {config.algorithm.name} generates responses, which training would give "
+                "other probabilities than generation did; drop the option"
+            )
 
 
 def _forecast_answers(config: Config) -> Answers | None:

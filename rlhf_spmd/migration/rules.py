@@ -647,6 +647,8 @@ def adapters(here: Here, value: Value) -> Options:
     found = {f"{group}.rank": rank, f"{group}.alpha": alpha, f"{group}.targets": targets}
     of_critic = [here.source.number(f"critic.model.{one}") for one in ("lora_rank", "lora.rank")]
     trains_critic = here.source.program != "openrlhf" and "critic" in here.algorithm.trained_roles
+    if here.source.program == "trl" and here.learns_given and "lora_dropout" not in here.source.values:
+        found[f"{group}.dropout"] = "0.05"  # TRL's default
     if group == "lora" and trains_critic and not any(of_critic):
         found["lora.critic.rank"] = "0"  # there, critics have adapters of their own or none
     return found
@@ -665,6 +667,16 @@ def rslora(here: Here, value: Value) -> Options:
     if text_of(value) != "true":
         raise Differs("no_effect", "it is off")
     return {f"{group}.rslora": "true"}
+
+
+def dropout(here: Here, value: Value) -> Options:
+    """Of what adapters read, where no responses are generated."""
+    group, *_ = _adapters(here)
+    if number_of(value, 0) <= 0:
+        raise Differs("no_effect", "it is off")
+    if not here.learns_given:
+        raise Differs("unavailable", "with it, training has other probabilities than generation")
+    return {f"{group}.dropout": text_of(value)}
 
 
 def joined(here: Here, value: Value) -> Options:
@@ -755,7 +767,7 @@ RULES: Mapping[str, Rule] = {
         *(schedule, betas),
         *(weight_decay_of_matrices, algorithm, kl_of, verl_kl_loss, verl_kl_reward, beta, clip, clip_pair, discount),
         *(aggregation, trl_loss_type, overlong, overlong_penalty, top_k, eval_temperature, wandb_project, run_name),
-        *(dtype, recompute, parallel, token_budget, layout, adapters, of_adapters, rslora, joined),
+        *(dtype, recompute, parallel, token_budget, layout, adapters, of_adapters, rslora, dropout, joined),
     )
 }
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.model.linear import Joined
 
 
@@ -29,6 +30,10 @@ class AttentionContext(Protocol):
     @property
     def joined(self) -> Joined | None:
         """Matrices to use instead of the layers' own, if any."""
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """Dropout of what adapters read, if any."""
 
     @property
     def positions(self) -> Tensor:
@@ -44,6 +49,7 @@ class Padded:
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = False
     joined: ClassVar[None] = None
+    dropout: ClassVar[None] = None
 
     def __init__(self, num_tokens: int, device: torch.device):
         """num_tokens: of each row, including padding."""
@@ -69,6 +75,7 @@ class Packed:
         ends_B = lengths_B.cumsum(0)
         starts_N = (ends_B - lengths_B).repeat_interleave(lengths_B, output_size=self.num_tokens)
         self.positions = (torch.arange(self.num_tokens) - starts_N).to(device)
+        self.dropout: Dropout | None = None
         self._cuts_B1 = torch.cat((ends_B.new_zeros(1), ends_B)).int().to(device)
         # adjacent sequences of equal length share a call: (rows, length of each)
         self._runs = [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]

@@ -110,6 +110,7 @@ class Round:
 
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = True
+    dropout: ClassVar[None] = None
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 # N rows, D hidden, I inputs, O outputs, R rank of adapters, V vocabulary
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress, pairwise
 from typing import TypeAlias
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.products import Packed, earns_packing, in_use, packed, product
 from rlhf_spmd.plan.adapters import Adapters, is_factor
 
@@ -63,15 +64,22 @@ class LowRank(nn.Module):
     """Adds s B (A x) to the products of layers that read the same input: two products for all of them. Training,
     inference and generation compute the same, so they agree."""
 
-    def __init__(self, layers: Sequence[nn.Linear]):
-        """layers: one or more of them have adapters."""
+    def __init__(self, layers: Sequence[nn.Linear], sites: Sequence[int] = (), features: range = range(0)):
+        """layers: one or more of them have adapters. sites: the number of each that has, for dropout. features: the
+        inputs that this rank has, of those of the whole layer."""
         super().__init__()
+        self.sites, self.features = sites, features
         self.layers = (*layers,)  # a tuple, or their parameters would belong to this module, too
         self.adapted = (*(one for one in layers if isinstance(one, Adapted)),)
         self.sizes = [one.out_features for one in layers]
 
     def forward(
-        self, x: Tensor, *parts: Tensor, factors: Factors | None = None, again: Again | None = None
+        self,
+        x: Tensor,
+        *parts: Tensor,
+        factors: Factors | None = None,
+        again: Again | None = None,
+        dropout: Dropout | None = None,
     ) -> Sequence[Tensor]:
         """Adds the products of the factors with x [..., I] to those of the weights.
 
@@ -79,13 +87,15 @@ class LowRank(nn.Module):
             place.
         factors: a copy of the layers' own.
         again: x, to be computed in the backward pass -> the sums, rounded once to the precision of parts.
+        dropout: of x, for each adapter another one.
         """
         if factors is None:
             own = self.own
             if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *own)):
-                lows = _LowRank.apply(self, again or (_itself, (x,)), x, *own)
+                lows = _LowRank.apply(self, again or (_itself, (x,)), dropout, x, *own)
                 return [part + low for part, low in zip(parts, lows, strict=True)]
             factors = self.factors(own)
+        assert dropout is None, "only what trains has dropout"
         if len(parts) == 1 and not isinstance(factors[1], list):  # a decode step: each call counts
             (part,) = parts
             part += product(product(x, factors[0]), factors[1])
@@ -101,11 +111,12 @@ class LowRank(nn.Module):
         return [*(one.lora_A for one in self.adapted), *(one.lora_B for one in self.adapted)]
 
     @torch.no_grad()
-    def factors(self, own: Sequence[Tensor], copy: Copy | None = None) -> Factors:
-        """Returns what `products` takes, rounded to the precision of the weights. own: as of the property."""
+    def factors(self, own: Sequence[Tensor], copy: Copy | None = None, *, scale: float = 1.0) -> Factors:
+        """Returns what `products` takes, rounded to the precision of the weights. own: as of the property; scale: of
+        s."""
         copy, dtype = copy or _itself, self.layers[0].weight.dtype
         As, Bs = own[: len(own) // 2], [B_OR.to(dtype) for B_OR in own[len(own) // 2 :]]
-        A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * self.adapted[0].scale).to(dtype)
+        A_RI = ((torch.cat(As) if len(As) > 1 else As[0]) * (self.adapted[0].scale * scale)).to(dtype)
         if len(self.layers) == 1:
             return copy(A_RI), copy(Bs[0])
         if len(A_RI) > MOST_JOINED:
@@ -115,10 +126,16 @@ class LowRank(nn.Module):
         B_OR = torch.block_diag(*(none if B is None else B for none, B in zip(rows, blocks.values(), strict=True)))
         return copy(A_RI), copy(B_OR)
 
-    def products(self, x: Tensor, factors: Factors, *, num: int) -> tuple[Tensor, Sequence[Tensor]]:
+    def products(
+        self, x: Tensor, factors: Factors, *, num: int, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns s A x of all layers, [..., R]; and s B (A x) of each layer, or with num 1 of all."""
         A_RI, B = factors
-        inner = product(x, A_RI)
+        if dropout is None:
+            inner = product(x, A_RI)
+        else:
+            parts = zip(self.masks(dropout), A_RI.chunk(len(self.adapted)), strict=True)
+            inner = torch.cat([product(x.masked_fill(mask, 0.0), one_RI) for mask, one_RI in parts], dim=-1)
         if isinstance(B, list):
             made = iter([product(one, B_OR) for one, B_OR in zip(inner.chunk(len(B), dim=-1), B, strict=True)])
             with_adapter = [isinstance(one, Adapted) for one in self.layers]
@@ -130,6 +147,10 @@ class LowRank(nn.Module):
         low = product(inner, B)
         return inner, [low] if num == 1 else low.split(self.sizes, dim=-1)
 
+    def masks(self, dropout: Dropout) -> Iterator[Tensor]:
+        """Which inputs of each adapter are dropped, bool [N, I]; one at a time, since each is as large as x."""
+        return (dropout.mask(self.features, site) for site in self.sites)
+
 
 MOST_JOINED = 96  # ranks of layers, in sum, up to which zeros between their B cost less than a product for each
 
@@ -138,11 +159,13 @@ class _LowRank(torch.autograd.Function):
     """s B (A x) of each layer. It keeps x as it is, not in the precision of the factors, or computes it again."""
 
     @staticmethod
-    def forward(ctx, low_rank, again, x, *own):
-        inner, lows = low_rank.products(x, low_rank.factors(own), num=len(low_rank.layers))
+    def forward(ctx, low_rank, again, dropout, x, *own):
+        times = 1.0 if dropout is None else dropout.scale
+        factors = low_rank.factors(own, scale=times)
+        inner, lows = low_rank.products(x, factors, num=len(low_rank.layers), dropout=dropout)
         ctx.again, inputs = again
         ctx.save_for_backward(inner, *own, *(one.detach() for one in inputs))
-        ctx.low_rank, ctx.scale = low_rank, low_rank.adapted[0].scale
+        ctx.low_rank, ctx.dropout, ctx.times = low_rank, dropout, times
         return (*lows,)
 
     @staticmethod
@@ -150,7 +173,7 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx, *grads):
         (inner, *saved), end = ctx.saved_tensors, 2 * len(ctx.low_rank.adapted)
         own, x = saved[:end], ctx.again(*saved[end:])
-        (A_RI, _), wide = ctx.low_rank.factors(own), own[0].dtype
+        (A_RI, _), wide = ctx.low_rank.factors(own, scale=ctx.times), own[0].dtype
         num, with_adapter = len(own) // 2, [isinstance(one, Adapted) for one in ctx.low_rank.layers]
         x_NI, inner_NR = (one.reshape(-1, one.shape[-1]).to(wide) for one in (x, inner))
         B_grads, inner_grads = [], []
@@ -160,9 +183,17 @@ class _LowRank(torch.autograd.Function):
             B_grads.append(grad_NO.T @ part_NR)
             inner_grads.append(grad_NO @ B_OR.to(x.dtype).to(wide))
         grad_NR = torch.cat(inner_grads, dim=-1)
-        A_grad_RI = (grad_NR.T @ x_NI) * ctx.scale
-        x_grad = (grad_NR @ A_RI.to(wide)).to(x.dtype).view_as(x) if ctx.needs_input_grad[2] else None
-        return None, None, x_grad, *A_grad_RI.chunk(num), *B_grads
+        scale = ctx.low_rank.adapted[0].scale * ctx.times
+        if ctx.dropout is None:
+            A_grads = ((grad_NR.T @ x_NI) * scale).chunk(num)
+            x_grad_NI = grad_NR @ A_RI.to(wide) if ctx.needs_input_grad[3] else None
+        else:
+            A_grads, x_grad_NI = [], torch.zeros_like(x_NI)
+            for mask, one_NR, one_RI in zip(ctx.low_rank.masks(ctx.dropout), inner_grads, A_RI.chunk(num), strict=True):
+                A_grads.append((one_NR.T @ x_NI.masked_fill(mask, 0.0)) * scale)
+                x_grad_NI += (one_NR @ one_RI.to(wide)).masked_fill_(mask, 0.0)
+        x_grad = x_grad_NI.to(x.dtype).view_as(x) if ctx.needs_input_grad[3] else None
+        return None, None, None, x_grad, *A_grads, *B_grads
 
 
 class Joined:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
@@ -43,6 +45,7 @@ class Sequences:
     responses_BG: Tensor
     before_R: Tensor  # index into N of the token before each response token, rows one after the other
     slots_R: Tensor  # index of each response token in responses_BG.flatten()
+    dropout: tuple[int, float, Tensor] | None = None  # of adapters: seed, rate and the number of each row
 
     @classmethod
     def join(cls, prompts_BP: Tensor, responses_BG: Tensor) -> "Sequences":
@@ -70,7 +73,14 @@ class Sequences:
 
     def context(self, model: Transformer) -> Packed:
         """Makes the attention context of these sequences, padded as the model wants it."""
-        return Packed(self.lengths, device=self.tokens_N.device, num_tokens=model.padded(len(self.tokens_N)))
+        context = Packed(self.lengths, device=self.tokens_N.device, num_tokens=model.padded(len(self.tokens_N)))
+        if self.dropout is not None:
+            seed, rate, row_B = self.dropout
+            lengths_B = torch.tensor(self.lengths, device=row_B.device)
+            row_N = row_B.repeat_interleave(lengths_B, output_size=len(self.tokens_N))
+            row_N = F.pad(row_N, (0, context.num_tokens - len(row_N)))  # padding, which nothing reads
+            context.dropout = Dropout(seed, rate, row_N, context.positions)
+        return context
 
     def last_B(self) -> Tensor:
         """Returns index into N of each row's last token."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.products import product, rows_for
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
@@ -41,7 +42,7 @@ from rlhf_spmd.model.parallel import (
     sum_over,
     vocabulary_of,
 )
-from rlhf_spmd.plan.adapters import A, Adapters, is_factor
+from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
 from rlhf_spmd.plan.shard import Shard
 
 Head = Literal["lm", "scalar"]
@@ -101,11 +102,19 @@ class RowLinear(nn.Linear):
         super().__init__(num_in, num_out, bias=bias)
         self.group = group
 
-    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None, again: Again | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        packed: bool,
+        weight: Weight | None = None,
+        again: Again | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
         """Multiplies x [..., this rank's inputs] by the weight -> [..., D] (packed: this rank's share of the tokens).
 
         weight: see `Linear`.
-        again: see `LowRank`.
+        again, dropout: see `LowRank`.
         """
         weight = self.weight if weight is None else weight
         if self.group is None:
@@ -123,12 +132,21 @@ class AdaptedRowLinear(RowLinear, Adapted):
 
     low_rank: LowRank | None  # of it alone; None: `weight` has the adapter in it
 
-    def forward(self, x: Tensor, *, packed: bool, weight: Weight | None = None, again: Again | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        packed: bool,
+        weight: Weight | None = None,
+        again: Again | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
         """Multiplies as `RowLinear` does."""
         if self.low_rank is None:
             return super().forward(x, packed=packed, weight=weight)
         weight = self.weight if weight is None else weight
-        y, *_ = self.low_rank(x, product(x, weight, self.bias if self.group is None else None), again=again)
+        part = product(x, weight, self.bias if self.group is None else None)
+        y, *_ = self.low_rank(x, part, again=again, dropout=dropout)
         return y if self.group is None else self.summed(y, packed=packed)
 
 
@@ -165,14 +183,15 @@ class Attention(nn.Module):
         else:
             parts = (product(x, *context.joined.qkv[self.layer]),)
         if self.low_rank is not None:
-            parts = self.low_rank(x, *parts, again=again if self.group is None else None)
+            again = again if self.group is None else None
+            parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
         if len(parts) == 1:
             parts = parts[0].split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
-        return self.o_proj(mixed.flatten(-2), packed=context.packed)
+        return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
 
 class MLP(nn.Module):
@@ -199,9 +218,10 @@ class MLP(nn.Module):
         else:
             parts = (product(x, *context.joined.gate_up[self.layer]),)
         if self.low_rank is not None:
-            parts = self.low_rank(x, *parts, again=again if self.group is None else None)
+            again = again if self.group is None else None
+            parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
         inner = silu_mul(*parts) if context.cached else swiglu(*parts)
-        return self.down_proj(inner, packed=context.packed, again=(swiglu, parts))
+        return self.down_proj(inner, packed=context.packed, again=(swiglu, parts), dropout=context.dropout)
 
 
 class Layer(nn.Module):
@@ -294,12 +314,15 @@ class Transformer(nn.Module):
                         made = AdaptedLinear(*sizes, bias=bias)
                         if isinstance(module, RowLinear):
                             made = AdaptedRowLinear(*sizes, bias=bias, group=module.group)
-                            made.low_rank = LowRank([made])
+                            what = "queries" if name == "o_proj" else "intermediate"
+                            features = extent(self.config, what, self.parallel.shard)
+                            made.low_rank = LowRank([made], [site(block.layer, name)], features)
                         made.to(self.dtype).adapt(adapters, dtype)
                     setattr(block, name, made)
             layers = [getattr(block, name) for name in together[type(block)]]
-            if any(isinstance(one, Adapted) for one in layers):
-                block.low_rank = LowRank(layers)
+            sites = [site(block.layer, name) for name in together[type(block)] if adapters.has(name)]
+            if sites:
+                block.low_rank = LowRank(layers, sites, range(self.config.hidden_size))
         if self.parallel.is_last and self.head == "scalar":
             self.score.to(dtype)
 

@@ -23,12 +23,14 @@ class Adapters:
     """The adapters of a model.
 
     targets: the names of layers that have them, of LINEAR_LAYERS.
+    dropout: the share of what they read that training leaves out, at random.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = LINEAR_LAYERS
     rslora: bool = False
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -44,6 +46,11 @@ class Adapters:
         has adapters."""
         name = layer.rpartition(".")[2]
         return any(name in some and any(map(self.has, some)) for some in WITH_ONE_INPUT)
+
+
+def site(layer: int, name: str) -> int:
+    """The number of a linear layer in a model, in counters of random numbers: a change changes the masks of a run."""
+    return layer * 8 + LINEAR_LAYERS.index(name)
 
 
 def is_factor(name: str) -> bool:

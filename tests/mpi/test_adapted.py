@@ -3,6 +3,8 @@
 python tests/run_mpi.py 2 4 -- tests/mpi/test_adapted.py
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -29,7 +31,9 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 4)]
 
 @pytest.mark.parametrize("name", ["biases", "tied"])
 @pytest.mark.parametrize("targets", [Adapters(1, 1.0).targets, ("k_proj", "o_proj")], ids=["all", "some"])
-def test_gradients_of_the_dense_twin(team, name, targets):  # noqa: F811
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_of_the_dense_twin(team, name, targets, dropout):  # noqa: F811
+    """With dropout those of the whole model, whose masks the shards make in parts."""
     fits(team, name)
     if not team.inside:
         return
@@ -49,10 +53,15 @@ def test_gradients_of_the_dense_twin(team, name, targets):  # noqa: F811
                 own[key].data = one.data[slice_of(key, config, shard)].clone()
                 own[key].requires_grad_(True)
     batch, _ = make_batch()
+    if dropout:
+        batch = replace(batch, dropout=(7, dropout, torch.arange(len(batch.lengths)) + 11))
     plain = Transformer(config, head="lm", dtype=torch.float64)
     weight_BG = torch.randn(batch.responses_BG.shape, generator=generator, dtype=torch.float64)
     read = _Read(plain, batch)
     wanted_BG = functional_call(read, {f"model.{key}": one for key, one in dense(whole).items()}, ())
+    if dropout:
+        without_BG, wanted_BG = wanted_BG, _Read(whole, batch)()
+        assert (wanted_BG - without_BG).abs().max() > 1e-3
     (wanted_BG * weight_BG).sum().backward()
 
     hidden, output = through(team, mine, batch)

@@ -22,9 +22,10 @@ SCORES = ("score", "classifier")  # what peft trains beside the factors of a SEQ
 READ = (
     *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern"),
     *("alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    "lora_dropout",
 )
 INERT = (  # they say what made the adapter, how it was trained, or what other keys would need
-    *("auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core"),
+    *("auto_mapping", "peft_version", "revision", "inference_mode", "megatron_core"),
     *("qalora_group_size", "runtime_config"),
 )
 INITIAL = (None, True, False, "gaussian", "orthogonal")  # ways to begin that leave the base as it is
@@ -57,6 +58,7 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     task_type: str = "CAUSAL_LM"
     base: str = ""
+    dropout: float = 0.0  # with which it was trained
 
     def __post_init__(self) -> None:
         for name, rank in {"r": self.rank, **self.rank_pattern}.items():
@@ -65,6 +67,8 @@ class AdapterConfig:
         for name, alpha in {"lora_alpha": self.alpha, **self.alpha_pattern}.items():
             if not _is_number(alpha):
                 raise UserError(f"the alpha of an adapter is {alpha!r} ({name}), but must be a number")
+        if not _is_number(self.dropout) or not 0 <= self.dropout <= 1:
+            raise UserError(f"lora_dropout is {self.dropout!r}, but must be a number from 0 to 1")
         for pattern in (*self.rank_pattern, *self.alpha_pattern):
             try:
                 re.compile(pattern)
@@ -139,6 +143,7 @@ def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | st
         modules_to_save=tuple(sorted(saved)),
         task_type=task,
         base=values.get("base_model_name_or_path") or "",
+        dropout=values.get("lora_dropout") or 0.0,
     )
 
 
@@ -155,7 +160,7 @@ def to_peft(config: AdapterConfig) -> dict[str, Any]:
         "alpha_pattern": dict(config.alpha_pattern),
         "target_modules": list(config.targets),
         "modules_to_save": list(config.modules_to_save) or None,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -39,6 +39,7 @@ def save_adapter(
         modules_to_save=tuple(sorted(name.removesuffix(".weight") for name in saved)),
         task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
         base=str(base),
+        dropout=adapters.dropout,
     )
     write_adapter(folder, config, factors, saved)
     hf.copy_tokenizer(files, folder)

@@ -12,6 +12,7 @@ weights nor the optimizer's state move. Only the schedule of the learning rate c
 
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
+import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,7 @@ from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import (
+    NUMBER,
     Rows,
     called,
     read_loss,
@@ -56,6 +58,7 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
     source_B = data.source_EMC[run.epoch, run.mini_batch, columns]
     places = (source_B, torch.arange(len(source_B), device=source_B.device))
     rows = {key: data.store.at(key, (ALL, columns))[places] for key in job.program.reads(run, job.world.rank)}
+    rows[NUMBER] = source_B * job.workload.mini_batch + columns.start + places[1]
     optimizer, workload = job.config.optimizer, job.workload
     num_steps = job.config.iterations * workload.epochs * workload.num_mini_batches
     rate = learning_rate(
@@ -67,7 +70,7 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
         least=optimizer.min_lr_ratio,
     )
     of_data = data.meter, data.stopped, data.lag
-    step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, *of_data)
+    step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, *of_data, number=number)
     if not step.divisor:
         step.log(0.0)
         return None
@@ -91,6 +94,8 @@ class OptimizerStep(Passes):
         meter: Meter,
         stopped: set[str],
         lag: int = 0,
+        *,
+        number: int = 0,
     ):
         """Counts the rows of all ranks, and cuts those of this one. Collective over the Run's group.
 
@@ -98,6 +103,7 @@ class OptimizerStep(Passes):
         rate: the learning rate.
         stopped: models whose further steps are left out, to which this step may add its own.
         lag: as in Iteration.
+        number: of the step, for dropout.
         """
         super().__init__(job, call, run, engine.model, [])
         self.engine, self.rate, self.stopped, self.lag = engine, rate, stopped, lag
@@ -128,7 +134,8 @@ class OptimizerStep(Passes):
             given = stored_arguments(job, call, rows) | {SUMS: sums, "divisor": of_divisor[0]}
             made = called(job, call, given, "prepare")
         self.micro_batches, self.prepared = _micro_batches(job, call, run, rows, made)
-        self.batches = [sequences_of(call, part) for part in self.micro_batches]
+        dropout = _dropout(job, call, number)
+        self.batches = [sequences_of(call, part, dropout) for part in self.micro_batches]
 
     def within(self) -> AbstractContextManager[object]:
         """Implements `Passes.within`; an engine has its weights."""
@@ -215,6 +222,15 @@ class OptimizerStep(Passes):
             own += torch.stack([torch.as_tensor(part, dtype=own.dtype, device=device) for part in sums[name]])
         total, weight = self.job.reduced(own, self.run).tolist()
         return weight > 0 and not total / weight <= limit
+
+
+def _dropout(job: Job, call: Train, number: int) -> tuple[int, float] | None:
+    """The seed and the rate of the dropout of a model's step; None without."""
+    shape = job.workload.shape(call.model)
+    if shape.adapters is None or not shape.adapters.dropout:
+        return None
+    key = hashlib.sha256(f"{job.config.seed} dropout of {call.model} {number}".encode()).digest()[:8]
+    return int.from_bytes(key, "little"), shape.adapters.dropout
 
 
 def _micro_batches(job: Job, call: Train, run: Run, rows: Rows, prepared: Rows) -> tuple[list[Rows], list[Rows]]:

@@ -8,6 +8,7 @@ function, and what it should return.
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhf_spmd.plan.workflow import Compute, LossCall
 from rlhf_spmd.runtime.execute.job import Job
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
+NUMBER = "number of the row"  # in the iteration, beside the data
 OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
@@ -30,13 +32,20 @@ OWN_NAMES = re.compile(
 )
 
 
-def sequences_of(call: LossCall, rows: Rows) -> Sequences:
+def sequences_of(call: LossCall, rows: Rows, dropout: tuple[int, float] | None = None) -> Sequences:
     """Returns the sequences of some rows. If a call reads two responses to a prompt, all first ones come before the
-    second."""
+    second.
+
+    dropout: of adapters, its seed and rate; the rows then have a NUMBER.
+    """
     prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
-    if len(call.responses) == 1:
-        return Sequences.join(prompts_BP[0], responses_BG[0])
-    return Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+    if (num := len(call.responses)) == 1:
+        made = Sequences.join(prompts_BP[0], responses_BG[0])
+    else:
+        made = Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+    if dropout is None:
+        return made
+    return replace(made, dropout=(*dropout, torch.cat([rows[NUMBER] * num + index for index in range(num)])))
 
 
 def row_lengths(call: LossCall, rows: Rows) -> list[int]:

@@ -1,5 +1,6 @@
 """Runs with adapters before they start: options, learning rates, what is refused, bytes and seconds."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -228,6 +229,12 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     assert bases == {"actor": "actor", "reference": "actor", "critic": "critic"}  # each its own, without the option
     change(critic, base_model_name_or_path=str(write_model(tmp_path / "copy", seed=1)))
     assert make_workload(load_run(given, f"lora.base={base}")).bases["critic"] == "actor"
+    assert make_workload(load_run(given)).bases["critic"] == "actor", "the copy is the same base"
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"rms_norm_eps": 0.1}), encoding="utf-8"
+    )
+    assert make_workload(load_run(given)).bases["critic"] == "critic", "that computes something else"
 
 
 def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
@@ -272,3 +279,17 @@ def test_a_frozen_adapter_does_not_leave_the_device(words):
     moved = Placement(placement.layouts | {name: replace(placement.layouts[name], offload=True)})
     with pytest.raises(UserError, match="reference is frozen and its folder holds adapters.*; drop ZeRO 3 and offload"):
         compile_program(workload, moved, cluster)
+
+
+def test_dropout_where_no_responses_are_generated(words):
+    """Of all models or of one; an adapter that is given trains on with that of the options, whatever made it."""
+    config = load("tiny", ["lora.rank=2", "lora.dropout=0.1"], algorithm="sft")
+    assert make_workload(config).shape("actor").adapters == Adapters(2, 32.0, dropout=0.1)
+    with pytest.raises(UserError, match=r"^lora.dropout=0.1: ppo generates responses, .*; drop the option$"):
+        make_workload(load("tiny", ["lora.rank=2", "lora.dropout=0.1"]))
+    with pytest.raises(UserError, match=r"^lora.critic.dropout=0.1: ppo generates"):
+        make_workload(load("tiny", ["lora.rank=2", "lora.critic.dropout=0.1"]))
+    with pytest.raises(UserError, match=r"lora.dropout=0.1: no model has adapters; give lora.rank=16"):
+        load("tiny", ["lora.dropout=0.1"], algorithm="sft")
+    assert load_run(words).adapters("actor").dropout == 0.0
+    assert load_run(words, "lora.dropout=0.1").adapters("actor").dropout == 0.1

@@ -17,11 +17,11 @@ NEEDED = {  # options that make no sense without others
     "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
     **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
     "checkpoint.best": ["eval.prompts=x"],
-    **dict.fromkeys(("lora.alpha", "lora.targets", "lora.rslora", "lora.generate"), ["lora.rank=2"]),
+    **dict.fromkeys(("lora.alpha", "lora.targets", "lora.rslora", "lora.dropout", "lora.generate"), ["lora.rank=2"]),
     **{
         f"lora.{role}.{name}": ["lora.rank=2"]
         for role in ("actor", "critic", "reward")
-        for name in ("alpha", "targets", "rslora")
+        for name in ("alpha", "targets", "rslora", "dropout")
     },
     "environment": ["ppo.old_logprobs=recompute"],
     "grpo.turn_rewards": ["environment=m:f", "grpo.scale=none", "samples_per_prompt=2", "grpo.old_logprobs=recompute"],

@@ -244,7 +244,12 @@ def test_a_missing_file_is_refused(capsys):
         (
             "trl_sft.yaml",
             ("use_peft=true", "lora_r=8", "lora_alpha=4", "lora_target_modules=all-linear", "use_rslora=true"),
-            {"rank": "8", "alpha": "4", "targets": "all-linear", "rslora": "true"},
+            {"rank": "8", "alpha": "4", "targets": "all-linear", "rslora": "true", "dropout": "0.05"},
+        ),
+        (
+            "trl_sft.yaml",
+            ("use_peft=true", "lora_dropout=0.1"),
+            {"rank": "16", "alpha": "32", "targets": "q_proj,v_proj", "dropout": "0.1"},
         ),
         (
             "verl_grpo.sh",
@@ -301,7 +306,7 @@ def test_adapters(name, words, expected, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("use_peft=true", "lora_dropout=0.05"), "lora_dropout: 0.05 (adapters have no dropout"),
+        (("use_peft=true", "lora_dropout=0.05"), "lora_dropout: 0.05 (with it, training has other"),
         (
             ("use_peft=true", "lora_target_modules=lm_head"),
             "use_peft: true (lm_head has no adapters here; give lora.rank",

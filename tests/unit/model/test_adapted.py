@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Copies
+from rlhf_spmd.model.linear import AdaptedLinear, Copies, Linear, LowRank
+from rlhf_spmd.model.sequences import Sequences, forward
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.runtime.generation.rollout import generate_rows
@@ -137,3 +139,54 @@ def test_what_a_forward_pass_keeps(adapters):
     # all weights: the norms' outputs, before and after the product with their weights on a CPU; what down_proj reads
     numbers += 7 * 4 if adapters else 4 * 96 + 256
     assert found == pytest.approx(4 * 64 * WIDE.num_layers * numbers, rel=0.05)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("tied_rank", [2, 50], ids=["joined", "apart"])
+def test_dropout_of_a_slow_twin(tied_rank, again):
+    """y = W x + s B A (x m / (1 - p)), with another m for each adapter; the middle layer has none."""
+    generator = torch.Generator().manual_seed(6)
+    layers = [AdaptedLinear(11, 5), Linear(11, 4), AdaptedLinear(11, 3)]
+    for layer in (layers[0], layers[2]):
+        layer.adapt(Adapters(tied_rank, 6.0), torch.float64)
+    for one in (part for layer in layers for part in (layer, *layer.parameters(recurse=False))):
+        if isinstance(one, Tensor):
+            one.data = torch.randn(one.shape, generator=generator, dtype=torch.float64)
+    dropout = Dropout(3, 0.25, torch.arange(7) // 4, torch.arange(7) % 4)
+    x = torch.randn(7, 11, generator=generator, dtype=torch.float64, requires_grad=True)
+    low_rank, sites = LowRank(layers, [8, 9], range(11)), iter((8, 9))
+    parts = [layer(x) for layer in layers]
+    found = low_rank(x, *parts, dropout=dropout, again=(torch.clone, (x,)) if again else None)
+    wanted = []
+    for layer in layers:
+        y = x @ layer.weight.T + layer.bias
+        if isinstance(layer, AdaptedLinear):
+            kept = x * ~dropout.mask(range(11), next(sites)) / 0.75
+            y = y + 6.0 / tied_rank * (kept @ layer.lora_A.T) @ layer.lora_B.T
+        wanted.append(y)
+    inputs = [x, *(one for layer in layers for one in layer.parameters())]
+    mine, theirs = (torch.autograd.grad(sum(y.sin().sum() for y in ys), inputs) for ys in (found, wanted))
+    for one, other in zip((*found, *mine), (*wanted, *theirs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_depends_on_a_row_and_not_on_its_company(recompute):
+    """A batch, and each of its rows alone, in any order: the same gradients."""
+    model = made(ADAPTERS["all"])
+    model.recompute = recompute
+    tokens_BT = torch.arange(18).view(3, 6) * 5 % 37
+    tokens_BT[1, 4:] = -1
+
+    def gradients(rows: list[int], numbers: list[int], rate: float = 0.4) -> list[Tensor]:
+        batch = replace(Sequences.of(tokens_BT[rows]), dropout=(5, rate, torch.tensor(numbers)))
+        loss = model.logits(forward(model, batch)).sin().sum()
+        return list(torch.autograd.grad(loss, [one for one in model.parameters() if one.requires_grad]))
+
+    whole = gradients([0, 1, 2], [0, 1, 2])
+    apart = [sum(some) for some in zip(*(gradients([row], [row]) for row in (2, 0, 1)), strict=True)]
+    turned, others = gradients([2, 0, 1], [2, 0, 1]), gradients([0, 1, 2], [3, 4, 5])
+    for one, two, three, other in zip(whole, apart, turned, others, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(three, one, rtol=1e-10, atol=1e-10)
+        assert (other - one).abs().max() > 1e-3
