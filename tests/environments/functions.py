@@ -35,6 +35,16 @@ def nap(seconds: float) -> str:
     return "rested"
 
 
+def end(after_s: float) -> str:
+    """Ends its process.
+
+    Args:
+        after_s: So many seconds later.
+    """
+    time.sleep(after_s)
+    os._exit(5)
+
+
 def send(text: str) -> str:
     """Sends a letter.
 
@@ -55,7 +65,19 @@ def silent(x: int) -> int:
     return x
 
 
-TOOLS = [add, shout, nap, send]
+def post(text: str) -> str:
+    """Sends a letter, and ends its process.
+
+    Args:
+        text: The letter.
+    """
+    os._exit(6)
+
+
+post.once = True
+
+
+TOOLS = [add, shout, nap, send, end, post]
 
 
 class Rounds:

@@ -346,10 +346,17 @@ class Episodes:
     def _asked(self, number: int, life: Life, message: dict[str, Any], found: dict[str, Any]) -> Asking:
         """Asks the environment, brought to where it was if there is none, and puts the answer into `found`. Raises
         UserError if it breaks again and again, or ends the episode if groups may be dropped."""
+        was_asked, is_stateless = False, life.speech.environment.is_stateless
         while True:
-            first = self.workers.holds(life.episode) or life.speech.environment.is_stateless
+            first = self.workers.holds(life.episode) or is_stateless
             for step, known in [*([] if first else self._way(life, message)), (message, None)]:
+                if step["do"] != "begin" and not (self.workers.holds(life.episode) or is_stateless):
+                    break  # its worker has ended since the last answer
+                self._check_once(life, step, is_again=known is not None or step is message and was_asked)
                 answer = yield step
+                was_asked = was_asked or step is message and "unsent" not in answer
+                if "misused" in answer:
+                    raise UserError(f"{life.where}: environment {life.speech.environment.name!r}: {answer['misused']}")
                 broken = answer.get("broken", "")
                 if answer.get("timed_out") and (step["do"] not in ("call", "step") or known is not None):
                     broken = f"its {step['do']} timed out after {self.limits.tool_s:g} s"
@@ -373,6 +380,14 @@ class Episodes:
         if life.speech.environment.saves and life.state is not None:
             return [*opening, ({"do": "load", "state": life.state}, None)]
         return opening + [(asked, step) for asked, step in life.made if step is not None]
+
+    def _check_once(self, life: Life, asked: Mapping[str, Any], *, is_again: bool) -> None:
+        """Raises UserError for a tool that must not be called again."""
+        if is_again and asked.get("name") in life.speech.environment.once:
+            raise UserError(
+                f"{life.where}: its environment is made anew, so the call of {asked['name']} would be made again, "
+                "which it must not be (once): find out what it did, or give the environment save() and load()"
+            )
 
     def _compare(self, life: Life, asked: dict[str, Any], known: Any, answer: Mapping[str, Any]) -> None:
         """Raises UserError unless a call that is made again is answered as before."""

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,7 @@ from rlhf_spmd.errors import UserError
 
 MOST_THREADS = 512  # of calls that run at once in a worker; those that hang keep theirs
 MOST_ERROR = 300  # characters of an error that a model is told
+ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>")  # in the text of an object that has none of its own
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Message = dict[str, Any]
 
@@ -125,9 +127,10 @@ class OfReset(Episode):
             return Opening(add=found or "")
         if isinstance(found, list) and found and all(isinstance(one, Mapping) and "type" in one for one in found):
             return Opening(add="".join(map(text_part, found)))
-        if isinstance(found, list):
+        if isinstance(found, list) and found:
             return Opening(messages=[checked_message(one, "reset()") for one in found])
-        raise UserError(f"reset() returned {kind(found)}: return a text, a list of messages, or None")
+        what = kind(found) if found else f"an empty {type(found).__name__}"
+        raise UserError(f"reset() returned {what}: return a text, a list of messages, or None")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Step:
         return await called_tool({name: getattr(self.own, name) for name in self.names}, name, arguments)
@@ -138,7 +141,7 @@ class OfReset(Episode):
             length = f" of {len(found)} values" if isinstance(found, tuple) else ""
             raise UserError(f"step() returned {kind(found)}{length}: return (observation, reward, done)")
         observation, reward, is_done = found
-        back = observation if isinstance(observation, list) else text_of(observation)
+        back = observation if isinstance(observation, list) else text_of(observation, "step()")
         return Step(checked_back(back), number(reward, "the reward of step()"), truth(is_done, "done of step()"))
 
     async def reward(self) -> float:
@@ -147,7 +150,7 @@ class OfReset(Episode):
         return number(await called(self.own.get_reward), "get_reward()")
 
     async def save(self) -> Any:
-        return await called(self.own.save)
+        return in_json(await called(self.own.save), "save()")
 
     async def load(self, state: Any) -> None:
         await called(self.own.load, state)
@@ -216,7 +219,7 @@ class OfOpenRLHF(Episode):
         for name in ("sampling_params", "images", "environment_images"):
             if found.get(name) is not None:
                 raise UserError(f"step() returned {name}, which is not supported: leave it out")
-        feedback = text_of(found["environment_feedback"])
+        feedback = text_of(found["environment_feedback"], "the environment_feedback of step()")
         self.text += text + feedback
         logs = {name: number(value, name) for name, value in (found.get("extra_logs") or {}).items()}
         reward = number(found["rewards"], "the rewards of step()")
@@ -272,9 +275,9 @@ class OfVerl(Episode):
         for what in ("image", "video"):
             if getattr(response, what, None):
                 raise UserError(f"execute() of {name} returned an {what}, which is not supported: return text")
-        text = getattr(response, "text", response)
+        text = text_of(getattr(response, "text", response), f"execute() of {name}")
         logs = {one: float(value) for one, value in (metrics or {}).items() if isinstance(value, numbers.Real)}
-        return Step(text_of(text), number(reward or 0.0, f"the reward of execute() of {name}"), logs=logs)
+        return Step(text, number(reward or 0.0, f"the reward of execute() of {name}"), logs=logs)
 
     async def reward(self) -> float:
         total = 0.0
@@ -311,15 +314,26 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """Calls a function of the user, async or not, and returns its result. Raises what it raises."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    running = _threads().submit(function, *args, **kwargs)
+    running = _threads().submit(_tried, function, args, kwargs)
     try:
-        found = await asyncio.wrap_future(running)
+        found, error = await asyncio.wrap_future(running)
     except asyncio.CancelledError:  # its time is over, and a thread cannot be ended
         if not running.cancelled():
             hanging.add(running)
             running.add_done_callback(hanging.discard)
         raise
+    if error is not None:
+        raise error
     return await found if inspect.isawaitable(found) else found
+
+
+def _tried(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, BaseException | None]:
+    """What a function returns, or what it raises: asyncio takes no StopIteration from a thread, and takes the
+    CancelledError of a function for the end of the call."""
+    try:
+        return function(*args, **kwargs), None
+    except BaseException as error:
+        return None, error
 
 
 async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
@@ -337,7 +351,7 @@ async def called_tool(tools: Mapping[str, Callable[..., Any]], name: str, argume
     if name not in tools:
         return no_tool(name, tools)
     try:
-        return Step(text_of(await called(tools[name], **arguments)))
+        return Step(text_of(await called(tools[name], **arguments), f"the tool {name}"))
     except BaseException as error:
         return failed(error)
 
@@ -348,9 +362,12 @@ def no_tool(name: str, tools: Mapping[str, Any]) -> Step:
 
 def failed(error: BaseException) -> Step:
     """Returns the answer of a tool that raised. An error of ours, and the end of the call, are passed on."""
-    if isinstance(error, asyncio.CancelledError | UserError):
+    task = asyncio.current_task()
+    if isinstance(error, UserError) or (task is not None and task.cancelling()):
         raise error
-    message = " ".join(str(error).split())[:MOST_ERROR]
+    message = ""
+    with suppress(Exception):  # of the error's own method
+        message = " ".join(str(error).split())[:MOST_ERROR]
     return Step(f"error: {type(error).__name__}{': ' if message else ''}{message}", has_failed=True)
 
 
@@ -370,11 +387,42 @@ def kind(value: Any) -> str:
     return f"a{'n' if name[0] in 'aeiou' else ''} {name}"
 
 
-def text_of(value: Any) -> str:
-    """Returns a result as text: lists and dicts as JSON."""
+def text_of(value: Any, what: str) -> str:
+    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8. Raises UserError for an
+    object without a text, which would be another one in each run.
+
+    what: returned it.
+    """
     if value is None or isinstance(value, str):
         return value or ""
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="replace")
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value)
+    if not isinstance(value, list | dict) and ADDRESS.fullmatch(text):
+        raise UserError(f"{what} returned {kind(value)}, which has no text of its own ({text[:80]}): return a text")
+    return text
+
+
+def in_json(value: Any, what: str) -> Any:
+    """The value itself. what: returned it. Raises UserError unless JSON gives it back."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{what} returned what JSON cannot hold ({error}): return texts, numbers, lists and dicts"
+        ) from None
+    if key := _no_text(value):
+        raise UserError(f"{what} returned a dict with the key {key}, of which JSON makes text: make it text yourself")
+    return value
+
+
+def _no_text(value: Any) -> str:
+    """A key of a dict in a value that is not a text; empty: there is none."""
+    inside = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    own = [repr(key)[:60] for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    return next(filter(None, [*own, *map(_no_text, inside)]), "")
 
 
 def number(value: Any, what: str) -> float:
@@ -415,4 +463,4 @@ def text_part(part: Mapping[str, Any]) -> str:
 def checked_message(value: Any, what: str) -> Message:
     if not isinstance(value, Mapping) or not all(isinstance(value.get(name), str) for name in ("role", "content")):
         raise UserError(f"{what} returned {kind(value)} as a message: return dicts with role and content, as text")
-    return dict(value)
+    return in_json(dict(value), what)

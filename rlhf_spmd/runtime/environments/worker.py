@@ -8,7 +8,7 @@ It reads lines of JSON from a socket and answers each with one, in the order in 
     {"episode": 3, "do": "close"}                                no answer
 
 `timeout_s` ends a call: {"ticket": 8, "timed_out": true}. An error of the environment is answered with "broken" and its
-lines, one of its form with "error". Each episode has one call at a time; the calls of several run at once.
+lines, a result of another form with "misused". Each episode has one call at a time; the calls of several run at once.
 
 Cost: the start of Python and the import of the user's file. Command: workers.py starts it.
 """
@@ -61,7 +61,7 @@ class Server:
             async with asyncio.timeout(message.get("timeout_s") or None) as limit:
                 answer = await self._done(message)
         except UserError as error:
-            answer = {"error": str(error)}
+            answer = {"misused": str(error)}
         except BaseException as error:
             lines = "".join(traceback.format_exception(error)).strip().split("\n")
             answer = {"timed_out": True} if limit.expired() else {"broken": "\n".join(lines[-LINES:])}

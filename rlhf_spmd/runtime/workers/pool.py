@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rlhf_spmd.errors import UserError
@@ -42,7 +42,7 @@ class Worker:
     process: subprocess.Popen
     connection: socket.socket
     is_ready: bool = False
-    received: bytes = b""
+    received: list[bytes] = field(default_factory=list)  # parts of a line
     used_s: float = 0.0  # processor time at the last look
 
     @property
@@ -163,15 +163,16 @@ class WorkerPool(ABC, Generic[One]):
             if worker not in self._workers:  # it was ended for what another one said
                 continue
             try:
-                data = worker.connection.recv(2**16)
+                data = worker.connection.recv(2**20)
             except ConnectionResetError:
                 data = b""
             if not data:
                 self._drop(worker)
                 continue
-            worker.received += data
-            while b"\n" in worker.received:
-                line, _, worker.received = worker.received.partition(b"\n")
+            first, *others = data.split(b"\n")
+            worker.received.append(first)
+            for rest in others:
+                line, worker.received = b"".join(worker.received), [rest]
                 self._heard(worker, json.loads(line))
         busy = [worker for worker in self._workers if worker.is_busy or not worker.is_ready]
         if events or self._has_worked(busy) or any(worker.until_s < math.inf for worker in busy):

@@ -28,7 +28,11 @@ def begun(environment, **columns):
 
 def test_functions_are_tools_without_a_state():
     tools = only("functions.py:TOOLS")
-    assert (tools.speaks, tools.tools, tools.once) == ("tools", ("add", "shout", "nap", "send"), {"send"})
+    assert (tools.speaks, tools.tools, tools.once) == (
+        "tools",
+        ("add", "shout", "nap", "send", "end", "post"),
+        {"send", "post"},
+    )
     assert tools.is_stateless and [one["function"]["name"] for one in tools.schemas(tool_schema)] == [*tools.tools]
     episode = tools.make()
     assert asyncio.run(episode.call("add", {"a": 1, "b": 2.5})) == Step("3.5")
@@ -36,7 +40,9 @@ def test_functions_are_tools_without_a_state():
     wrong = asyncio.run(episode.call("add", {"a": 1}))
     assert wrong.has_failed and wrong.back.startswith("error: TypeError: add() missing")
     unknown = asyncio.run(episode.call("sub", {}))
-    assert unknown == Step("error: there is no tool 'sub'; there are: add, shout, nap, send", has_failed=True)
+    assert unknown == Step(
+        "error: there is no tool 'sub'; there are: add, shout, nap, send, end, post", has_failed=True
+    )
     assert only("functions.py:add").tools == ("add",)
 
 
@@ -205,6 +211,68 @@ def test_a_result_of_another_form_is_one_message(source, why, tmp_path):
     episode.own = episode.cls()
     with pytest.raises(UserError, match=why):
         asyncio.run(episode.step("a"))
+
+
+TOOL = '''
+import asyncio
+
+async def sound(what: str):
+    """Does something.
+
+    Args:
+        what: The Python of it.
+    """
+    {}
+'''
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("source", "back"),
+    [
+        ("return next(iter([]))", "error: RuntimeError: coroutine raised StopIteration"),
+        ("raise asyncio.CancelledError", "error: CancelledError"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "error: Mute"),
+        ("return 'caf\\u00e9'.encode() + b'\\xff'", "caf\u00e9\ufffd"),
+        ("return {'b', 'a', 'c'}", '["a", "b", "c"]'),
+    ],
+)
+def test_what_a_tool_raises_or_returns_is_a_text(source, back, is_async, tmp_path):
+    """The same text in each process, so that an episode can be continued."""
+    text = TOOL.format(source)
+    (tmp_path / "e.py").write_text(text if is_async else text.replace("async def", "def"), encoding="utf-8")
+    answer = asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
+    assert answer == Step(back, has_failed=back.startswith("error"))
+
+
+def test_an_object_without_a_text_is_no_answer(tmp_path):
+    (tmp_path / "e.py").write_text(TOOL.format("return (x for x in 'ab')"), encoding="utf-8")
+    with pytest.raises(UserError, match="the tool sound returned a generator, which has no text of its own"):
+        asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [("object()", "what JSON cannot hold .Object of type object"), ("{'a': [{1: 2}]}", "a dict with the key 1")],
+)
+def test_a_state_that_json_changes_is_refused(state, why, tmp_path):
+    """It would be another one when it is loaded."""
+    text = "class E:\n    def reset(self): ...\n    def step(self, text): ...\n    def load(self, state): ...\n"
+    (tmp_path / "e.py").write_text(f"{text}    def save(self): return {state}\n", encoding="utf-8")
+    episode, _ = begun(only(f"{tmp_path}/e.py:E"))
+    with pytest.raises(UserError, match=rf"save\(\) returned {why}"):
+        asyncio.run(episode.save())
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [("[]", "an empty list: return a text"), ("[{'role': 'user', 'content': 'a', 'w': {1}}]", "what JSON cannot hold")],
+)
+def test_messages_that_are_none_are_refused(messages, why, tmp_path):
+    text = f"class E:\n    def reset(self): return {messages}\n    def step(self, text): ...\n"
+    (tmp_path / "e.py").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"reset\(\) returned {why}"):
+        begun(only(f"{tmp_path}/e.py:E"))
 
 
 def test_rewards_of_numpy_and_torch_are_numbers():

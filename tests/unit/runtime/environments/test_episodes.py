@@ -298,6 +298,12 @@ def test_a_call_that_must_not_be_made_again_stops_the_run_and_is_named(world, tm
         play(world("functions.py:TOOLS", rows_of(1), journal=Journal(tmp_path / "b", 3, 0)), says)
 
 
+def test_a_call_that_must_not_be_made_again_is_not_when_its_worker_has_ended(world):
+    says = scripted(CALL.format("post", '{"text": "a"}'), "ok")
+    with pytest.raises(UserError, match="prompt 0, sample 0, turn 1: .*the call of post would be made again.*once"):
+        play(world("functions.py:TOOLS", rows_of(1)), says)
+
+
 def test_an_object_with_save_and_load_is_loaded_and_one_that_answers_otherwise_is_named(world, tmp_path):
     says = scripted(*[CALL.format("count", f'{{"by": {by}}}') for by in (1, 2, 3)], "6")
     expected = play(world("functions.py:Saved", rows_of(1), journal=Journal(tmp_path / "a", 3, 0)), says)
@@ -349,6 +355,24 @@ def test_a_group_whose_environment_breaks_may_be_dropped(text, world, capfd):
     said = capfd.readouterr().err
     assert said.count("Rounds broke 4 times, so the group of an episode is dropped") == 1
     assert ("RuntimeError: broken" if text == "break" else "its worker process exited with status 3") in said
+
+
+def test_the_neighbours_of_a_call_that_ends_its_worker_are_not_charged_with_it(world):
+    """Nor with its further tries, whatever they wait for: their objects are made anew from what they answered."""
+    rows = rows_of(12, rounds=3)
+    episodes = world("functions.py:Rounds", rows, on_failure="drop_group")
+    _, reasons, rewards = play(episodes, lambda row, turn, ids: "exit" if (row, turn) == (1, 1) else "ab" * (turn + 1))
+    assert [life.tries for life in episodes.lives] == [0, 4, *[0] * 10] and reasons == ["tool_stopped"] * 12
+    assert rewards == [[2.0, 4.0, 6.0] if row != 1 else [2.0, 0.0] for row in range(12)]
+
+
+def test_a_result_of_another_form_names_its_row_and_its_environment(world, tmp_path):
+    text = "class E:\n    def reset(self): ...\n    def step(self, text): return 3\n"
+    (tmp_path / "e.py").write_text(text, encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"prompt 0, sample 0, turn 1: environment '.*e.py:E': step\(\) returned an int"
+    ):
+        play(world(f"{tmp_path}/e.py:E", rows_of(1)), scripted("a"))
 
 
 def test_a_group_is_dropped_wherever_its_environment_breaks(world):

@@ -105,13 +105,47 @@ def test_a_worker_that_ends_loses_its_episodes_and_is_replaced(pools):
     assert raised["broken"].endswith("RuntimeError: broken") and "functions.py" in raised["broken"] and pool.holds(1)
 
 
+def test_the_call_that_ends_its_worker_is_found_among_those_that_ran(pools):
+    """They are asked again while nothing else runs in their worker, what was asked behind them waits, and the others
+    are not charged with it."""
+    pool = pools("functions.py:TOOLS")
+    messages = [call("nap", seconds=0.2), call("end", after_s=0.05), call("nap", seconds=0.2)]
+    found = answered(pool, *(pool.ask(episode, message) for episode, message in enumerate(messages)))
+    assert found == [{"gone": True}] * 3
+    again = [pool.ask(episode, message) for episode, message in enumerate([*messages, call("add", a=1, b=1)])]
+    assert [len(worker.waiting) for worker in pool._workers] == [3]
+    one, end, other, late = answered(pool, *again)
+    assert one["step"]["back"] == "rested" and end == {"broken": "its worker process exited with status 5"}
+    assert other == late == {"gone": True, "unsent": True}
+    other, late = answered(pool, pool.ask(2, messages[2]), pool.ask(3, call("add", a=1, b=1)))
+    assert (other["step"]["back"], late["step"]["back"]) == ("rested", "2") and not any(pool._workers[0].tickets)
+
+
+def test_a_question_that_waits_may_be_dropped(pools):
+    pool = pools("functions.py:TOOLS")
+    naps = [call("nap", seconds=0.3), call("nap", seconds=0.3)]
+    pool.ask(2, call("end", after_s=0.05))
+    first = [pool.ask(episode, message) for episode, message in enumerate(naps)]
+    assert answered(pool, *first) == [{"gone": True}] * 2
+    first = [pool.ask(episode, message) for episode, message in enumerate(naps)]
+    pool.drop(first[1])
+    assert answered(pool, first[0])[0]["step"]["back"] == "rested"
+    assert answered(pool, pool.ask(4, call("add", a=1, b=1)))[0]["step"]["back"] == "2"
+
+
+def test_a_large_answer_takes_time_by_its_length_only(pools):
+    pool = pools("functions.py:TOOLS")
+    (found,) = answered(pool, pool.ask(0, call("shout", text="x" * 2**24)))
+    assert found["step"]["back"] == "X" * 2**24
+
+
 def test_a_result_of_another_form_is_the_error_of_the_run(pools, tmp_path):
     text = "class E:\n    def reset(self): ...\n    def step(self, text): return 3\n"
     (tmp_path / "e.py").write_text(text, encoding="utf-8")
     pool = pools(f"{tmp_path}/e.py:E")
     begin(pool, 0)
-    with pytest.raises(UserError, match=r"step\(\) returned an int: return \(observation, reward, done\)"):
-        answered(pool, pool.ask(0, {"do": "step", "text": "a"}))
+    (found,) = answered(pool, pool.ask(0, {"do": "step", "text": "a"}))
+    assert found["misused"] == "step() returned an int: return (observation, reward, done)"
 
 
 @pytest.mark.parametrize(
