@@ -68,8 +68,9 @@ class Slow(Table):
     lookup, calculate = slow(Table.lookup), slow(Table.calculate)
 """
 # What depends on when answers come: the rows that are drawn together, and with them the last bits of the sampler's
-# logprobs, which only the parity gate reads; and the calls that were under way.
-TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated", "tool_s", "tool_p95_s")
+# logprobs, which only the parity gate reads. What depends on kills: the calls that were under way, and the answers that
+# a journal had.
+TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated", "answers", "tool_s", "tool_p95_s")
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
