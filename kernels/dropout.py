@@ -26,8 +26,10 @@ LANE_BITS, NUM_LANES = 16, 8
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Dropout of the inputs of layers in one pass. row_N, position_N: int64, which row a token is of and its place
-    there, each in [0, 2**32)."""
+    """Dropout of the inputs of layers in one pass.
+
+    row_N, position_N: int64, which row a token is of and its place there, each in [0, 2**32).
+    """
 
     seed: int
     rate: float
@@ -45,7 +47,7 @@ class Dropout:
         return 2**LANE_BITS / (2**LANE_BITS - self.threshold)
 
     def mask(self, features: range, site: int) -> Tensor:
-        """Which inputs are dropped, bool [N, I]. features: their numbers in the whole layer. site: the layer."""
+        """Returns which inputs are dropped, bool [N, I]. features: their numbers in the layer; site: the layer."""
         first, end = features.start // NUM_LANES, -(-features.stop // NUM_LANES)
         block_I = torch.arange(first, end, device=self.row_N.device)
         words = philox_words(self.seed, [block_I, self.position_N[:, None], self.row_N[:, None], site])
@@ -56,8 +58,10 @@ class Dropout:
 
 
 def philox_words(seed: int, counter: Sequence[Tensor | int]) -> list[Tensor]:
-    """The four output words, int64 in [0, 2**32), as philox.philox_uint32 computes them. counter: four tensors or
-    numbers of such words, which broadcast against each other."""
+    """Computes the four output words, int64 in [0, 2**32), as philox.philox_uint32 does.
+
+    counter: four tensors or numbers of such words, which broadcast against each other.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD_MASK, seed >> 32
     for _ in range(NUM_ROUNDS):
@@ -68,5 +72,6 @@ def philox_words(seed: int, counter: Sequence[Tensor | int]) -> list[Tensor]:
 
 
 def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of a product modulo 2**64, which int64 holds as a negative number from 2**63 on."""
+    """Returns the high and the low 32 bits of a product modulo 2**64, which int64 holds as a negative number from 2**63
+    on."""
     return (product >> 32) & WORD_MASK, product & WORD_MASK

@@ -1,6 +1,6 @@
 """Low-rank adapters as options of a run, and what they make of its models."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -51,7 +51,7 @@ class Lora:
         return Adapters(rank, alpha, _layers(named) or (), rslora, self.dropout_of(role)) if rank else None
 
     def dropout_of(self, role: str) -> float:
-        """The dropout of a model that trains."""
+        """Returns the dropout of a model that trains."""
         return _own(self.dropouts, role, self.dropout)
 
     def with_roles(self, roles: Iterable[str]) -> "Lora":
@@ -132,21 +132,25 @@ def bases(
     shapes: Mapping[str, ModelShape | None],
     roles: Mapping[str, Role],
     folder: Callable[[str], str],
-    content: Callable[[str], Hashable],
+    same_model: Callable[[str, str], bool],
 ) -> dict[str, str]:
     """Finds the models with the same frozen weights, whatever their heads, where one of the models has adapters.
     Returns the name of these weights for each of them.
 
     folder: of a role; empty without one, and then models that start from the same role have the same weights.
-    content: of a folder, the same for equal copies.
+    same_model: whether two folders hold equal copies.
     """
     if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
         return {}
-    found: dict[tuple[ModelShape, Hashable], list[str]] = {}
+    found: dict[tuple[ModelShape, str], list[str]] = {}
+    folders: list[str] = []  # without those that hold a copy of an earlier one
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = content(given) if (given := folder(role)) else first
+            source = first
+            if given := folder(role):
+                source = next((one for one in folders if same_model(one, given)), given)
+                folders.append(source)
             found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

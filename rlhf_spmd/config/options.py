@@ -22,8 +22,8 @@ from rlhf_spmd.files.data_files import KNOWN, named_parts
 from rlhf_spmd.model.adapters.uniform import (
     adapters_in,
     base_folder,
-    content,
     is_adapter,
+    same_model,
     tokenizer_folder,
     tokenizer_warning,
 )
@@ -489,7 +489,7 @@ def make_workload(config: Config) -> Workload:
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
         forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
-        bases=bases(shapes, roles, config.folder, content),
+        bases=bases(shapes, roles, config.folder, same_model),
         adds_adapters=adds_adapters,
         answers=_forecast_answers(config),
     )

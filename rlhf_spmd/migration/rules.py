@@ -670,7 +670,7 @@ def rslora(here: Here, value: Value) -> Options:
 
 
 def dropout(here: Here, value: Value) -> Options:
-    """Of what adapters read, where no responses are generated."""
+    """Translates the dropout of what adapters read, where no responses are generated."""
     group, *_ = _adapters(here)
     if number_of(value, 0) <= 0:
         raise Differs("no_effect", "it is off")

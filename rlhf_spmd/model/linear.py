@@ -148,7 +148,7 @@ class LowRank(nn.Module):
         return inner, [low] if num == 1 else low.split(self.sizes, dim=-1)
 
     def masks(self, dropout: Dropout) -> Iterator[Tensor]:
-        """Which inputs of each adapter are dropped, bool [N, I]; one at a time, since each is as large as x."""
+        """Yields which inputs of each adapter are dropped, bool [N, I]; one at a time, since each is as large as x."""
         return (dropout.mask(self.features, site) for site in self.sites)
 
 

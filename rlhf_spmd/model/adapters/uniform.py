@@ -1,23 +1,18 @@
 """Adapters in folders as a run has them: the same rank, scale and targets in all layers. Plain Python without torch."""
 
-import functools
-import hashlib
-from collections.abc import Mapping
-from contextlib import suppress
+import filecmp
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import fingerprint
 from rlhf_spmd.model.adapters.config import CONFIG, SCORES, AdapterConfig, base_of, from_peft, is_target
-from rlhf_spmd.model.config import ModelConfig, naming, read_config_json, read_json
+from rlhf_spmd.model.config import naming, read_config_json, read_json
 from rlhf_spmd.model.texts.tokenizer_files import BACKEND, same_behaviour
 from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 
 FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 WHOLE = ("model.safetensors", "model.safetensors.index.json")  # a folder with one of them holds a whole model
-PIECE = 2**12  # bytes of a tensor, for its hash
-LARGEST_HEADER = 10**8  # bytes of the header of a file of safetensors, which allows no more
 OF_ATTENTION = LINEAR_LAYERS[:4]
 
 
@@ -49,34 +44,29 @@ def other_base(folder: str, base: str) -> str:
         return ""
     if named.resolve() == Path(base).resolve():
         return ""
-    mine, given = (fingerprint(sorted(one.glob("*.safetensors"))) for one in (named, Path(base)))
-    return "" if mine == given else str(named)
+    return "" if _same_files(_weights(named), _weights(Path(base))) else str(named)
 
 
-def content(folder: str) -> tuple[ModelConfig, str]:
-    """What a whole model is: its config, and a hash of its weights, the same for equal copies of a folder."""
-    path = Path(folder).resolve()
-    files = sorted(path.glob("*.safetensors"))
-    about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return read_config_json(path / "config.json"), _weights(path, tuple(about)) if files else str(path)
+def same_model(one: str, other: str) -> bool:
+    """Returns whether two folders hold the same whole model: equal configurations and, byte for byte, equal weights.
+    Equal weights in other files, or not in safetensors, count as different."""
+    mine, given = (Path(folder).resolve() for folder in (one, other))
+    if mine == given:
+        return True
+    if not _weights(mine) or read_config_json(mine / "config.json") != read_config_json(given / "config.json"):
+        return False
+    return _same_files(_weights(mine), _weights(given))
 
 
-@functools.cache
-def _weights(folder: Path, about: tuple[tuple[str, int, int], ...]) -> str:
-    """A hash of the weights in a folder: the files' fingerprint, and the beginning and the end of each tensor, so that
-    a tensor that was trained differs whatever its size. about: of each file, name, size and time."""
-    digest = hashlib.sha256(fingerprint(folder / name for name, *_ in about).encode())
-    # of a file that is not as it should be load_model says what is wrong
-    with suppress(ValueError, TypeError, LookupError, AttributeError):
-        for name, *_ in about:
-            with (folder / name).open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                tensors = json_value(file.read(min(size, LARGEST_HEADER)))
-                for start, end in (one["data_offsets"] for key, one in tensors.items() if key != "__metadata__"):
-                    for place in (start, max(start, end - PIECE)):
-                        file.seek(8 + size + place)
-                        digest.update(file.read(min(PIECE, end - place)))
-    return digest.hexdigest()
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _same_files(some: Sequence[Path], others: Sequence[Path]) -> bool:
+    """Returns whether files have the same names and bytes. Pieces are compared first, which takes milliseconds."""
+    if [file.name for file in some] != [file.name for file in others] or fingerprint(some) != fingerprint(others):
+        return False
+    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(some, others, strict=True))
 
 
 def whole_folder(folder: str) -> str:

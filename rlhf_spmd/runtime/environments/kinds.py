@@ -328,8 +328,8 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _tried(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, BaseException | None]:
-    """What a function returns, or what it raises: asyncio takes no StopIteration from a thread, and takes the
-    CancelledError of a function for the end of the call."""
+    """Calls a function. Returns its result, or the error that it raised: asyncio takes no StopIteration from a thread,
+    and takes the CancelledError of a function for the end of the call."""
     try:
         return function(*args, **kwargs), None
     except BaseException as error:
@@ -406,7 +406,7 @@ def text_of(value: Any, what: str) -> str:
 
 
 def in_json(value: Any, what: str) -> Any:
-    """The value itself. what: returned it. Raises UserError unless JSON gives it back."""
+    """Returns the value itself. Raises UserError unless JSON gives it back. what: returned it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -419,7 +419,7 @@ def in_json(value: Any, what: str) -> Any:
 
 
 def _no_text(value: Any) -> str:
-    """A key of a dict in a value that is not a text; empty: there is none."""
+    """Finds a key of a dict in a value that is not a text; empty: there is none."""
     inside = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     own = [repr(key)[:60] for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
     return next(filter(None, [*own, *map(_no_text, inside)]), "")

@@ -24,7 +24,10 @@ GRACE_S = 5.0  # for a worker to say itself that the time of a call is over; the
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A message about an episode that a worker answers with the ticket. timeout_s: 0: no limit."""
+    """A message about an episode that a worker answers with the ticket.
+
+    timeout_s: 0: no limit.
+    """
 
     ticket: int
     episode: int
@@ -34,8 +37,12 @@ class Question:
 
 @dataclass(slots=True, eq=False)
 class EpisodeWorker(Worker):
-    """One process. episodes: that it holds. tickets: of calls without an answer, and when their time is over. waiting:
-    questions, as of EnvironmentWorkers.ask, until one has the worker for itself."""
+    """One process.
+
+    episodes: those that it holds.
+    tickets: of calls without an answer, and when their time is over.
+    waiting: questions, as of EnvironmentWorkers.ask, until one has the worker for itself.
+    """
 
     episodes: set[int] = field(default_factory=set)
     tickets: dict[int, float] = field(default_factory=dict)

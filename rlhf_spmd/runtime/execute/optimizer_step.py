@@ -225,7 +225,7 @@ class OptimizerStep(Passes):
 
 
 def _dropout(job: Job, call: Train, number: int) -> tuple[int, float] | None:
-    """The seed and the rate of the dropout of a model's step; None without."""
+    """Returns the seed and the rate of the dropout of a model's step; None without."""
     shape = job.workload.shape(call.model)
     if shape.adapters is None or not shape.adapters.dropout:
         return None
