@@ -49,7 +49,7 @@ class Adapters:
 
 
 def site(layer: int, name: str) -> int:
-    """Numbers the linear layers of a model for counters of random numbers: a change changes the masks of a run."""
+    """Returns the number of a linear layer in counters of random numbers: a change changes the masks of a run."""
     return layer * 8 + LINEAR_LAYERS.index(name)
 
 
