@@ -48,7 +48,7 @@ test-slurm: .venv/.installed-test  ## the job scripts on a Slurm of two nodes; n
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/python -m tests.docstring_rules $(filter-out bench,$(SOURCES))
+	$(BIN)/python -m tests.docstring_rules $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/shellcheck -x slurm/*.sh slurm/*.sbatch
 

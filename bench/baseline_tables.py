@@ -12,8 +12,8 @@ SHIPPED = tuple(strategy for strategy in STRATEGIES if strategy != "planner")
 
 
 def times_faster(rows: Sequence[Mapping]) -> list[dict]:
-    """A row for each model, layout and calibration: seconds by strategy, and how many times faster the planner's plan
-    and the best shipped strategy are than each of AGAINST, in columns of their own. None where either does not fit."""
+    """Returns the seconds by strategy of each model, layout and calibration. Columns say how many times faster than
+    each of AGAINST the planner's plan and the best shipped strategy are; None where either does not fit."""
     names, places = ("preset", "layout", "calibration"), {}
     for row in rows:
         place = {name: row[name] for name in names}

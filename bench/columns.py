@@ -19,7 +19,7 @@ ERRORS = ("loss_error", "metrics_error", "gradient_error", "weights_error")  # o
 
 
 def by_place(rows: Sequence[dict]) -> list[dict]:
-    """One row for each model, layout, calibration and distribution of lengths: its samples per second by strategy."""
+    """Groups rows by model, layout, calibration and lengths; each has its samples per second by strategy."""
     names, places = ("preset", "layout", "calibration", "forecast_lengths"), {}
     for row in rows:
         place = places.setdefault(tuple(row.get(name) for name in names), {name: row.get(name) for name in names})
@@ -28,8 +28,7 @@ def by_place(rows: Sequence[dict]) -> list[dict]:
 
 
 def by_system(rows: Sequence[dict]) -> list[dict]:
-    """One row for each system whose published runs were forecast, and for each way in which the constants came to
-    them."""
+    """Averages the errors of each system whose published runs were forecast, by how the constants came to them."""
     errors: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         errors.setdefault((row["system"], row["seconds_are"]), []).append(abs(row["error"]))
@@ -40,7 +39,7 @@ def by_system(rows: Sequence[dict]) -> list[dict]:
 
 
 def by_rank_of_adapters(rows: Sequence[dict]) -> list[dict]:
-    """One row for each task and rank of adapters: means over seeds, and the worst of them."""
+    """Takes the means over seeds, and the worst seed, of each task and rank of adapters."""
     found: dict[tuple[str, int], list[dict]] = {}
     for row in rows:
         found.setdefault((row["task"], row["rank"]), []).append(row)
@@ -54,7 +53,7 @@ def by_rank_of_adapters(rows: Sequence[dict]) -> list[dict]:
 
 
 def by_case(rows: Sequence[dict]) -> list[dict]:
-    """One row for each loss that was compared with TRL's: the largest errors over the models, by precision."""
+    """Finds the largest errors over the models, by precision, for each loss that was compared with TRL's."""
     cases: dict[str, dict] = {}
     for row in rows:
         case = cases.setdefault(row["case"], {"case": row["case"], "conventions": row["difference"] or "the same"})
@@ -67,7 +66,7 @@ def by_case(rows: Sequence[dict]) -> list[dict]:
 
 
 def _options(row: Mapping) -> str:
-    """The options of a forecast, or why there is none; of a plan, its name."""
+    """Returns the options of a forecast, the name of a plan, or why nothing fits."""
     if row["samples_per_s"] is None:
         return row["why_not"]
     options = {"plan": row["options"]["plan"]} if "plan" in row["options"] else row["options"]
@@ -76,7 +75,7 @@ def _options(row: Mapping) -> str:
 
 
 def _measure(when: str) -> Callable[[Mapping], str]:
-    """Shares as percentages, other measures as numbers."""
+    """Formats shares as percentages and other measures as numbers."""
     return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:.3f}"
 
 
@@ -115,7 +114,7 @@ def _cell(template: str, row: Mapping[str, Any]) -> str:
 
 
 def _columns(name: str) -> dict[str, str]:
-    """Heading -> format string of a table, with those that it takes in."""
+    """Returns heading -> format string of a table, with the tables that it takes in."""
     found: dict[str, str] = {}
     for heading, template in reduce(getitem, name.split("."), TABLES).items():
         found |= _columns(heading[1:]) if heading.startswith("@") else {heading: template}

@@ -27,7 +27,7 @@ ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 
 def provenance() -> dict:
-    """Where and with what a row was measured."""
+    """Says where and with what a row was measured."""
     models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -56,12 +56,12 @@ def write(name: str, rows: list[dict]) -> Path:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a file of results."""
+    """Reads the rows of a file of results."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def clean_rows(name: str) -> list[dict]:
-    """The rows of bench/results/NAME.jsonl, for a document. Raises ValueError if a commit does not say what was run."""
+    """Reads bench/results/NAME.jsonl for a document. Raises ValueError if a commit does not say what was run."""
     rows = read_rows(RESULTS / f"{name}.jsonl")
     if dirty := sum((row["commit"] or DIRTY).endswith(DIRTY) for row in rows):
         raise ValueError(
@@ -78,8 +78,8 @@ def add(name: str, rows: list[dict]) -> Path:
 
 
 def keep(name: str, rows: list[dict], keys: Sequence[str], order: Callable[[dict], Any] = lambda row: 0) -> None:
-    """Writes rows in place of those of bench/results/NAME.jsonl that have the same values of these keys; the others
-    stay. order: what all are sorted by."""
+    """Writes rows in place of those of bench/results/NAME.jsonl that have the same values of these keys, keeps the
+    others, and sorts all by `order`."""
     path = RESULTS / f"{name}.jsonl"
     old = read_rows(path) if path.exists() else []
     places = {tuple(row.get(key) for key in keys): row for row in [*old, *rows]}  # a new row keeps an old one's place
@@ -90,9 +90,10 @@ def fill(
     name: str, cases: Iterable[dict], measure: Callable[[dict], dict], *, together: int = 1, finish: Finish = list
 ) -> list[dict]:
     """Measures the cases that bench/results/NAME.jsonl lacks, and writes each row as it comes, so that an interrupted
-    bench goes on where it was -> all rows.
+    bench goes on where it was -> all rows. A case is a part of its row.
 
-    A case is a part of its row. together: runs at the same time. finish: what all rows become before they are written.
+    together: runs at the same time.
+    finish: what all rows become before they are written.
     """
     path = RESULTS / f"{name}.jsonl"
     rows = read_rows(path) if path.exists() else []
@@ -125,8 +126,8 @@ def rows_of_ranks(bench: str, num_ranks: int, arguments: Sequence[str] = ()) -> 
 
 @contextmanager
 def one_world(file: Path, measured: list[dict]) -> Iterator[Any]:
-    """The world of a rank that `rows_of_ranks` has started, on CPUs; what fails on one rank ends all. In the end rank 0
-    writes what was measured into the file."""
+    """Yields the world of a rank that `rows_of_ranks` has started, on CPUs; what fails on one rank ends all. In the end
+    rank 0 writes what was measured into the file."""
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -148,8 +149,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     within: Sequence[str] = ("rlhf_spmd",),
 ) -> dict:
-    """Runs the program as a user would; returns the JSON of its last line. environment: of the program instead of this
-    one's; within: the module that runs it, with its arguments. Raises if it fails."""
+    """Runs the program as a user would; returns the JSON of its last line. Raises if it fails.
+
+    environment: of the program instead of this one's.
+    within: the module that runs it, with its arguments.
+    """
     told = {"capture_output": True, "text": True, "timeout": limit_s}
     command = [*_on(num_ranks), *within, *words]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False, **told)
@@ -159,7 +163,7 @@ def run(
 
 
 def train(num_ranks: int, options: Sequence[str], *, limit_s: float = 900.0, **more: Any) -> tuple[dict, list[dict]]:
-    """The last line of a training run and its metrics rows. more: of `run`."""
+    """Trains; `more` are arguments of `run` -> the last line of the run and its metrics rows."""
     result = run(num_ranks, ["train", "--json", *options], limit_s=limit_s, **more)
     return result, read_rows(Path(result["run_dir"]) / "metrics.jsonl")
 

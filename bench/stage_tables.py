@@ -10,14 +10,13 @@ ZERO3 = "zero3"  # as a strategy of rows: flattening with ZeRO 3, and otherwise 
 
 
 def overlapped_s(row: Mapping) -> float:
-    """Seconds of an iteration in which all messages move while something computes: no implementation is faster."""
+    """Returns the seconds of an iteration whose messages all move during computation: nothing is faster."""
     return max(row["without_messages_s"], row["iteration_s"] - row["without_messages_s"])
 
 
 def by_stage(rows: Sequence[Mapping]) -> list[dict]:
-    """A row for each algorithm, model, layout and network: the rows of its strategies by name, and how many times
-    faster the planner's plan is than ZeRO 3, as forecast and as if ZeRO 3 hid all its messages; None where either does
-    not fit."""
+    """Groups rows by algorithm, model, layout and network, and by strategy. Each group says how many times faster the
+    planner's plan is than ZeRO 3, as forecast and as if ZeRO 3 hid all its messages; None where either does not fit."""
     places: dict[tuple, dict] = {}
     for row in rows:
         place = {name: row[name] for name in ("algorithm", "preset", "layout", "calibration")}
@@ -30,7 +29,7 @@ def by_stage(rows: Sequence[Mapping]) -> list[dict]:
 
 
 def limit_of(row: Mapping) -> str:
-    """What limits the training of a row."""
+    """Says what limits the training of a row."""
     return next((what for call, what in row["limits"].items() if "train" in call), "-") if "limits" in row else "-"
 
 
@@ -39,7 +38,7 @@ def _gib(row: Mapping) -> str:
 
 
 def _plan(row: Mapping) -> str:
-    """The layouts of a plan; training is on all ranks, if nothing else is said."""
+    """Returns the layouts of a plan; training is on all ranks, if nothing else is said."""
     if row["iteration_s"] is None:
         return "does not fit"
     nodes, devices = map(int, row["layout"].split("x"))

@@ -56,7 +56,7 @@ class Warm:
     def run(
         self, words: Sequence[object], ranks: int = 0, *, limit_s: float = LIMIT_S, **environment: str
     ) -> tuple[int | None, str, str]:
-        """-> status (None if it had to be stopped at the limit), standard output and standard error.
+        """Runs the program -> status (None if it had to be stopped at the limit), standard output and standard error.
 
         ranks: 0 starts it without mpiexec.
         """
@@ -70,7 +70,7 @@ class Warm:
 
 @functools.cache
 def shared() -> Warm:
-    """The one of this process, which ends with it."""
+    """Starts the one Warm of this process, which ends with it."""
     warm = Warm()
     atexit.register(warm.close)
     return warm
@@ -123,7 +123,7 @@ def serve(address: str) -> int:
 
 
 def _receive(connection: socket.socket) -> tuple[list[int], list]:
-    """Open descriptors, and arguments, environment, folder and umask of a tests/warm_rank.py."""
+    """Receives open descriptors, and arguments, environment, folder and umask of a tests/warm_rank.py."""
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 4)
     text, missing = b"", int.from_bytes(size, "little")
     while len(text) < missing:

@@ -35,7 +35,7 @@ LOGITS_BYTES = 8  # of a token and an entry of the vocabulary: logits, log-softm
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A configuration that fits. generated, trained: rows of a device at once; peak_bytes: of the fullest moment."""
+    """A configuration that fits, the rows that a device generates and trains at once, and its bytes at the peak."""
 
     plan: Plan
     workload: Workload
@@ -50,7 +50,7 @@ class Setup:
 
 
 def recomputing(workload: Workload) -> Workload:
-    """The PPO workload with a pass of the actor for old logprobs."""
+    """Returns the PPO workload with a pass of the actor for old logprobs."""
     ppo = load_algorithm("ppo")
     return replace(workload, workflow=ppo.workflow(ppo.options(epochs=workload.epochs, old_logprobs="recompute")))
 
@@ -58,7 +58,7 @@ def recomputing(workload: Workload) -> Workload:
 def fastest_baseline(
     name: str, workload: Workload, cluster: Cluster, calibration: Calibration
 ) -> tuple[Forecast, Setup]:
-    """One iteration of a baseline in its fastest configuration. Raises UserError if none fits."""
+    """Forecasts an iteration of a baseline in its fastest configuration. Raises UserError if none fits."""
     tried = setups(name, recomputing(workload), cluster)
     found = [(baseline_forecast(setup, cluster, calibration), setup) for setup in tried]
     if not found:
@@ -67,7 +67,7 @@ def fastest_baseline(
 
 
 def setups(name: str, workload: Workload, cluster: Cluster) -> Iterator[Setup]:
-    """The configurations of a baseline that fit."""
+    """Yields the configurations of a baseline that fit."""
     per_token = name == PER_TOKEN
     generate = workload.workflow.generate_calls[0].name
     for plan in deepspeed_chat(workload, cluster):
@@ -92,8 +92,8 @@ def setups(name: str, workload: Workload, cluster: Cluster) -> Iterator[Setup]:
 
 
 def rows_at_once(program: Program, tp: int, *, per_token: bool) -> tuple[int, int, int]:
-    """The most rows that a device can generate, and train, at once, and the bytes that it then needs. program:
-    generation has the layout of training, so that no copy is held; tp: of gathered weights."""
+    """Returns the most rows that a device can generate and train at once, and the bytes that it then needs. Generation
+    has the layout of training, so that no copy is held; `tp` is that of gathered weights."""
     workload, cluster = program.workload, program.cluster
     limit = min(cluster.device_bytes(rank) for rank in cluster.ranks) * USABLE
     held = sum(static_bytes(program, 0).values())
@@ -111,7 +111,7 @@ def rows_at_once(program: Program, tp: int, *, per_token: bool) -> tuple[int, in
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The most rows that fit: all of them, else a power of two; 0: not even one."""
+    """Returns the most rows that fit: all of them, else a power of two; 0 if not even one fits."""
     powers = (2**power for power in reversed(range(limit.bit_length())))
     return next((rows for rows in (limit, *powers) if fits(rows)), 0)
 
@@ -120,8 +120,7 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def generation_bytes(program: Program, tp: int, rows: int, *, per_token: bool) -> int:
-    """Bytes beside what is held: the cache of rows, and gathered weights, which are all / tp, or one layer for each
-    token."""
+    """Counts the bytes of the rows' cache and of gathered weights: all / tp or, for each token, one layer."""
     workload, (call, *_) = program.workload, program.workload.workflow.generate_calls
     layout, shape = program.placement.layouts[call.name], workload.models[call.model]
     weights = workload.param_bytes * shape.num_params
@@ -130,7 +129,7 @@ def generation_bytes(program: Program, tp: int, rows: int, *, per_token: bool) -
 
 
 def training_bytes(program: Program, rows: int) -> int:
-    """Bytes of the activations of rows, the inputs of layers and all logits, and of reduced gradients."""
+    """Counts the bytes of the rows' activations, of the inputs of layers, of all logits and of reduced gradients."""
     workload, most = program.workload, 0
     for call in workload.workflow.placed_calls:
         if not isinstance(call, Train):
@@ -149,14 +148,14 @@ def training_bytes(program: Program, rows: int) -> int:
 
 
 def baseline_forecast(setup: Setup, cluster: Cluster, calibration: Calibration) -> Forecast:
-    """One iteration of a configuration."""
+    """Forecasts an iteration of a configuration."""
     program = compile_program(setup.workload, setup.plan.placement, cluster)
 
     return simulated(program, setup.plan, calibration, partial(gathers_s, setup, program))
 
 
 def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) -> float:
-    """Seconds of gathers beyond one for a call (num_gathers for a step), and of reducing gradients beyond once.
+    """Returns the seconds of gathers beyond one for a call (num_gathers for a step), and of reducing gradients again.
 
     Without the hybrid engine: response tokens x batches x (bytes of all weights / link). With it: once for each batch.
     Each pass gathers anew, and each backward pass of ZeRO 3 scatters its gradients.
@@ -181,7 +180,7 @@ def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) 
 
 
 def _home(program: Program, model: str) -> Layout:
-    """Where the weights of a model are spread: the layout of its training, or of its one call."""
+    """Returns the layout in which the weights of a model are spread: that of its training, or of its one call."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
     train = workflow.train_call(model)
     names = [train.name] if train else [call.name for call in workflow.placed_calls if call.model == model]

@@ -19,7 +19,7 @@ Claims = dict[str, list[str] | None]  # name -> the cases in which it does not c
 
 
 def place_of(row: Mapping) -> tuple:
-    """The values of PLACE; None for what a row does not have."""
+    """Returns the values of PLACE; None for what a row does not have."""
     return tuple(row.get(name) for name in PLACE)
 
 
@@ -30,14 +30,14 @@ def rate(rows: Sequence[Mapping], place: tuple, strategies: Sequence[str]) -> fl
 
 
 def exceptions(pairs: Mapping[str, tuple[float, float]]) -> list[str] | None:
-    """The cases whose first rate is not above the second one; None where there is nothing to compare."""
+    """Lists the cases whose first rate is not above the second one; None where there is nothing to compare."""
     if not pairs:
         return None
     return [f"{where}: {first:.3g} against {second:.3g}" for where, (first, second) in pairs.items() if first <= second]
 
 
 def faster(rows: Sequence[Mapping], first: Sequence[str], second: Sequence[str], near: float = 1.0) -> list[str] | None:
-    """The places in which the best of the first strategies, times `near`, is not ahead of the best of the others."""
+    """Lists the places in which the best of `first`, times `near`, is not ahead of the best of `second`."""
     pairs = {}
     for place in dict.fromkeys(map(place_of, rows)):
         rates = near * rate(rows, place, first), rate(rows, place, second)
@@ -47,14 +47,13 @@ def faster(rows: Sequence[Mapping], first: Sequence[str], second: Sequence[str],
 
 
 def planner_first(rows: Sequence[Mapping]) -> Claims:
-    """In every place the planner's plan is as fast as the best strategy, up to the tolerance NEAR."""
+    """Checks that in every place the planner's plan is as fast as the best strategy, up to the tolerance NEAR."""
     planned = {place_of(row) for row in rows if row["strategy"] == "planner"}
     return {"planner_first": faster([row for row in rows if place_of(row) in planned], ["planner"], SHIPPED, NEAR)}
 
 
 def orders(rows: Sequence[Mapping]) -> Claims:
-    """The order of strategies that APP reports (arXiv 2312.11819), how little their messages add, and that the planner
-    is behind nothing."""
+    """Checks APP's order of strategies (arXiv 2312.11819), how little their messages add, and the planner's lead."""
     small, one_node = ([row for row in rows if row["layout"] in layouts] for layouts in (SMALL, SMALL[:1]))
     large = [row for row in rows if row["layout"] in LARGE and row["preset"] in LARGE_MODELS]
     return {
@@ -68,14 +67,14 @@ def orders(rows: Sequence[Mapping]) -> Claims:
 
 
 def late(rows: Sequence[Mapping], strategies: Sequence[str], seconds: str, share: float) -> list[str] | None:
-    """Where messages of some strategies add a share of an iteration or more."""
+    """Lists the cases in which messages of some strategies add a share of an iteration or more."""
     fit = [row for row in rows if row["strategy"] in strategies and row["samples_per_s"]]
     found = [row for row in fit if row[seconds] >= share * row["iteration_s"]]
     return [f"{row['preset']} {row['layout']} {row['strategy']}" for row in found] if fit else None
 
 
 def frozen_halved(rows: Sequence[Mapping]) -> Claims:
-    """Interleaving halves the replicas of reference and reward model; under ZeRO 3 they take what they took."""
+    """Checks that interleaving halves the replicas of frozen models; under ZeRO 3 they take what they took."""
     found: dict[str, list[str]] = {"replicas_halved": [], "shards_unchanged": [], "shadows_cost": []}
     for row in rows:
         alike = [other for other in rows if other["preset"] == row["preset"] and other["options"] == row["options"]]
@@ -92,8 +91,8 @@ def frozen_halved(rows: Sequence[Mapping]) -> Claims:
 
 
 def eleven_times(rows: Sequence[Mapping]) -> Claims:
-    """APP's "up to 11 times" (arXiv 2312.11819): per network and baseline, whether the planner's plan is anywhere so
-    much faster; an exception names the largest factor."""
+    """Checks APP's "up to 11 times" (arXiv 2312.11819) for each network and baseline: is the planner's plan anywhere so
+    much faster? An exception names the largest factor."""
     found: Claims = {}
     for base, calibration in product(AGAINST, dict.fromkeys(row["calibration"] for row in rows)):
         alike = times_faster([row for row in rows if row["calibration"] == calibration])
@@ -104,14 +103,14 @@ def eleven_times(rows: Sequence[Mapping]) -> Claims:
 
 
 def ahead_of_zero3(rows: Sequence[Mapping]) -> Claims:
-    """On every network, the planner's plan is nowhere slower than the best strategy or ZeRO 3."""
+    """Checks that on no network the planner's plan is slower than the best strategy or ZeRO 3."""
     factors = {" ".join(filter(None, place_of(place))): place["factor"] for place in by_stage(rows)}
     pairs = {where: (factor, 1 / NEAR) for where, factor in factors.items() if factor}
     return planner_first(rows) | {"planner_ahead_of_zero3": exceptions(pairs)}
 
 
 def ahead_gains(rows: Sequence[Mapping]) -> Claims:
-    """One iteration ahead, separation is faster than the fastest plan without, and than flattening."""
+    """Checks that separation one iteration ahead is faster than flattening and than the fastest plan without it."""
     found: Claims = {}
     for base in ("planner", "flattening"):
         gains = {f"{one['preset']} {one['layout']} {one['words']}": one[f"gain_{base}"] for one in joined_ahead(rows)}

@@ -80,28 +80,28 @@ class Derived:
 
 
 def product_s(gpu: GPU, flops: float) -> float:
-    """Seconds of large matrix products."""
+    """Returns the seconds of large matrix products."""
     return flops / (gpu.matrix_share * gpu.matrix_flops)
 
 
 def attention_s(gpu: GPU, flops: float) -> float:
-    """Seconds of flash attention."""
+    """Returns the seconds of flash attention."""
     return flops / (gpu.attention_share * gpu.matrix_flops)
 
 
 def memory_s(gpu: GPU, num_bytes: float) -> float:
-    """Seconds of reading and writing device memory."""
+    """Returns the seconds of reading and writing device memory."""
     return num_bytes / (MEMORY_SHARE * gpu.memory_bytes)
 
 
 def attention_flops(shape: ModelShape, tokens: float, length: float) -> float:
-    """FLOPs of causal attention in all layers, forward; a token attends to half of a sequence."""
+    """Counts the FLOPs of causal attention in all layers, forward; a token attends to half of a sequence."""
     return shape.num_layers * (layer_flops(shape, tokens, length / 2) - layer_flops(shape, tokens, 0))
 
 
 def moved_when_training(shape: ModelShape) -> tuple[int, int]:
-    """Numbers that the kernels between the products move for a token and layer, where nothing but norms is fused:
-    forward, and backward, which also adds up gradients of inputs that several products read."""
+    """Counts the numbers that the kernels between the products move for a token and layer, forward and backward. Only
+    norms are fused; backward also adds up the gradients of inputs that several products read."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     h, i, rope = shape.hidden_size, shape.intermediate_size, ROPE * (q + kv)
     return 2 * 2 * h + 2 * 3 * h + rope + 5 * i, 2 * 3 * h + 5 * 3 * h + rope + 9 * i
@@ -111,7 +111,7 @@ def moved_when_training(shape: ModelShape) -> tuple[int, int]:
 
 
 def decode(gpu: GPU, shape: ModelShape, rows: int, context: int) -> Derived:
-    """One token for each of some rows of so many tokens, from a CUDA graph."""
+    """Computes the time of one token for each of some rows of so many tokens, from a CUDA graph."""
     embedding = 0 if shape.tied else shape.vocab_size * shape.hidden_size  # of which a row per token is read
     weights_bytes = NUMBER_BYTES * (shape.num_params - embedding)
     flops = shape.num_layers * layer_flops(shape, rows, 0) + head_flops(shape, rows)
@@ -129,8 +129,8 @@ def decode(gpu: GPU, shape: ModelShape, rows: int, context: int) -> Derived:
 
 
 def train(gpu: GPU, shape: ModelShape, sequences: int, prompt: int, response: int, *, update: bool) -> Derived:
-    """One micro-batch forward and backward, without recomputation, and the sums of gradients; update: and an optimizer
-    step of all weights on this GPU."""
+    """Computes the time of a micro-batch, forward and backward, without recomputation, and of summing gradients;
+    `update` adds an optimizer step of all weights on this GPU."""
     tokens = sequences * (prompt + response)
     layers, head = shape.num_layers * layer_flops(shape, tokens, 0), head_flops(shape, sequences * response)
     attention, moved = attention_flops(shape, tokens, prompt + response), sum(moved_when_training(shape))
@@ -159,7 +159,7 @@ def sample(gpu: GPU, rows: int, vocab: int, number_bytes: int = NUMBER_BYTES) ->
 
 
 def table() -> Iterator[tuple[str, Callable[[GPU], Derived]]]:
-    """What one H100 does: (in words, its terms)."""
+    """Yields what one H100 does: (in words, its terms)."""
     yield "decode Llama 7B, 64 rows of 1,024", lambda gpu: decode(gpu, LLAMA_7B, 64, 1024)
     yield "decode Qwen2.5-7B, 64 rows of 1,024", lambda gpu: decode(gpu, QWEN2_7B, 64, 1024)
     yield "decode Qwen2.5-7B, 256 rows of 1,024", lambda gpu: decode(gpu, QWEN2_7B, 256, 1024)
@@ -169,7 +169,7 @@ def table() -> Iterator[tuple[str, Callable[[GPU], Derived]]]:
 
 
 def make_rows() -> list[dict]:
-    """The table's rows."""
+    """Returns the table's rows."""
     rows = []
     for what, work in table():
         found = work(GPUS[DEVICE])

@@ -51,7 +51,7 @@ TOLERANCE, SHARE = 0.15, 0.9  # of the measured seconds, in this share of the ca
 
 
 def write_inputs(folder: Path) -> None:
-    """Models with random weights and the embedded tokenizer, and the embedded prompts of PROMPT tokens."""
+    """Writes models with random weights and the embedded tokenizer, and the embedded prompts of PROMPT tokens."""
     from tokenizers import Tokenizer
 
     from rlhf_spmd import embedded
@@ -72,7 +72,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def config_of(algorithm: str, folder: Path) -> Config:
-    """64 responses in four mini-batches; no response ends by itself."""
+    """Returns the options of 64 responses in four mini-batches; no response ends by itself."""
     words = [f"models.actor={folder / 'actor'}", f"models.reward={folder / 'reward'}"]
     words += [f"data.prompts={folder / 'prompts.jsonl'}", f"data.max_prompt={PROMPT}", "num_samples=0"]
     words += [f"generation.{name}_new_tokens={LIMIT}" for name in ("min", "max")]
@@ -82,7 +82,7 @@ def config_of(algorithm: str, folder: Path) -> Config:
 
 
 def programs(config: Config, size: int) -> Iterator[tuple[str, Program]]:
-    """The programs of the strategies that apply to so many ranks."""
+    """Yields the programs of the strategies that apply to so many ranks."""
     for name in STRATEGIES:
         try:
             yield name, load_strategy(name).compile(make_workload(config), Cluster((Node(size),)), {})
@@ -91,19 +91,19 @@ def programs(config: Config, size: int) -> Iterator[tuple[str, Program]]:
 
 
 def length_at(share: float, lengths: LengthDistribution) -> int:
-    """The tokens of a response that this share of all responses do not exceed."""
+    """Returns the number of tokens that this share of all responses does not exceed."""
     cell = int((lengths.survival > 1.0 - share).sum()) - 1
     return max(1, min(LIMIT, math.ceil(lengths.step * (cell + 0.5))))
 
 
 def shuffled(bits: Sequence[int], lengths: LengthDistribution) -> dict[int, int]:
-    """The tokens of each row, by its first random bits: in the order of these, the quantiles of a distribution. All
-    rows together have the intended mean, but which lengths meet in an iteration, or on a rank, is random."""
+    """Deals the quantiles of a distribution to rows in the order of their first random bits -> tokens by these bits.
+    All rows together have the intended mean, but which lengths meet in an iteration, or on a rank, is random."""
     return {one: length_at((place + 0.5) / len(bits), lengths) for place, one in enumerate(sorted(bits))}
 
 
 def layer_s(context: Any, tp: int, *, trains: bool) -> float:
-    """Seconds that one of tp slices of a layer sleeps. context: of attention."""
+    """Returns the seconds that one of tp slices of a layer sleeps. context: of attention."""
     if hasattr(context, "lengths"):
         tokens, pairs = sum(context.lengths), sum(one * one for one in context.lengths) / 2
         return (TRAINED if trains else 1) * (TOKEN_S * tokens + PAIR_S * pairs) / tp
@@ -115,8 +115,8 @@ def layer_s(context: Any, tp: int, *, trains: bool) -> float:
 
 @contextmanager
 def planted() -> Iterator[dict[int, int]]:
-    """Inside, layers sleep. Yields the tokens of rows by their first random bits, which may be changed; a row that is
-    not there has as many as it is asked for."""
+    """Lets layers sleep; yields the tokens of rows by their first random bits, which the caller may change. A row that
+    is not there has as many as it is asked for."""
     from rlhf_spmd.model.transformer import Layer
     from rlhf_spmd.runtime.generation.engine import Engine
 
@@ -142,7 +142,7 @@ def planted() -> Iterator[dict[int, int]]:
 
 
 def calibrate(world: Any, config: Config) -> Calibration:
-    """The calibration of these ranks, which never compute in each other's time: elapsed seconds, all ranks at once."""
+    """Measures the calibration of these ranks in elapsed seconds, all at once; none computes in another's time."""
     from rlhf_spmd.runtime.profile.clock import Clock
     from rlhf_spmd.runtime.profile.hardware import constants, links
     from rlhf_spmd.runtime.profile.measured_sizes import Grid
@@ -162,8 +162,8 @@ def calibrate(world: Any, config: Config) -> Calibration:
 def measure(
     world: Any, config: Config, program: Program, tokens: dict[int, int]
 ) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each iteration after the warm-up, of the slowest rank, and the mean of those of each call. tokens: of
-    planted()."""
+    """Measures the slowest rank's seconds of each iteration after the warm-up, and the mean seconds of each call;
+    `tokens` are those of planted()."""
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.observe.device_clock import clock_of
     from rlhf_spmd.runtime.observe.trace import Tracer
@@ -190,7 +190,7 @@ def row_of(
     seconds: list[float],
     calls_s: dict[str, float],
 ) -> dict:
-    """The row of one case."""
+    """Returns the row of one case."""
     found = {}
     for name, lengths in (("forecast", ResponseLengths(MEAN, SIGMA)), ("of_mean", ResponseLengths(MEAN))):
         workload = dataclasses.replace(program.workload, forecast_lengths=lengths)
@@ -219,7 +219,7 @@ def row_of(
 
 
 def run_cases() -> None:
-    """The main function of each rank; rank 0 writes the rows of this number of ranks."""
+    """Runs all cases on each rank; rank 0 writes the rows of this number of ranks."""
     from rlhf_spmd.runtime.profile.profile import groups_of
     from rlhf_spmd.runtime.world.world import World
 
@@ -248,7 +248,7 @@ def run_cases() -> None:
 
 
 def of_ranks(rows: Sequence[dict], size: int, new: Sequence[dict]) -> list[dict]:
-    """Rows with the new ones of a number of ranks, by ranks."""
+    """Replaces the rows of a number of ranks by new ones, and sorts all by ranks."""
     return sorted([*(row for row in rows if row["ranks"] != size), *new], key=lambda row: row["ranks"])
 
 

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
 
 
 def workload_of(algorithm: str, words: Sequence[str], lengths: dict[str, list[int]]) -> Workload:
-    """The embedded model's iteration with measured lengths."""
+    """Returns the embedded model's iteration with measured lengths."""
     workload = make_workload(presets.load("tiny", words, algorithm=algorithm))
     return replace(workload, forecast_lengths=ResponseLengths.of(lengths["responses"], lengths["prompts"]))
 
@@ -94,14 +94,14 @@ def workload_of(algorithm: str, words: Sequence[str], lengths: dict[str, list[in
 def program_of(
     algorithm: str, words: Sequence[str], lengths: dict[str, list[int]], size: int, strategy: str
 ) -> Program:
-    """One iteration on this number of ranks. Raises UserError if the strategy does not apply."""
+    """Compiles an iteration on this number of ranks. Raises UserError if the strategy does not apply."""
     return load_strategy(strategy).compile(workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}"), {})
 
 
 def searched(
     algorithm: str, words: Sequence[str], lengths: dict[str, list[int]], size: int, calibration: Calibration, file: Path
 ) -> Program:
-    """The program of the planner's best plan, whose strategy module is written to `file`."""
+    """Returns the program of the planner's best plan, whose strategy module it writes to `file`."""
     workload, cluster = workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}")
     rows, _ = alternatives(workload, cluster, calibration, top=1)
     best = fastest([row for row in rows if row.name.startswith("plan ")], cluster)
@@ -115,7 +115,7 @@ def searched(
 def run_case(
     folder: Path, calibration: Calibration, program: Program, algorithm: str, strategy: str, words: Sequence[str]
 ) -> dict:
-    """The row of one strategy: the forecast of its program, and one run."""
+    """Runs one strategy once; returns its row, with the forecast of its program."""
     found, size = forecast(program, calibration), program.cluster.num_devices
     told = ["--runs", str(folder), "--algorithm", algorithm, "--strategy", strategy]
     result, metrics = train(size, [*told, *words])
@@ -137,7 +137,7 @@ def run_case(
 
 
 def forecast_calls_s(found: Forecast) -> dict[str, float]:
-    """Seconds of each call in an iteration on the rank that it holds longest, waiting for others in it included."""
+    """Sums the seconds of each call in an iteration, waiting included, on the rank that it holds longest."""
     total: Counter[tuple[str, int]] = Counter()
     for rank, (steps, spans) in enumerate(zip(found.program.instructions, found.times, strict=True)):
         for step, (begin_s, end_s) in zip(steps, spans, strict=True):
@@ -149,7 +149,7 @@ def forecast_calls_s(found: Forecast) -> dict[str, float]:
 def measured_calls_s(
     records: Sequence[Mapping], middle: Callable[[Iterable[float]], float] = statistics.median
 ) -> dict[str, float]:
-    """The same of a timeline: the median of its iterations, or another middle."""
+    """Returns the same of a timeline: the median of its iterations, or another middle."""
     by_iteration: dict[int, Counter] = defaultdict(Counter)
     for record in records:
         for name, category, begin_s, end_s, iteration, _ in record["spans"]:
@@ -164,8 +164,8 @@ def _largest(total: Counter) -> dict[str, float]:
 
 
 def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
-    """Tokens of every prompt and response of the measured iterations, from one rank that runs them; of given responses
-    those of the file."""
+    """Writes the tokens of every prompt and response of the measured iterations, which one rank runs; of given
+    responses, those of the file."""
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.observe.trace import Tracer

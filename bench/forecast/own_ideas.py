@@ -18,7 +18,7 @@ USUAL = {"tp": HALVES, "pp": HALVES, "inference_pp": HALVES[:3], "generation_pp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command line."""
+    """Adds the options of the command line."""
     parser.add_argument("--preset", help="instead of those of the suite")
     parser.add_argument("--layout", metavar="NxG", help="instead of those of the suite")
     text = "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages"
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_own(parsed: argparse.Namespace) -> bool:
-    """Whether the rows are not those of a suite."""
+    """Tells whether the rows are not those of a suite."""
     return bool(parsed.preset or parsed.layout or parsed.algorithm or parsed.strategy or parsed.overrides)
 
 
 def own_cases(of_suite: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, ...]:
-    """The cases of a suite, with the algorithm, on the preset and the layout that are given, and the strategies of
-    --strategy beside them in every place. Raises UserError for a strategy that does not exist, an option that it does
-    not have, and a file that cannot be written."""
+    """Returns the cases of a suite with the given algorithm, preset and layout, and in every place also the strategies
+    of --strategy. Raises UserError for a strategy that does not exist, an option that it does not have, and a file that
+    cannot be written."""
     if parsed.csv and not parsed.csv.parent.is_dir():
         raise UserError(f"{parsed.csv} can't be written: there is no such folder; name another file")
     found = list(of_suite)
@@ -61,7 +61,7 @@ def own_cases(of_suite: Sequence[Case], parsed: argparse.Namespace) -> tuple[Cas
 
 
 def _elsewhere(of_suite: Sequence[Case], preset: str | None, layout: str | None) -> list[Case]:
-    """All strategies, and the other systems of these cases, for another preset or on another layout."""
+    """Returns all strategies, and the other systems of these cases, for another preset or on another layout."""
     presets = [preset] if preset else list(dict.fromkeys(case.preset for case in of_suite))
     layouts = [layout] if layout else list(dict.fromkeys(case.layout for case in of_suite))
     kinds = TUNED | {case.strategy: {} for case in of_suite if case.strategy in BASELINES}
@@ -72,12 +72,12 @@ def _elsewhere(of_suite: Sequence[Case], preset: str | None, layout: str | None)
 
 
 def own_grid(strategy: Strategy) -> dict[str, tuple]:
-    """What is searched over for a strategy of one's own: those of its options that have usual names."""
+    """Returns the grid of a strategy of one's own: those of its options that have usual names."""
     return {name: USUAL[name] for name in strategy.parameters if name in USUAL}
 
 
 def workload_words(overrides: Iterable[str]) -> list[str]:
-    """The overrides that are not for strategies."""
+    """Returns the overrides that are not for strategies."""
     return [word for word in overrides if not word.startswith(OF_STRATEGY)]
 
 

@@ -62,7 +62,7 @@ MOST_SIMULATED = 256  # devices: of 1,024 each program takes ten seconds, and th
 
 
 def timed(work: Callable) -> tuple[float, object]:
-    """Processor seconds, and the result."""
+    """Calls `work` -> processor seconds, and the result."""
     began = time.process_time()
     found = work()
     return time.process_time() - began, found
@@ -72,7 +72,7 @@ def timed(work: Callable) -> tuple[float, object]:
 
 
 def program_row(strategy: str) -> dict:
-    """Seconds of a program from its layouts to its forecast."""
+    """Measures the seconds of a program from its layouts to its forecast."""
     workload = make_workload(presets.load(PRESET, WORDS))
     cluster, calibration = Cluster.parse(RANKS, DEVICE), load_calibration(DEVICE)
     placement = load_strategy(strategy).place(workload, cluster, **STRATEGIES[strategy])
@@ -86,7 +86,7 @@ def program_row(strategy: str) -> dict:
 
 
 def search_row(layout: str) -> dict:
-    """Processor seconds of a search, and seconds of simulating what it found."""
+    """Measures the processor seconds of a search, and of simulating what it found."""
     words = WORDS if layout == RANKS else ()
     workload = make_workload(presets.load(PRESET, words))
     cluster, calibration = Cluster.parse(layout, DEVICE), load_calibration(DEVICE)
@@ -97,7 +97,7 @@ def search_row(layout: str) -> dict:
 
 
 def promised() -> bool:
-    """Programs and searches of which a time is promised: are they within it?"""
+    """Checks that the programs and searches of which a time is promised are within it."""
     cases = [partial(program_row, name) for name in STRATEGIES] + [partial(search_row, name) for name in SEARCH_S]
     rows = [{"bench": "plan-speed"} | case() for case in cases]
     print(text_table("plan_speed", rows), flush=True)
@@ -109,7 +109,7 @@ def promised() -> bool:
 
 
 def setting(layout: str) -> tuple[Workload, Cluster]:
-    """The workload and the devices of a row."""
+    """Returns the workload and the devices of a row."""
     cluster = Cluster.parse(layout, DEVICE)
     rows = max(ROWS, ROWS_OF_DEVICE * cluster.num_devices)
     words = (f"rollout_batch={rows}", f"mini_batch={rows // MINI_BATCHES}")
@@ -119,7 +119,7 @@ def setting(layout: str) -> tuple[Workload, Cluster]:
 def searched(
     method: str, workload: Workload, cluster: Cluster, calibration: Calibration
 ) -> tuple[Space, Best, float | None]:
-    """A space, the best choices of a method, and the gap, None if the method proves nothing."""
+    """Returns a space, the best choices of a method, and the gap; None if the method proves nothing."""
     best = Best(KEEP)
     if method != APP:
         space = Space.of(CallModel(Cost(calibration, workload, cluster)))
@@ -132,7 +132,7 @@ def searched(
 
 
 def method_row(method: str, layout: str) -> dict:
-    """One method on one layout."""
+    """Measures one method on one layout."""
     (workload, cluster), calibration = setting(layout), load_calibration(DEVICE)
     clock_s = time.perf_counter()
     processor_s, (space, best, gap) = timed(lambda: searched(method, workload, cluster, calibration))
@@ -147,8 +147,8 @@ def method_row(method: str, layout: str) -> dict:
 
 
 def with_distances(rows: Sequence[dict]) -> Iterator[dict]:
-    """The rows of one layout with `proved`, whether the optimum is known, and `distance`: from the optimum or, without
-    a proof, from the best choice of all methods. None where a method found nothing."""
+    """Adds to the rows of one layout `proved`, whether the optimum is known, and `distance`: from the optimum or,
+    without a proof, from the best choice of all methods; None where a method found nothing."""
     proved = next(row["gap"] for row in rows if row["method"] == EXACT) == 0.0
     least_s = min(row["call_level_s"] for row in rows if row["call_level_s"])
     for row in rows:
@@ -156,7 +156,7 @@ def with_distances(rows: Sequence[dict]) -> Iterator[dict]:
 
 
 def methods(layouts: Sequence[str]) -> bool:
-    """The methods side by side: did each find a placement wherever another one did? Rows of other layouts are kept."""
+    """Checks that each method finds a placement wherever another one does; keeps the rows of other layouts."""
     path = RESULTS / "plan_methods.jsonl"
     rows = [row for row in read_rows(path) if row["layout"] not in layouts] if path.exists() else []
     for layout in layouts:

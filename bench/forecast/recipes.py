@@ -55,7 +55,7 @@ LORA_LAYOUTS = ("1x1", "1x8", "8x8")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a recipe is for. algorithm: of ALGORITHMS. network: between nodes; one node has none."""
+    """What a recipe is for: one of ALGORITHMS, and a machine. One node has no network between nodes."""
 
     algorithm: str
     preset: str
@@ -76,7 +76,7 @@ class Place:
 
 
 def places() -> Iterator[Place]:
-    """All places; then those with the slow network: two nodes with 80 GB; last those with adapters."""
+    """Yields all places, then those with the slow network (two nodes with 80 GB), last those with adapters."""
     adapted = [name for name in ALGORITHMS if name.endswith(LORA)]
     full = [name for name in ALGORITHMS if name not in adapted]
     for algorithm, *where in product(full, MODELS, LAYOUTS, DEVICES):
@@ -88,7 +88,7 @@ def places() -> Iterator[Place]:
 
 
 def row_of(place: Place) -> dict:
-    """The row of a place: its recipe, and what each strategy would take."""
+    """Returns the row of a place: its recipe, and the seconds of each strategy."""
     config = load(place.preset, ALGORITHMS[place.algorithm], algorithm=place.page)
     workload, (cluster, calibration) = make_workload(config), machine(place.case)
     cluster = with_reserve(cluster, config.reserve, calibration)
@@ -121,7 +121,7 @@ def row_of(place: Place) -> dict:
 
 
 def grid(strategy: str, num_devices: int) -> dict[str, tuple]:
-    """What is searched over: option -> values."""
+    """Returns the options that are searched over: option -> values."""
     searched = grid_of(strategy, num_devices)
     if "training_tp" not in searched:
         return searched
@@ -132,14 +132,14 @@ def grid(strategy: str, num_devices: int) -> dict[str, tuple]:
 
 
 def recipe(seconds: Mapping[str, float]) -> str | None:
-    """The first strategy that is within NEAR of the fastest; None if there is none."""
+    """Returns the first strategy that is within NEAR of the fastest; None if there is none."""
     most_s = NEAR * min(seconds.values(), default=0.0)
     return next((name for name in STRATEGIES if seconds.get(name, float("inf")) <= most_s), None)
 
 
 def _about(strategy: str, tuned: Tuned) -> dict:
-    """Seconds, bytes of the fullest device and options of a strategy, or why it cannot run. options: as arguments;
-    zero, tp, micro_batch: as numbers, tp of training and of generation."""
+    """Describes a strategy: seconds, bytes of the fullest device and options, or why it cannot run. Options are
+    arguments; beside them zero, micro_batch, and tp of training and of generation are numbers."""
     if tuned.program is None or tuned.forecast is None:
         return {"why_not": tuned.why}
     layouts = tuned.program.placement.layouts
@@ -155,7 +155,7 @@ def _about(strategy: str, tuned: Tuned) -> dict:
 
 
 def arguments(strategy: str, options: Mapping[str, Any]) -> str:
-    """Options of a strategy that differ from their defaults, as arguments of the program."""
+    """Formats the options of a strategy that differ from their defaults as arguments of the program."""
     known = load_strategy(strategy).parameters
     given = {name: value for name, value in options.items() if value != known[name].default}
     texts = {name: ",".join(value) if isinstance(value, tuple) else str(value).lower() for name, value in given.items()}

@@ -4,7 +4,8 @@ Each strategy has the best of its options (bench/forecast/tuning.py). --suite as
 (bench/forecast/suites.py); --strategy, --preset, --layout and options are for one's own ideas
 (bench/forecast/own_ideas.py).
 
-Cost: the whole scan takes ten minutes on one core, --quick one. Command: python -m bench scan [--quick | --suite NAME]
+Cost: the whole scan takes ten minutes on one core; --quick takes one. Commands:
+python -m bench scan [--quick | --suite NAME]
 python -m bench scan --algorithm sft|reward_model|dpo
 python -m bench scan --strategy mine.py --preset llama-13b --layout 2x8 --csv mine.csv
 """
@@ -55,7 +56,7 @@ LIMITS = {"products": "compute", "messages": "network"}  # of limits(), as rows 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a strategy comes to in one case. program, seen: None where nothing fits, and `why` says what is too much."""
+    """What a strategy comes to in a case; program and seen are None where nothing fits, which `why` explains."""
 
     options: Mapping[str, Any]
     program: Program | None
@@ -68,14 +69,14 @@ class Found:
 
 
 def machine(case: Case) -> tuple[Cluster, Calibration]:
-    """The cluster of a case and its constants."""
+    """Returns the cluster of a case and its constants."""
     calibration = load_calibration(case.calibration)
     (device,) = calibration.devices
     return Cluster.parse(case.layout, device), calibration
 
 
 def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
-    """The forecast of a case."""
+    """Forecasts a case."""
     try:
         if case.strategy == "planner":
             return planned(workload, cluster, calibration, **case.options)
@@ -97,7 +98,7 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
 
 
 def planned(workload: Workload, cluster: Cluster, calibration: Calibration, **how: Any) -> Found:
-    """The planner's first plan; its options are the layouts of the calls. how: arguments of search()."""
+    """Finds the planner's first plan with these arguments of search(); its options are the layouts of the calls."""
     found = search(workload, cluster, calibration, **{"budget": LONG_BUDGET} | how)
     plan = found.plans[0]
     options: dict[str, Any] = {"plan": plan.name, "stream": plan.placement.stream}
@@ -111,7 +112,7 @@ def planned(workload: Workload, cluster: Cluster, calibration: Calibration, **ho
 
 
 def row_of(case: Case, found: Found, workload: Workload, calibration: Calibration) -> dict:
-    """A row: case, seconds and bytes. Sizes are of the fullest device."""
+    """Makes a row: case, seconds and bytes. Sizes are of the fullest device."""
     row = {
         "bench": "scan",
         "algorithm": case.algorithm,
@@ -139,7 +140,7 @@ def row_of(case: Case, found: Found, workload: Workload, calibration: Calibratio
 
 
 def phase_s(forecast: Forecast) -> dict[str, float]:
-    """Seconds during which some rank generates, infers or trains. Phases that overlap sum to more than an iteration."""
+    """Returns the seconds in which some rank generates, infers or trains; these phases may overlap."""
     workflow = forecast.program.workload.workflow
     spans: dict[str, list[tuple[float, float]]] = {phase: [] for phase in PHASES.values()}
     for _, step, begin_s, end_s in runs(forecast):
@@ -148,7 +149,7 @@ def phase_s(forecast: Forecast) -> dict[str, float]:
 
 
 def _union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one span covers."""
+    """Sums the seconds that at least one span covers."""
     total_s, until_s = 0.0, -inf
     for begin_s, end_s in sorted(spans):
         total_s += max(0.0, end_s - max(begin_s, until_s))
@@ -157,7 +158,7 @@ def _union_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def sizes(program: Program) -> dict[str, int]:
-    """Bytes of the fullest device: its peak, frozen replicas, shadow copies; bytes that an iteration moves."""
+    """Counts the bytes of the fullest device (peak, frozen replicas, shadows), and those that an iteration moves."""
     ranks = program.cluster.ranks
     return {
         "peak_bytes": max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in ranks),
@@ -169,7 +170,7 @@ def sizes(program: Program) -> dict[str, int]:
 
 
 def copy_bytes(program: Program, rank: int, models: Sequence[str]) -> int:
-    """Bytes of the weights of frozen copies on a rank."""
+    """Counts the bytes of the weights of frozen copies on a rank."""
     total, layouts = 0, program.placement.layouts
     for (model, shard), calls in program.copies(rank).items():
         layout, shape = layouts[calls[0]], program.workload.models[model]
@@ -180,7 +181,7 @@ def copy_bytes(program: Program, rank: int, models: Sequence[str]) -> int:
 
 
 def device_s(seen: Forecast) -> dict[str, float]:
-    """Seconds of an iteration in each phase, and the rest, in which devices wait: means over devices."""
+    """Averages the seconds of an iteration over devices, by phase; the rest is the time in which devices wait."""
     workflow, num = seen.program.workload.workflow, seen.program.cluster.num_devices
     found = dict.fromkeys(PHASES.values(), 0.0)
     for _, step, begin_s, end_s in runs(seen):
@@ -189,8 +190,8 @@ def device_s(seen: Forecast) -> dict[str, float]:
 
 
 def of_step(seen: Forecast, calibration: Calibration) -> dict[str, Any]:
-    """Of a stage that generates nothing: seconds of a step, tokens per second of a device, what limits each call, and
-    seconds of an iteration in which messages take no time."""
+    """Describes a stage that generates nothing: seconds of a step, tokens per second of a device, what limits each
+    call, and seconds of an iteration in which messages take no time."""
     workload, program = seen.program.workload, seen.program
     sequences = workload.num_sequences * max(call.num_sequences for call in workload.workflow.placed_calls)
     tokens = sequences * (workload.max_prompt + workload.max_response)
@@ -204,7 +205,7 @@ def of_step(seen: Forecast, calibration: Calibration) -> dict[str, Any]:
 
 
 def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[str, float]:
-    """By how much an iteration is shorter where data keys, or new weights, move in no time."""
+    """Measures by how much an iteration is shorter where data keys, or new weights, move in no time."""
     times, found = times_of(program, calibration), {}
     for kind, weights in (("data", False), ("sync", True)):
         of_kind = (transfer for transfer in program.transfers if (transfer.model is not None) == weights)
@@ -219,7 +220,7 @@ def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[
 
 
 def with_speed_up(rows: Iterable[dict]) -> list[dict]:
-    """The rows with `speed_up`: over flattening in the same place; None where either does not fit."""
+    """Adds `speed_up` over flattening in the same place to the rows; None where either does not fit."""
     rows = list(rows)
     flat = {place_of(row): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
     for row in rows:
@@ -232,7 +233,7 @@ def with_speed_up(rows: Iterable[dict]) -> list[dict]:
 
 
 def run_suite(cases: Sequence[Case], overrides: Sequence[str] = (), decoded: Sequence[int] = ()) -> list[dict]:
-    """The rows of all cases, in order. overrides: options of each; decoded: as in Suite."""
+    """Returns the rows of all cases, in order. overrides: options of each; decoded: as in Suite."""
     rows = []
     with tqdm(cases, unit="case", leave=False) as bar:
         for case in bar:
@@ -244,7 +245,7 @@ def run_suite(cases: Sequence[Case], overrides: Sequence[str] = (), decoded: Seq
 
 
 def run_case(case: Case, overrides: Sequence[str]) -> dict:
-    """The row of a case with some options."""
+    """Returns the row of a case with some options."""
     config = load(case.preset, overrides, algorithm=case.algorithm)
     workload, (cluster, calibration) = make_workload(config), machine(case)
     cluster = with_reserve(cluster, config.reserve, calibration)

@@ -24,7 +24,7 @@ APART = ("reference", "reward")  # the pair of models that interleaving puts on 
 
 
 def reals_space(workload: Workload) -> Allowed:
-    """The layouts that ReaL's search considers for the calls of a workload."""
+    """Limits the layouts of a workload's calls to those that ReaL's search considers."""
 
     def allowed(call: Call, layout: Layout, cluster: Cluster) -> bool:
         size, width = len(layout.ranks), layout.dp * layout.tp
@@ -63,7 +63,7 @@ class Part:
     place: Callable[[Call, int, int], bool]
 
     def space(self, workload: Workload, cluster: Cluster, calibration: Calibration) -> Space | None:
-        """The search space of the placement; None if some call has no layout in it."""
+        """Returns the search space of the placement; None if some call has no layout in it."""
         whole = Space.of(CallModel(Cost(calibration, workload, cluster), self.allowed))
         here = tuple(
             tuple(one for one in of if self.place(call, one.first, one.stop))
@@ -73,7 +73,7 @@ class Part:
 
 
 def apps_parts(cluster: Cluster) -> Iterator[Part]:
-    """APP's placements: flattening, and interleaving and separation by ratio in eighths of the ranks."""
+    """Yields APP's placements: flattening, and interleaving and separation by ratio in eighths of the ranks."""
     size = cluster.num_devices
     shares = [size * eighth // EIGHTHS for eighth in range(1, EIGHTHS) if size * eighth % EIGHTHS == 0]
     yield Part("flattening", data_parallel, lambda call, first, stop: (first, stop) == (0, size))
@@ -84,19 +84,19 @@ def apps_parts(cluster: Cluster) -> Iterator[Part]:
 
 
 def data_parallel(call: Call, layout: Layout, cluster: Cluster) -> bool:
-    """Flattening and interleaving: any ZeRO stage; only generation may be in slices (Hybrid Engine)."""
+    """Accepts layouts of flattening and interleaving: any ZeRO stage; only generation in slices (Hybrid Engine)."""
     return layout.pp == 1 and (layout.tp == 1 or isinstance(call, Generate)) and not layout.offload
 
 
 def megatron(call: Call, layout: Layout, cluster: Cluster) -> bool:
-    """Separation: training in slices and stages, all else in slices."""
+    """Accepts layouts of separation: training in slices and stages, all else in slices."""
     if isinstance(call, Train):
         return layout.zero <= 1
     return layout.pp == 1 and layout.zero == 0 and not layout.offload
 
 
 def interleaved(share: int, size: int) -> Callable[[Call, int, int], bool]:
-    """The reference is on the first `share` ranks, the reward model on the others, all else on all ranks."""
+    """Places the reference on the first `share` ranks, the reward model on the others, all else on all ranks."""
 
     def place(call: Call, first: int, stop: int) -> bool:
         spans = {APART[0]: (0, share), APART[1]: (share, size)}
@@ -106,8 +106,7 @@ def interleaved(share: int, size: int) -> Callable[[Call, int, int], bool]:
 
 
 def separated(share: int) -> Callable[[Call, int, int], bool]:
-    """Training is on the first `share` ranks or on a part of them, all else on the others; any call may have ranks of
-    its own there."""
+    """Places training on the first `share` ranks or a part of them, and all else on the others or a part of them."""
 
     def place(call: Call, first: int, stop: int) -> bool:
         return stop <= share if isinstance(call, Train) else first >= share

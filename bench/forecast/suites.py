@@ -37,8 +37,11 @@ class Case:
     """One forecast.
 
     options: of the strategy; a value that is a tuple is searched over, and so is what grid_of() says of the others.
-    exact: these options and no others, whether they fit or not. algorithm: name of a page. calibration: of the devices,
-    perhaps with a network. overrides: options of the run. called: the strategy in rows, if not by its name.
+    exact: these options and no others, whether they fit or not.
+    algorithm: name of a page.
+    calibration: of the devices, perhaps with a network.
+    overrides: options of the run.
+    called: the strategy in rows, if not by its name.
     """
 
     preset: str
@@ -54,8 +57,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """claims(rows): what comes out. promised: the claims that make `ok`. overrides: options of all cases. decoded: how
-    many sequences a copy of the actor decodes at once, of which each case has the best; (): as the preset."""
+    """Cases with options that all have, the claims that are made of their rows, and which of these make `ok`.
+
+    decoded: how many sequences a copy of the actor decodes at once, of which each case has the best; (): as the preset.
+    """
 
     title: str
     cases: tuple[Case, ...]
@@ -80,14 +85,14 @@ GRIDS: dict[str, dict[str, tuple]] = {  # strategy -> option -> values
 
 
 def grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
-    """What is searched over: option -> values. Points that a strategy refuses cost nothing."""
+    """Returns the options that are searched over: option -> values. Points that a strategy refuses cost nothing."""
     if strategy != "separation":
         return dict(GRIDS[strategy])
     return {"generation_ranks": tuple(num_devices * quarters // 4 for quarters in (1, 2, 3)), **GRIDS[strategy]}
 
 
 def later_grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
-    """Options that are chosen one after another, once those of grid_of() are known."""
+    """Returns the options that are chosen one after another, once those of grid_of() are known."""
     if strategy != "separation":
         return {}
     ranks = tuple(num_devices * eighths // 8 for eighths in range(1, 8)) if num_devices >= 8 else ()
@@ -97,7 +102,7 @@ def later_grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
 def cases(
     presets: Sequence[str], layouts: Sequence[str], options: Mapping[str, Mapping[str, Any]], **more: Any
 ) -> tuple[Case, ...]:
-    """All combinations. options: strategy -> its options; more: fields of every case."""
+    """Combines models, layouts, and strategies with their options; `more` are fields of every case."""
     where = product(presets, layouts, options)
     return tuple(Case(preset, layout, name, options[name], **more) for preset, layout, name in where)
 
@@ -121,7 +126,7 @@ OF_STAGES: dict[str, dict[str, Any]] = {  # strategy of rows -> options, beside 
 
 
 def stages(algorithms: Iterable[str], presets: Sequence[str], layouts: Sequence[str]) -> tuple[Case, ...]:
-    """The stages on all combinations, and the first one of several nodes also on a slow network."""
+    """Combines stages, models and layouts, the first layout of several nodes also with a slow network."""
     found = []
     for algorithm, preset, layout in product(algorithms, presets, layouts):
         prompt, response = STAGES[algorithm]

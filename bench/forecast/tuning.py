@@ -30,7 +30,7 @@ MOST_FORECASTS = 30  # of one grid; bounds are so near that a dozen usually sett
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The best point of a grid, or why there is none. num_fit: points that fit; num_forecasts: that were simulated."""
+    """The best point of a grid, or why there is none, and how many points there are, fit, and were simulated."""
 
     options: Mapping[str, Any]
     program: Program | None
@@ -52,11 +52,11 @@ class _Known:
     seconds_of: dict[tuple, float]
 
     def without_instructions(self, placement: Placement) -> Program:
-        """A program that has layouts but nothing to execute: enough for bytes, and for the seconds of single calls."""
+        """Returns a program with layouts but nothing to execute: enough for bytes, and for seconds of single calls."""
         return Program(self.workload, placement, self.cluster, {}, (), ((),) * self.cluster.num_devices)
 
     def excess_bytes(self, placement: Placement) -> int:
-        """The bytes that the fullest device lacks; 0: it all fits. Ranks of one stage of all calls hold the same."""
+        """Counts bytes that the fullest device lacks; 0: all fits. Ranks of one stage of all calls hold the same."""
         program, calls = self.without_instructions(placement), self.workload.workflow.placed_calls
         most = 0
         for rank in _different(placement, self.cluster):
@@ -71,8 +71,8 @@ class _Known:
         return most
 
     def least_s(self, placement: Placement) -> float:
-        """Seconds that a forecast can hardly be below: generation, inference and training, each on the rank that it
-        keeps busy longest, in one line. Where they stream, only one mini-batch of the others lies before or behind."""
+        """Bounds a forecast from below: generation, inference and training, each on its busiest rank, one after
+        another. Where they stream, only one mini-batch of the others lies before or behind."""
         busy_s: dict[str, dict[int, float]] = {"generate": {}, "infer": {}, "train": {}}
         whole_s: dict[int, float] = {}
         for call in self.workload.workflow.placed_calls:
@@ -86,8 +86,8 @@ class _Known:
         return max(*lines_s, *whole_s.values()) if number > 1 else sum(phases_s)
 
     def _call_s(self, placement: Placement, call) -> float:
-        """Seconds of a call in one iteration, on the first or the last rank of its layout: the last stage of a pipeline
-        also has the output layer, and the others wait for it."""
+        """Returns the seconds of a call in an iteration, on the first or the last rank of its layout: the last stage of
+        a pipeline also has the output layer, and the others wait for it."""
         layout, workflow = placement.layouts[call.name], self.workload.workflow
         train = workflow.train_call(call.model)
         home = placement.layouts[train.name] if train else None
@@ -110,7 +110,7 @@ class _Known:
 
 
 def _different(placement: Placement, cluster: Cluster) -> list[int]:
-    """One rank of each kind: on the same type of device, with the same stages of the same calls."""
+    """Returns one rank of each kind: on the same type of device, with the same stages of the same calls."""
     found: dict[tuple, int] = {}
     for rank in cluster.ranks:
         layouts = placement.layouts.items()
@@ -129,10 +129,11 @@ def best_options(
     *,
     most: int = MOST_FORECASTS,
 ) -> Tuned:
-    """The point of a grid (option -> values) with the shortest forecast among those that fit the devices. later:
-    options that are then chosen one after another. most: forecasts of the grid.
+    """Finds the point of a grid (option -> values) with the shortest forecast among those that fit the devices. Points
+    that place() or `validate` refuses are left out.
 
-    Points that place() or `validate` refuses are left out.
+    later: options that are then chosen one after another.
+    most: forecasts of the grid.
     """
     known = _Known(workload, cluster, calibration, {}, {})
     fitting: list[tuple[float, int, dict[str, Any]]] = []
@@ -175,7 +176,7 @@ def best_options(
 def _forecast(
     strategy: Strategy, workload: Workload, cluster: Cluster, calibration: Calibration, options: dict[str, Any]
 ) -> tuple[dict[str, Any], Program, Forecast] | None:
-    """Options with their program and its forecast; None if the strategy refuses them or they do not fit."""
+    """Forecasts a program with some options; returns None if the strategy refuses them or they do not fit."""
     try:
         program = strategy.compile(workload, cluster, options)
     except UserError:
@@ -184,7 +185,6 @@ def _forecast(
 
 
 def _why(nearest: tuple[int, dict[str, Any]] | None, refused: str) -> str:
-    """Why nothing of a grid can run."""
     if nearest is None:
         return refused
     words = " ".join(f"{name}={value}" for name, value in nearest[1].items())

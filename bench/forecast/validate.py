@@ -6,9 +6,9 @@ were not published, so for its rows the planner searches, in the space that the 
 ratio to ReaL-Heuristic for the same row is compared with the published ratio. The plan in the whole space of this
 planner stands beside it; it may be faster, because ReaL cannot run it.
 
-Five physical constants (bench/data/real_v1.json) are fitted to the rows of these two together (`python -m tools
-fit-published`), none per row or per model; those with HELD_OUT new tokens are not used for that. The other systems are
-forecast with the same constants; of them, what counts is which runs are faster than which.
+`python -m tools fit-published` fits five physical constants (bench/data/real_v1.json) to the rows of these two
+together, none per row or per model; it does not use those with HELD_OUT new tokens. The other systems are forecast with
+the same constants; of them, what counts is which runs are faster than which.
 
 Cost: five minutes, most of it the planner's. Command: python -m bench validate
 """
@@ -49,12 +49,12 @@ RATIO_CORRELATION = 0.6  # of ranks, promised of the searched plans' ratios to t
 
 
 def searched(workload: Workload, cluster: Cluster, calibration: Calibration, allowed: Allowed = anything) -> Plan:
-    """The planner's best plan in a space. Raises UserError if none fits."""
+    """Returns the planner's best plan in a space. Raises UserError if none fits."""
     return search(workload, cluster, calibration, method=METHOD, keep=5, allowed=allowed).plans[0]
 
 
 def judged(row: Mapping[str, str], calibration: Calibration, rows: Sequence[dict]) -> dict:
-    """A row with its forecast. rows: among which is that of the heuristic plan. Raises UserError if nothing fits."""
+    """Forecasts a row. rows: among which is that of the heuristic plan. Raises UserError if nothing fits."""
     workload, cluster = workload_of(row), cluster_of(row)
     found: dict[str, float | str]
     if row["system"] == SEARCHED:
@@ -75,20 +75,20 @@ def judged(row: Mapping[str, str], calibration: Calibration, rows: Sequence[dict
 
 
 def published_ratio(row: Mapping[str, str], rows: Sequence[dict]) -> float:
-    """How many times faster the searched plan of a row was than the heuristic one."""
+    """Returns how many times faster the searched plan of a row was than the heuristic one."""
     alike = (one for one in rows if one["system"] == BASE and all(one[name] == row[name] for name in SETTING))
     return float(next(alike)["sec_per_iter"]) / float(row["sec_per_iter"])
 
 
 def kind_of(row: Mapping) -> str:
-    """How the constants came to a row: fitted to it, to others of its system (held out), or to other systems."""
+    """Says how the constants came to a row: fitted to it, to others of its system (held out), or to other systems."""
     if row["system"] not in PROMISED:
         return "forecast"
     return "held out" if row["gen_len"] == HELD_OUT else "fitted"
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of ranks, equal values sharing their mean rank. None for fewer than two different values."""
+    """Returns the correlation of ranks; equal values share their mean rank. None: fewer than two different values."""
 
     def ranks(values: Sequence[float]) -> np.ndarray:
         _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -100,7 +100,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def summary(results: Sequence[dict]) -> dict:
-    """Errors by system, the correlation of all rows, and whether what the README promises holds of these rows."""
+    """Returns errors by system, the correlation of all rows, and whether the README's promises hold of these rows."""
     systems = {}
     for name in dict.fromkeys(row["system"] for row in results):
         errors = [abs(row["error"]) for row in results if row["system"] == name]

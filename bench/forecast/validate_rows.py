@@ -28,7 +28,7 @@ SEARCHED = "ReaL"  # the system whose plans were searched, and not published
 
 
 def workload_of(row: Mapping[str, str]) -> Workload:
-    """The workload that a row describes."""
+    """Returns the workload that a row describes."""
     batch, recomputes = int(row["batch"]), row["system"] != SEARCHED and SYSTEMS[row["system"]].recomputes
     shapes = {model: SHAPES[row[column]] for model, column in MODELS.items()}
     for model in ("critic", "reward"):
@@ -50,12 +50,12 @@ def workload_of(row: Mapping[str, str]) -> Workload:
 
 
 def cluster_of(row: Mapping[str, str]) -> Cluster:
-    """The devices of a row. No memory is reserved: ReaL's search has 80 GiB for a plan, and the systems' own reserves
-    stand in validate_systems.py."""
+    """Returns the devices of a row. No memory is reserved: ReaL's search has 80 GiB for a plan, and the systems' own
+    reserves stand in validate_systems.py."""
     return Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", DEVICE).reserving({DEVICE: 0.0})
 
 
 def read_rows() -> list[dict[str, str]]:
-    """The published rows that were measured."""
+    """Reads the published rows that were measured."""
     with ROWS.open(encoding="utf-8", newline="") as file:
         return [row for row in csv.DictReader(file) if row["sec_per_iter"] != "NA"]

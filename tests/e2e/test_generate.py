@@ -19,7 +19,7 @@ STATUS = 2
 
 
 def start(ranks: int, options: list[str]) -> tuple[int | None, str, str]:
-    """On so many ranks, or without a launcher (0)."""
+    """Runs `generate` on so many ranks, or without a launcher (0)."""
     return warm.shared().run(["generate", "--json", *options], ranks)
 
 

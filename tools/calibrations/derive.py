@@ -34,13 +34,13 @@ NETWORK_S = 10e-6  # of a message between nodes
 
 
 def link(gpu: GPU) -> Link:
-    """NVLink inside a node."""
+    """Returns NVLink inside a node."""
     return Link(LINK_SHARE * gpu.link_bytes, HOP_S)
 
 
 def layer_rate(gpu: GPU, shape: ModelShape, length: int = 1024) -> float:
-    """FLOP/s of a layer of training: products, attention and the kernels between them. The formulas of seconds.py have
-    one rate for all three."""
+    """Returns the FLOP/s of a layer of training: products, attention and the kernels between them. The formulas of
+    seconds.py have one rate for all three."""
     flops = layer_flops(shape, 1, length / 2)
     attention = flops - layer_flops(shape, 1, 0)
     moved = NUMBER_BYTES * sum(moved_when_training(shape))
@@ -49,7 +49,7 @@ def layer_rate(gpu: GPU, shape: ModelShape, length: int = 1024) -> float:
 
 
 def calibration(device: str) -> Calibration:
-    """The constants of a type of GPU with this engine, whose decode steps are CUDA graphs."""
+    """Returns the constants of a type of GPU with this engine, whose decode steps are CUDA graphs."""
     gpu = GPUS[device]
     constants = Device(
         matrix_flops=layer_rate(gpu, LLAMA_7B),

@@ -17,7 +17,7 @@ def function(docstring: str, head: str = "def ranks_of(self, group):", indent: s
     return f'{head}\n{indent}"""{body}"""\n'
 
 
-@pytest.mark.parametrize("folder", ["rlhf_spmd", "kernels", "strategies", "tests", "tools"])
+@pytest.mark.parametrize("folder", ["rlhf_spmd", "kernels", "strategies", "bench", "tests", "tools"])
 def test_the_docstrings_of_this_repository_keep_the_rules(folder, capsys):
     assert main([str(ROOT / folder)]) == 0, capsys.readouterr().out
 
