@@ -55,8 +55,12 @@ def test_rows_of_both_kinds_of_requests(mine, tmp_path):
 
 
 def test_the_line_of_evidence(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    rows = [{"dtype": dtype, "ratio": ratio} for dtype in ("float32", "bfloat16") for ratio in (1.2, 1.14)]
+    monkeypatch.setattr("bench.rows.RESULTS", tmp_path)
+    rows = [
+        {"dtype": dtype, "ratio": ratio, "commit": "1a2b3c4"}
+        for dtype in ("float32", "bfloat16")
+        for ratio in (1.2, 1.14)
+    ]
     (tmp_path / "against_vllm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     statement, number, *_ = evidence.against_vllm()
     assert number == "1.20 and 1.14; 1.20 and 1.14" and "in float32 and bfloat16" in statement
