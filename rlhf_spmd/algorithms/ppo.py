@@ -125,8 +125,7 @@ def read_state(values: Mapping[str, Any]) -> State:
 def after_iteration(
     state: State, options: Options, means: Mapping[str, float], weights: Mapping[str, float], num_sequences: int
 ) -> State:
-    """Returns the next state, from the global means of the iteration's sums, their weights, and its number of
-    sequences."""
+    """Returns the next state, from global means of the iteration's sums, their weights, its number of sequences."""
     if options.kl_controller == "adaptive":
         kl_coef = next_kl_coef(
             state.kl_coef, means["kl"], num_sequences, target=options.kl_target, horizon=options.kl_horizon

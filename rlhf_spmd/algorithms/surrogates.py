@@ -199,8 +199,7 @@ def value_loss(
     clip_value: float = 0.2,
     value_coef: float = 0.5,
 ) -> tuple[Tensor, Sums]:
-    """Returns value_coef * max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2) *summed* over the mask ([LM]), and log
-    sums."""
+    """Returns value_coef max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2), *summed* ([LM]), and log sums."""
     values_BG = torch.where(mask_BG, values_BG1[:, :-1], 0.0)
     old_BG = torch.where(mask_BG, old_values_BG1[:, :-1], 0.0)
     returns_BG = torch.where(mask_BG, returns_BG, 0.0)

@@ -199,8 +199,7 @@ class Program:
         return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
 
     def layout_of(self, run: Run) -> Layout:
-        """Returns the layout of a Run; a rank may run a compute once for each of several consumers, on other
-        columns."""
+        """Returns the layout of a Run; a rank may run a compute once for each consumer, on other columns."""
         return self.placement.layouts[run.consumer or run.call]
 
     def columns_of(self, run: Run, rank: int) -> range:
@@ -257,8 +256,7 @@ class Program:
         return instruction, tuple(other for other in self.together(rank, instruction) if other != rank)
 
     def held(self, rank: int) -> dict[str, tuple[range, ...]]:
-        """Returns the columns of each data key that a rank reads, makes or receives in an iteration, as `merged`
-        ranges."""
+        """Returns the columns of each data key that a rank has in an iteration, as `merged` ranges."""
         held: dict[str, set[range]] = {}
         for instruction in self.instructions[rank]:
             if isinstance(instruction, Run):
@@ -274,8 +272,7 @@ class Program:
         return tuple(c.model for c in calls if isinstance(c, Train) and rank in self.placement.layouts[c.name].ranks)
 
     def copies(self, rank: int) -> dict[tuple[str, Shard], tuple[str, ...]]:
-        """Returns the copies of weights on a rank, besides those that it trains: model and shard -> the calls that use
-        it."""
+        """Returns the copies of weights on a rank that it does not train: model and shard -> the calls that use it."""
         users: dict[tuple[str, Shard], tuple[str, ...]] = {}
         for call in self.workload.workflow.placed_calls:
             layout = self.placement.layouts[call.name]
@@ -311,8 +308,7 @@ class Program:
 
 
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """Returns the data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
-    are trained on."""
+    """Returns the data keys that a call reads on a rank: a stage before the last needs tokens and trained rows."""
     if isinstance(call, Compute) or layout.coordinates(rank)[1] == layout.pp - 1:
         return call.inputs
     needed = (*call.tokens, call.only) if isinstance(call, Train | Measure) else call.tokens

@@ -53,7 +53,7 @@ class FlatEngine:
         options: EngineOptions,
         bare: Set[str],
     ):
-        """Sets up training on flat buffers.
+        """Makes the flat buffers.
 
         model: in options.dtype, alike on all ranks of groups.data.
         bare: names of weights without weight decay.
@@ -94,8 +94,7 @@ class FlatEngine:
         return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self._weights, strict=True)]
 
     def _make_masters(self, shards: int) -> list[nn.Parameter]:
-        """Makes the tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat
-        part."""
+        """Makes what the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat part."""
         if shards == 1:
             if self._wide == self._weights[0].dtype:
                 return self._weights
@@ -160,8 +159,7 @@ class FlatEngine:
         return math.sqrt(squares.item())
 
     def _counted(self) -> Iterator[Tensor]:
-        """Yields the gradients that this rank counts for its copy of the model, in as few pieces of the buffer as
-        possible."""
+        """Yields the gradients that this rank counts for its copy of the model, in as few pieces as possible."""
         start = end = 0
         for name, p in zip(self._names, self._weights, strict=True):
             elsewhere = not is_split(name) and self._groups.tp_index > 0
@@ -247,8 +245,7 @@ def all_reduce_buckets(flat: Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def norm(flat: Tensor) -> float:
-    """Returns the L2 norm, by rows and then in float64: a single float32 sum of 10^8 squares has an error of one
-    percent."""
+    """Returns the L2 norm, by rows and then in float64: one float32 sum of 10^8 squares is wrong by a percent."""
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
     return torch.cat([rows.double(), flat[whole:].double()]).norm().item()

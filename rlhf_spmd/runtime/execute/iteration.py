@@ -6,8 +6,9 @@ named by their number in the whole matrix; only `Store` knows where they are on 
 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,11 +16,16 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.sequences import Sequences, lengths_of
+from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of
+from rlhf_spmd.plan.workflow import LossCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 
+Rows = dict[str, Tensor]  # data key -> [B, ...]
+NUMBER = "number of the row"  # in the iteration, beside the data
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
 ALL = slice(None)
 NUMBERS_AT_ONCE = 2**14  # random numbers: the generator's intermediate results stay in the processor's cache
@@ -45,6 +51,39 @@ def kept_of(rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
     drawn = [(rows[key] > 0).any(-1) for key in keys if key.endswith(ACTIONS)]
     kept = torch.stack(drawn).all(0) if drawn else None
     return None if kept is None or kept.all() else kept
+
+
+def sequences_of(call: LossCall, rows: Rows, dropout: tuple[int, float] | None = None) -> Sequences:
+    """Returns the sequences of some rows; of two responses to a prompt, all first ones come before the second. dropout:
+    of adapters, its seed and rate; the rows then have a NUMBER."""
+    prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
+    if (num := len(call.responses)) == 1:
+        made = Sequences.join(prompts_BP[0], responses_BG[0])
+    else:
+        made = Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+    if dropout is None:
+        return made
+    return replace(made, dropout=(*dropout, torch.cat([rows[NUMBER] * num + index for index in range(num)])))
+
+
+def row_lengths(call: LossCall, rows: Rows) -> list[int]:
+    """Returns the tokens of each row: of the prompt with each response that the call reads."""
+    of_each = (lengths_of(rows[call.prompts], rows[key]) for key in call.responses)
+    return [sum(one) for one in zip(*of_each, strict=True)]
+
+
+def dropout_of(seed: int, adapters: Adapters | None, model: str, number: int) -> tuple[int, float] | None:
+    """Returns the seed and the rate of the dropout in a step of a model; None without.
+
+    seed: of the run.
+    adapters: of the model.
+    model: its name.
+    number: of the step.
+    """
+    if adapters is None or not adapters.dropout:
+        return None
+    key = hashlib.sha256(f"{seed} dropout of {model} {number}".encode()).digest()[:8]
+    return int.from_bytes(key, "little"), adapters.dropout
 
 
 class Store(dict[str, Tensor]):

@@ -12,7 +12,6 @@ weights nor the optimizer's state move. Only the schedule of the learning rate c
 
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
-import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -30,18 +29,11 @@ from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, SUMS
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
+from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store, kept_of, mask_of
+from rlhf_spmd.runtime.execute.iteration import ALL, NUMBER, Iteration, Rows, Store, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.execute.page_functions import (
-    NUMBER,
-    Rows,
-    called,
-    read_loss,
-    row_lengths,
-    sequences_of,
-    stored_arguments,
-)
+from rlhf_spmd.runtime.execute.page_functions import called, read_loss, stored_arguments
 from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.observe.metric_sums import Meter
@@ -134,8 +126,8 @@ class OptimizerStep(Passes):
             given = stored_arguments(job, call, rows) | {SUMS: sums, "divisor": of_divisor[0]}
             made = called(job, call, given, "prepare")
         self.micro_batches, self.prepared = _micro_batches(job, call, run, rows, made)
-        dropout = _dropout(job, call, number)
-        self.batches = [sequences_of(call, part, dropout) for part in self.micro_batches]
+        dropout = iteration.dropout_of(job.config.seed, job.workload.shape(call.model).adapters, call.model, number)
+        self.batches = [iteration.sequences_of(call, part, dropout) for part in self.micro_batches]
 
     def within(self) -> AbstractContextManager[object]:
         """Implements `Passes.within`; an engine has its weights."""
@@ -201,7 +193,7 @@ class OptimizerStep(Passes):
                 self.meter.log(name, total, weight, job.config.algorithm.over(name))
         is_first = job.layout(call).dp_index(job.world.rank) == 0
         if job.config.mini_batch_tokens:
-            lengths = row_lengths(call, self.rows)
+            lengths = iteration.row_lengths(call, self.rows)
             self.meter.add(PLACES_USED, len(lengths) / job.workload.mini_batch, is_first)
             self.meter.add(STEP_TOKENS, sum(lengths), is_first)
         if is_first:
@@ -224,20 +216,11 @@ class OptimizerStep(Passes):
         return weight > 0 and not total / weight <= limit
 
 
-def _dropout(job: Job, call: Train, number: int) -> tuple[int, float] | None:
-    """Returns the seed and the rate of the dropout of a model's step; None without."""
-    shape = job.workload.shape(call.model)
-    if shape.adapters is None or not shape.adapters.dropout:
-        return None
-    key = hashlib.sha256(f"{job.config.seed} dropout of {call.model} {number}".encode()).digest()[:8]
-    return int.from_bytes(key, "little"), shape.adapters.dropout
-
-
 def _micro_batches(job: Job, call: Train, run: Run, rows: Rows, prepared: Rows) -> tuple[list[Rows], list[Rows]]:
     """Cuts rows and prepared arguments, into the same number of micro-batches on every rank of the layout."""
     layout = job.layout(call)
     micro_batch = job.micro_batch(layout)
-    parts = cut(row_lengths(call, rows), layout, micro_batch)
+    parts = cut(iteration.row_lengths(call, rows), layout, micro_batch)
     chunks, made = ([{key: value[part] for key, value in all_.items()} for part in parts] for all_ in (rows, prepared))
     if layout.tokens is None and not call.only and not job.config.mini_batch_tokens:
         # every rank knows the number of the rank with most rows

@@ -8,7 +8,6 @@ function, and what it should return.
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -16,42 +15,19 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.sequences import Sequences, lengths_of, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.sequences import Sequences, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.pages.functions import bound, mask_words, readout_words
 from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, MOST_LIKELY, SCORES, VALUES
 from rlhf_spmd.plan.workflow import Compute, LossCall
+from rlhf_spmd.runtime.execute.iteration import Rows
 from rlhf_spmd.runtime.execute.job import Job
 
-Rows = dict[str, Tensor]  # data key -> [B, ...]
-NUMBER = "number of the row"  # in the iteration, beside the data
 OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
     r"iteration|gen_tokens.*|response_length|ended_fraction|turns|end_.*|parity_.*|lag|lag_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
 )
-
-
-def sequences_of(call: LossCall, rows: Rows, dropout: tuple[int, float] | None = None) -> Sequences:
-    """Returns the sequences of some rows. If a call reads two responses to a prompt, all first ones come before the
-    second.
-
-    dropout: of adapters, its seed and rate; the rows then have a NUMBER.
-    """
-    prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
-    if (num := len(call.responses)) == 1:
-        made = Sequences.join(prompts_BP[0], responses_BG[0])
-    else:
-        made = Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
-    if dropout is None:
-        return made
-    return replace(made, dropout=(*dropout, torch.cat([rows[NUMBER] * num + index for index in range(num)])))
-
-
-def row_lengths(call: LossCall, rows: Rows) -> list[int]:
-    """Returns the tokens of each row: of the prompt with each response that the call reads."""
-    of_each = (lengths_of(rows[call.prompts], rows[key]) for key in call.responses)
-    return [sum(one) for one in zip(*of_each, strict=True)]
 
 
 def read_output(

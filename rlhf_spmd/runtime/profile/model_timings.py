@@ -32,9 +32,10 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
+from rlhf_spmd.runtime.execute.iteration import Rows, sequences_of
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
-from rlhf_spmd.runtime.execute.page_functions import Rows, read_output, sequences_of
+from rlhf_spmd.runtime.execute.page_functions import read_output
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.metric_sums import Meter

@@ -49,10 +49,8 @@ class Loop:
         self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Runs all iterations that are left, and what listens to each. Collective.
-
-        is_over: asked before each, on every rank alike.
-        """
+        """Runs all iterations that are left, and what listens to each. Collective. is_over: asked before each, on every
+        rank alike."""
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
             self.began_s = time.perf_counter()

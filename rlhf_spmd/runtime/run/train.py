@@ -139,14 +139,12 @@ class Running:
         asked: Asked | None,
         resumed: Resumed | None,
     ):
-        """Prepares what listens to the iterations.
+        """Prepares what listens to the iterations. Arguments that are not explained are as in `train`.
 
         known: the metrics of the run.
         aliases: names of another program for them.
         about: facts for checkpoints.
         history: the metrics of the iterations so far.
-
-        The other arguments are as in `train`.
         """
         world = job.world
         is_ahead = job.program.placement.ahead

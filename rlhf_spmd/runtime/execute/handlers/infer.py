@@ -15,9 +15,9 @@ from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of
 from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
-from rlhf_spmd.runtime.execute.iteration import Iteration, Place, kept_of, mask_of
+from rlhf_spmd.runtime.execute.iteration import Iteration, Place, Rows, kept_of, mask_of, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
-from rlhf_spmd.runtime.execute.page_functions import Rows, read_loss, read_output, row_lengths, sequences_of
+from rlhf_spmd.runtime.execute.page_functions import read_loss, read_output
 from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.generation.episodes import last_turns

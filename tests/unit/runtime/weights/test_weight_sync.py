@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
@@ -107,7 +108,11 @@ def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tie
     assert own["critic"]["score.weight"].any()
     assert all(torch.equal(own["actor"][key], one) for key, one in plain.items())
     apart = write_model(tmp_path / "copy", seed=1, num_layers=2, tie_embeddings=tied)
-    other = RunOf(load(words, *WORDS, *given[:2], f"models.critic={apart}"))
+    config = load(words, *WORDS, *given[:2], f"models.critic={apart}")
+    assert make_workload(config).bases == run.program.workload.bases  # an equal copy is the same base
+    file = apart / "model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "made": "again"})  # the same weights in another file
+    other = RunOf(config)
     assert set(other.program.workload.bases.values()) == {"actor", "critic"}
     other.iterations()
     assert other.responses == run.responses
