@@ -143,14 +143,14 @@ def bases(
     if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
         return {}
     found: dict[tuple[ModelShape, str], list[str]] = {}
-    folders: list[str] = []  # without those that hold a copy of an earlier one
+    folders: list[str] = []  # one for each base
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
             source = first
             if given := folder(role):
                 source = next((one for one in folders if same_model(one, given)), given)
-                folders.append(source)
+                folders += [source] * (source not in folders)
             found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}
