@@ -122,7 +122,6 @@ SHARED = tuple(
         "ahead_tables",
         "baseline_tables",
         "stage_tables",
-        "planner_tables",
         "recipe_tables",
         "columns",
         "tables",

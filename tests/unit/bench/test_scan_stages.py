@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.columns import JOINED
 from bench.forecast.claims import ahead_of_zero3
 from bench.forecast.measure_cpu import program_of
 from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
+from bench.recipe_tables import FAST
 from bench.rows import RESULTS
-from bench.stage_tables import DEFAULT, JOINED, ZERO3, by_stage, limit_of, overlapped_s
+from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import markdown
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -63,7 +65,7 @@ def test_gathers_over_a_slow_network_limit_zero3():
 
 
 def test_the_default_network_is_called_by_its_name():
-    assert load_calibration(f"a100-80g+{DEFAULT}").between == load_calibration("a100-80g").between
+    assert load_calibration(f"a100-80g+{FAST}").between == load_calibration("a100-80g").between
 
 
 def test_the_plan_beside_zero3():
