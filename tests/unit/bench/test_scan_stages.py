@@ -7,7 +7,6 @@ import pytest
 
 from bench.columns import JOINED
 from bench.forecast.claims import ahead_of_zero3
-from bench.forecast.measure_cpu import program_of
 from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
@@ -15,9 +14,8 @@ from bench.recipe_tables import FAST
 from bench.rows import RESULTS
 from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import markdown
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.plan.workload import SHAPES, ResponseLengths
+from rlhf_spmd.plan.workload import SHAPES
 
 CASES = SUITES["stages"].cases
 NOTHING = {"preset": None, "layout": None, "algorithm": None, "strategy": [], "csv": None, "overrides": []}
@@ -97,13 +95,3 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
     assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
     assert any("planner" in line and "plan=" in line for line in lines)
     assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
-
-
-def test_measured_iterations_are_forecast_from_the_rows_of_a_file():
-    lengths = {"prompts": [3, 5, 4], "responses": [2, 9, 4]}
-    program = program_of("dpo", ["data.prompts=rows.jsonl", "rollout_batch=64"], lengths, 4, "separation")
-    assert (program.cluster.num_devices, program.workload.rollout_batch) == (4, 64)
-    assert program.workload.forecast_lengths == ResponseLengths(5.0, rows=(2, 9, 4), prompts=(3, 5, 4))
-    assert program.workload.row_lengths == (4, 5)
-    with pytest.raises(UserError, match="nothing to separate"):
-        program_of("sft", [], lengths, 4, "separation")
