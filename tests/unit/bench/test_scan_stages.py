@@ -11,7 +11,7 @@ from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
 from bench.recipe_tables import FAST
-from bench.rows import RESULTS
+from bench.rows import ABOUT, RESULTS, read_rows
 from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import markdown
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -95,3 +95,11 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
     assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
     assert any("planner" in line and "plan=" in line for line in lines)
     assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
+
+
+def test_the_committed_rows_have_what_rows_are_made_of():
+    """They had a column `nodes` after its code had gone."""
+    made = {"forecast_lengths", *ABOUT}.union(*rows_of("sft", "planner"), *rows_of("sft", ZERO3))
+    for name in ("scan", *(name.replace("-", "_") for name in SUITES if name not in ("all", "quick"))):
+        found = set().union(*read_rows(RESULTS / f"{name}.jsonl"))
+        assert found <= made, (name, found - made)
