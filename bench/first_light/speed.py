@@ -36,8 +36,6 @@ MATRIX_SHARE = 0.40  # of the rate of bfloat16 products: a step of training
 CACHE_SHARE = 0.85  # of the free memory
 DRY_CEILINGS = {"memory_bytes_per_s": 1e10, "matrix_flops_per_s": {"float32": 1e11, "bfloat16": 1e11}}
 DRY = ModelShape(2, 32, 48, 4, 2, 8, 300)
-DRY_HF = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-DRY_HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 LLAMA_1B = ModelShape(22, 2048, 5632, 32, 4, 64, 32000)
 QWEN3_06B = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, qk_norm=True)
 LONGEST = 2048  # tokens of a sequence
@@ -90,8 +88,8 @@ def decode(light: Light) -> Found:
     from bench.speed.generate_gpu import CONTEXT, ROWS, STEP_SHARE, decode_step
 
     device = light.device
-    sizes, shape, rows, context = (DRY_HF, DRY, 3, 40) if light.dry else (peers.LLAMA_7B, LLAMA_7B, ROWS, CONTEXT)
-    theirs = peers.random_model(sizes, torch.bfloat16, device)
+    shape, rows, context = (DRY, 3, 40) if light.dry else (LLAMA_7B, ROWS, CONTEXT)
+    theirs = peers.random_model(shape, torch.bfloat16, device)
     mine = peers.same_weights(theirs, torch.bfloat16)
     ceilings = measured_ceilings(device)
     should, words = beside(light, lambda gpu: derived.decode(gpu, shape, rows, context))
@@ -171,9 +169,9 @@ def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
     from bench.speed.generate_compare import show as show_ratio
     from bench.speed.generate_gpu import LEAST, ROWS
 
-    sizes = DRY_HF if light.dry else peers.LLAMA_7B
-    theirs = peers.without_ends(peers.random_model(sizes, torch.bfloat16, light.device))
-    mine, vocab = peers.same_weights(theirs, torch.bfloat16), sizes["vocab_size"]
+    shape = DRY if light.dry else LLAMA_7B
+    theirs = peers.without_ends(peers.random_model(shape, torch.bfloat16, light.device))
+    mine, vocab = peers.same_weights(theirs, torch.bfloat16), shape.vocab_size
     works = {
         "spread": peers.spread(vocab, num=4, places=2, limit=5)
         if light.dry

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from bench.forecast.scan import machine
 from bench.forecast.suites import Case, grid_of
-from bench.forecast.tuning import Tuned, best_options
+from bench.forecast.tuning import Found, best_options
 from bench.recipe_tables import FAST, LORA
 from bench.rows import write
 from bench.tables import text_table
@@ -137,7 +137,7 @@ def recipe(seconds: Mapping[str, float]) -> str | None:
     return next((name for name in STRATEGIES if seconds.get(name, float("inf")) <= most_s), None)
 
 
-def _about(strategy: str, tuned: Tuned) -> dict:
+def _about(strategy: str, tuned: Found) -> dict:
     """Describes a strategy: seconds, bytes of the fullest device and options, or why it cannot run. Options are
     arguments; beside them zero, micro_batch, and tp of training and of generation are numbers."""
     if tuned.program is None or tuned.forecast is None:
