@@ -31,9 +31,8 @@ ORIGIN = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault.
+    """In a file `new` takes the place of `old`, which occurs once.
 
-    file: where `new` takes the place of `old`, which occurs once.
     tests: files of tests, or tests as FILE::FUNCTION.
     ranks: with which those of tests/mpi are launched.
     """
@@ -92,8 +91,9 @@ def read_faults() -> dict[str, Fault]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Returns the environment of a tree's tests: its modules come before those of an editable install."""
-    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    """Returns the environment of a tree's tests: its modules come first, and they share no process with others."""
+    own = {name: text for name, text in os.environ.items() if not name.startswith(("TEST_", "PYTEST_"))}
+    return own | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
 
 
 def copied(tree: Path) -> Path:
@@ -123,8 +123,8 @@ def main(arguments: list[str]) -> int:
     if unknown := set(names) - set(faults):
         parser.error(f"there is no fault {min(unknown)!r}; the faults are {', '.join(faults)}")
     chosen = [faults[name] for name in names]
-    if problems := [text for fault in chosen for text in fault.problems()]:
-        parser.error("\n".join(problems))
+    if problems := "\n".join(text for fault in chosen for text in fault.problems()):
+        parser.error(problems)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
         for ranks in sorted({fault.ranks for fault in chosen}):
