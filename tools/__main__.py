@@ -15,6 +15,9 @@ TOOLS = {
     "unchanged": {
         "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
     },
+    "planted": {
+        "planted": "do tests find what would make a run silently wrong? plants faults in copies of the sources",
+    },
     "calibrations": {
         "fit-published": "five constants of ReaL's runtime, fitted to its published runs, and what hangs on them",
         "derive": "the calibrations derived from data sheets and counted kernels, written anew",

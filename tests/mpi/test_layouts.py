@@ -314,15 +314,18 @@ def test_the_world_still_works(world):
 
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
-    """Runs one epoch in float64. Returns by model and parameter this rank's part of the first summed gradient."""
+    """Runs one epoch in float64. Returns by model this rank's part of the first summed gradient, by parameter,
+    and the norm of the whole."""
     settings = with_value(settings, "ppo.epochs", 1)
     monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(parity_gate.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm
 
     def noted(engine):
-        found.setdefault(id(engine), {n: g.clone() for n, g in zip(engine._names, engine._gradients, strict=True)})
-        return real(engine)
+        gradients = {n: g.clone() for n, g in zip(engine._names, engine._gradients, strict=True)}
+        norm = real(engine)
+        found.setdefault(id(engine), (gradients, norm))
+        return norm
 
     monkeypatch.setattr(flat_engine.FlatEngine, "_norm", noted)
     workload, cluster = replace(make_workload(settings), param_bytes=8), Cluster.parse(f"1x{num_ranks}")
@@ -340,7 +343,7 @@ def gradients_alone(folder, made_once):
         settings = settings_of(folder, name.removesuffix(" gradients"))
         with pytest.MonkeyPatch.context() as monkeypatch:
             found, _ = first_gradients(settings, lambda program: None, flattening.place, 1, monkeypatch)
-        save_file({f"{model}.{n}": g for model, gradients in found.items() for n, g in gradients.items()}, path)
+        save_file({f"{model}.{n}": g for model, (gradients, _) in found.items() for n, g in gradients.items()}, path)
 
     runs = made_once([f"{config} gradients" for config in CONFIGS], make)
     return {config: load_file(runs / f"{config} gradients") for config in CONFIGS}
@@ -351,7 +354,9 @@ def test_gradients_in_float64(placement, config, world, folder, gradients_alone,
     _, place = PLACEMENTS[placement]
     settings, expected = settings_of(folder, config), gradients_alone[config]
     found, run = first_gradients(settings, lambda p: with_groups(world, p, make_group), place, world.size, monkeypatch)
-    for model, gradients in found.items():
+    for model, (gradients, norm) in found.items():
+        whole = [gradient.flatten() for name, gradient in expected.items() if name.startswith(f"{model}.")]
+        assert norm == pytest.approx(torch.cat(whole).norm().item(), rel=1e-10)
         trained = run.job.models.engines[model].model
         for name, gradient in gradients.items():
             whole = expected[f"{model}.{name}"]

@@ -44,11 +44,14 @@ def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_plain_packed_and_joined_weights_give_the_same_bits(name, dtype):
     use({dtype: Choice(name)})
+    far = 16 * torch.finfo(DTYPES[dtype]).eps
     for num_out, num_in in SHAPES:
         x, weight, other, bias = tensors(DTYPES[dtype], (65, num_in), (num_out, num_in), (64, num_in), (num_out,))
         both = torch.cat((weight, other))
         for rows in (1, 2, 8, 33, 65) if LIBRARIES[name].packs else (65,):
             wanted = product(x[:rows], weight, bias)
+            exact = F.linear(x[:rows].double(), weight.double(), bias.double())
+            torch.testing.assert_close(wanted.double(), exact, atol=far, rtol=far)
             if LIBRARIES[name].packs:
                 assert torch.equal(product(x[:rows], packed(weight, 32), bias), wanted)
                 assert torch.equal(product(x[:rows], packed(both, 32))[:, :num_out], product(x[:rows], weight))

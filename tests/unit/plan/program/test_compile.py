@@ -135,8 +135,8 @@ def shadows_of(program: Program, model: str) -> set[int]:
 @given(program=programs())
 @any_program
 def test_a_shadow_gets_the_new_weights_once_and_none_travels_twice(program):
-    """Each shadow gets them once; chains begin where the model trains; who shares a node with a trainer is served from
-    there. How the load is spread is the planner's business (test_reallocate.py)."""
+    """Each shadow gets them once, after the last step; chains begin where the model trains; who shares a node with a
+    trainer is served from there. How the load is spread is the planner's business (test_reallocate.py)."""
     node = program.cluster.node_of
     for model in ("actor", "critic"):
         home = program.placement.layouts[f"{model}_train"].ranks
@@ -152,6 +152,9 @@ def test_a_shadow_gets_the_new_weights_once_and_none_travels_twice(program):
                 assert route.ranks[0] in home and not set(route.ranks[1:]) & set(home)
                 crossed = sum(node(one) != node(other) for one, other in route.hops)
                 assert crossed < len({node(rank) for rank in route.ranks})
+            for steps in (program.instructions[rank] for rank in home if rank in move.ranks):
+                runs = [i for i, step in enumerate(steps) if isinstance(step, Run) and step.call == f"{model}_train"]
+                assert runs[-1] < steps.index(Post(program.transfers.index(move)))
 
 
 @given(program=programs())

@@ -166,10 +166,11 @@ def test_a_rollout_gives_actions_rewards_and_reasons():
         (actions_BG, rewards_BG), ends = rollout.of_turns(part), rollout.ends(part)
         assert ((actions_BG > 0) <= (responses_BG >= 0)).all() and (actions_BG > 0).any(1).all()
         assert not rewards_BG[actions_BG == 0].any()
-        for rewards_G, (reason, num_turns) in zip(rewards_BG, ends, strict=True):
+        for actions_G, rewards_G, (reason, num_turns) in zip(actions_BG, rewards_BG, ends, strict=True):
             prompt, bits_G = prompts[row], bits_RG[row]
             _, turns, expected = slow_episode(model, row, prompt, bits_G)
             assert (reason, num_turns) == (expected, len(turns))
+            assert actions_G.nonzero()[:, 0].tolist() == [place for turn in turns for place in range(*turn)]
             by_turn = torch.tensor(outside.rewards(row, reason))
             places = [end - 1 for _, end in turns][: len(by_turn)]
             assert torch.equal(rewards_G[places], by_turn) and abs(rewards_G.sum() - by_turn.sum()) < 1e-4

@@ -1,0 +1,1 @@
+"""Faults that are planted on purpose, and the tests that must find them."""
