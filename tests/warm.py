@@ -4,6 +4,7 @@ Such a start is a process of its own with the exit status and the output that a 
 that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks have the
 same hash seed and their command line is not the program's; tests of signals and kills, of starts that fail and of what
 depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several ranks do so, too.
+All processes of one `python -m tests.run_all` share one such process.
 """
 
 import atexit
@@ -25,6 +26,7 @@ from pathlib import Path
 from tests.run_mpi import REPOSITORY, environment_alone, mpi_command, mpi_environment, run_limited
 
 LIMIT_S = 120.0  # for one start
+ADDRESS = "TEST_WARM"  # the environment variable with the address of the process that several of tests share
 IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
 IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
 IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
@@ -32,26 +34,45 @@ MAIN, RANK = REPOSITORY / "rlhf_spmd" / "__main__.py", REPOSITORY / "tests" / "w
 
 
 class Warm:
-    """`run(words)` is `python -m rlhf_spmd *words`."""
+    """`run(words)` is `python -m rlhf_spmd *words`.
 
-    def __init__(self) -> None:
+    address: of a process that another Warm has started; by default it starts one.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        self.process = None
+        self.address = address or self._start()
+
+    def _start(self) -> str:
         self.folder = tempfile.TemporaryDirectory(prefix="warm_")
-        self.address = str(Path(self.folder.name) / "socket")
+        address = str(Path(self.folder.name) / "socket")
         program = "import sys; from tests.warm import serve; sys.exit(serve(sys.argv[1]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, self.address],
+            [sys.executable, "-c", program, address],
             cwd=REPOSITORY,
             env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout.readline(), "it has not started"
+        return address
 
     def close(self) -> None:
-        """Ends the process."""
-        self.process.stdin.close()
-        self.process.wait(LIMIT_S)
-        self.folder.cleanup()
+        """Ends the process, if this Warm has started it."""
+        if self.process:
+            self.process.stdin.close()
+            self.process.wait(LIMIT_S)
+            self.folder.cleanup()
+
+    def command(self, ranks: int = 0) -> list[str]:
+        """Returns the words that start the program, before its own.
+
+        ranks: 0 starts it without mpiexec.
+        """
+        launcher = mpi_command(ranks) if ranks else []
+        may_fork = not ranks or launcher[1] == "-n"  # MPICH
+        program = ["-I", "-S", str(RANK), self.address] if may_fork else ["-m", "rlhf_spmd"]
+        return [*launcher, sys.executable, *program]
 
     def run(
         self, words: Sequence[object], ranks: int = 0, *, limit_s: float = LIMIT_S, **environment: str
@@ -60,18 +81,14 @@ class Warm:
 
         ranks: 0 starts it without mpiexec.
         """
-        launcher = mpi_command(ranks) if ranks else []
-        may_fork = not ranks or launcher[1] == "-n"  # MPICH
-        program = ["-I", "-S", str(RANK), self.address] if may_fork else ["-m", "rlhf_spmd"]
         surroundings = mpi_environment(**environment) if ranks else environment_alone(**environment)
-        command = [*launcher, sys.executable, *program, *map(str, words)]
-        return run_limited(command, limit_s=limit_s, environment=surroundings)
+        return run_limited([*self.command(ranks), *map(str, words)], limit_s=limit_s, environment=surroundings)
 
 
 @functools.cache
 def shared() -> Warm:
-    """Starts the one Warm of this process, which ends with it."""
-    warm = Warm()
+    """Returns the one Warm of this process, which ends with it."""
+    warm = Warm(os.environ.get(ADDRESS))
     atexit.register(warm.close)
     return warm
 
@@ -79,19 +96,19 @@ def shared() -> Warm:
 def serve(address: str) -> int:
     """Forks for each connection to the socket `address` until standard input ends; in a child it is the program, whose
     status it returns. A child whose connection ends is killed, as mpiexec kills its ranks."""
-    for name in IMPORTS:
-        importlib.import_module(name)
-    from rlhf_spmd.__main__ import main
-
-    gc.collect()
-    gc.freeze()
     connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(address)
         listener.listen(64)
+        print(flush=True)  # whoever connects from now on waits for the imports
+        for name in IMPORTS:
+            importlib.import_module(name)
+        from rlhf_spmd.__main__ import main
+
+        gc.collect()
+        gc.freeze()
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
-        print(flush=True)
         while True:
             for key, _ in selector.select():
                 if key.fileobj == 0:

@@ -12,10 +12,9 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 from tests.folders import write_all
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.run_mpi import mpi_command
 from tests.unit.runtime.guard.test_terminal import on_terminal
 
-LIMIT_S = 120.0
 RESULT_KEYS = {
     "strategy",
     "ranks",
@@ -42,22 +41,16 @@ def overrides(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(overrides, tmp_path_factory) -> tuple[str, dict, Path]:
+def finished(overrides, warm, tmp_path_factory) -> tuple[str, dict, Path]:
     """Returns standard output, last line and run folder of one run on four ranks, in a container that has no umask."""
     runs = tmp_path_factory.mktemp("runs") / "new"
     before = os.umask(0)
     try:
-        status, stdout, stderr = train(4, [*overrides, "--runs", str(runs), "--name", "one"])
+        status, stdout, stderr = warm.run(["train", "--json", *overrides, "--runs", runs, "--name", "one"], 4)
     finally:
         os.umask(before)
     assert status == 0, stderr
     return stdout, json.loads(stdout.splitlines()[-1]), runs / "one"
-
-
-def train(num_ranks: int, options: list[str], **environment: str) -> tuple[int | None, str, str]:
-    launcher = mpi_command(num_ranks) if num_ranks else []
-    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", "--json", *options]
-    return run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(**environment))
 
 
 def test_last_line(finished):
@@ -135,8 +128,8 @@ def test_actor_folder_loads_in_transformers(finished):
     assert AutoTokenizer.from_pretrained(folder)("ba be").input_ids
 
 
-def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, tmp_path):
-    status, stdout, stderr = train(0, [*overrides, "--runs", str(tmp_path), "--name", "alone"])
+def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, warm, tmp_path):
+    status, stdout, stderr = warm.run(["train", "--json", *overrides, "--runs", tmp_path, "--name", "alone"])
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["ranks"] == 1
     assert hashes(tmp_path / "alone") == hashes(finished[2])
@@ -217,7 +210,7 @@ def test_a_dry_run_finds_what_a_run_would_say_later(overrides, warm, tmp_path):
     assert "none.jsonl does not exist" in stdout and "no parameter of it receives the response" in stdout
 
 
-def test_a_stuck_rank_is_named(overrides, tmp_path):
+def test_a_stuck_rank_is_named(overrides, warm, tmp_path):
     """One rank sleeps in its reward function: the others give up at the deadline and say where it is."""
     (tmp_path / "r.py").write_text(
         "import time\nfrom mpi4py import MPI\n"
@@ -225,8 +218,8 @@ def test_a_stuck_rank_is_named(overrides, tmp_path):
         "    time.sleep(1000 if MPI.COMM_WORLD.rank == 1 else 0)\n    return [0.0] * len(prompts)\n",
         encoding="utf-8",
     )
-    options = [f"reward_function={tmp_path / 'r.py'}:f", "deadline_s=5", "num_samples=0", "--runs", str(tmp_path)]
-    status, _, stderr = train(3, [*overrides, *options])
+    options = [f"reward_function={tmp_path / 'r.py'}:f", "deadline_s=5", "num_samples=0", "--runs", tmp_path]
+    status, _, stderr = warm.run(["train", *overrides, *options], 3)
     assert status not in (0, None)
     assert stderr.count("rlhf_spmd: error:") == 1 and "Traceback" not in stderr, stderr
     for words in ("iteration 1", "actor_train", "ranks 0-2", "rank 1", "last reported", "reward_infer"):
