@@ -89,7 +89,7 @@ def test_the_first_try_of_the_page(folder, warm):
     assert words[:5] == ["mpirun", "-n", "2", "python", "-m"]
     assert words[5] == "rlhf_spmd"
     command = ["env", "-C", str(folder), *warm.command(2), *words[6:]]
-    status, stdout, stderr = run_limited(command, limit_s=120.0)
+    status, stdout, stderr = run_limited(command, limit_s=400.0)
     assert status == 0, stdout + stderr
     result = json.loads(stdout.splitlines()[-1])
     assert (result["ranks"], result["iterations"]) == (2, 2)

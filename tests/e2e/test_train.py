@@ -12,6 +12,8 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 from tests.folders import write_all
+from tests.noise import LIMIT, in_standard_errors
+from tests.page_runs import metrics
 from tests.run_mpi import mpi_command
 from tests.unit.runtime.guard.test_terminal import on_terminal
 
@@ -175,6 +177,20 @@ def samples(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def test_a_run_in_bfloat16_learns_as_on_one_rank(overrides, warm, tmp_path):
+    """Rounding lets tokens differ there (docs/numerics.md), but mean rewards lie no further apart than chance puts
+    them."""
+    words = ["train", *overrides, "dtype=bfloat16", "iterations=10", "num_samples=0", "--runs", tmp_path]
+    found = []
+    for ranks, strategy in ((0, "flattening"), (3, "separation")):
+        status, _, stderr = warm.run([*words, "--strategy", strategy, "--name", strategy], ranks)
+        assert status == 0, stderr
+        found.append(metrics(tmp_path / strategy))
+    one, three = found
+    assert in_standard_errors(three, one, num_responses=24) <= LIMIT
+    assert three[0]["actor_grad_norm"] == pytest.approx(one[0]["actor_grad_norm"], rel=0.3)
+
+
 def test_a_strategy_file_and_a_reward_function(finished, overrides, warm, tmp_path):
     (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text(encoding="utf-8"), encoding="utf-8")
     function = "def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n"
@@ -227,7 +243,4 @@ def test_a_stuck_rank_is_named(overrides, warm, tmp_path):
 
 
 def hashes(folder: Path) -> list[str]:
-    return [
-        json.loads(line)["tokens_sha256"]
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    return [row["tokens_sha256"] for row in metrics(folder)]

@@ -294,7 +294,7 @@ def values_of(annotation: Any) -> st.SearchStrategy:
 FIXED = ("preset", "shape", "reward_weights", "data.epochs")
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_resolved_config_comes_back(data, tmp_path):
     """Any value of any option, of every algorithm: the file that `check` prints gives the identical config."""
