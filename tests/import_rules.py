@@ -373,10 +373,10 @@ def import_problem(module: str, found: Import) -> str | None:
     return None
 
 
-def size_problems(tree: ast.Module, where: Path) -> list[str]:
+def size_problems(nodes: Iterable[ast.AST], where: Path) -> list[str]:
     """Returns what is too long in a file."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             if ast.get_docstring(node) is not None:
@@ -442,10 +442,11 @@ def problems_of(root: Path) -> list[str]:
     for path in [*modules.values(), *beside]:
         where, tree = path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
         trees[path], in_package = tree, where.parts[0] in ("rlhf_spmd", "kernels", "strategies")
-        found += size_problems(tree, where)
-        problems = list(text_problems(tree, in_package=in_package))
+        nodes = list(ast.walk(tree))
+        found += size_problems(nodes, where)
+        problems = list(text_problems(nodes, in_package=in_package))
         if in_package:
-            problems += word_problems(tree)
+            problems += word_problems(nodes)
         found += [f"{where}:{node.lineno}: {problem}" for node, problem in problems]
     for module, path in modules.items():
         where, tree = path.relative_to(root), trees[path]
