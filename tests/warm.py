@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -150,6 +151,8 @@ def _receive(connection: socket.socket) -> tuple[list[int], list]:
 
 def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str, str], folder: str, mask: int) -> None:
     """Makes this process that of tests/warm_rank.py."""
+    from rlhf_spmd.runtime.guard import streams
+
     os.setpgid(0, 0)
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
@@ -161,3 +164,4 @@ def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str
     os.chdir(folder)
     os.umask(mask)
     sys.argv = [str(MAIN), *words]
+    streams._wrote_s = time.monotonic()  # it starts now: nothing has been silent for long
