@@ -372,10 +372,10 @@ def import_problem(module: str, found: Import) -> str | None:
     return None
 
 
-def size_problems(source: str, where: Path) -> list[str]:
+def size_problems(nodes: Iterable[ast.AST], where: Path) -> list[str]:
     """Returns what is too long in a file."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             if ast.get_docstring(node) is not None:
@@ -435,26 +435,27 @@ def cycle(arrows: dict[str, set[str]]) -> list[str]:
 
 def problems_of(root: Path) -> list[str]:
     """Returns everything in a tree that breaks a rule, one line each: path, line, what."""
-    arrows, modules = {}, modules_of(root)
+    arrows, modules, trees = {}, modules_of(root), {}
     found = folder_problems([path.relative_to(root) for path in modules.values()])
     beside = [path for folder in BESIDE for path in sorted((root / folder).rglob("*.py"))]
     for path in [*modules.values(), *beside]:
-        where, source = path.relative_to(root), path.read_text(encoding="utf-8")
-        found += size_problems(source, where)
-        tree, in_package = ast.parse(source), where.parts[0] in ("rlhf_spmd", "kernels", "strategies")
-        problems = list(text_problems(tree, in_package=in_package))
+        where, tree = path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
+        trees[path], in_package = tree, where.parts[0] in ("rlhf_spmd", "kernels", "strategies")
+        nodes = list(ast.walk(tree))
+        found += size_problems(nodes, where)
+        problems = list(text_problems(nodes, in_package=in_package))
         if in_package:
-            problems += word_problems(tree)
+            problems += word_problems(nodes)
         found += [f"{where}:{node.lineno}: {problem}" for node, problem in problems]
     for module, path in modules.items():
-        where, tree = path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
+        where, tree = path.relative_to(root), trees[path]
         imports = list(imports_of(tree, module, path.name == "__init__.py", set(modules)))
         for item in imports:
             problem = bench_problem(module, item) if within(module, "bench") else import_problem(module, item)
             found += [f"{where}:{item.line}: {problem}"] if problem else []
         arrows[module] = {item.module for item in imports} & set(modules) - {module}
-        for node in ast.walk(tree):
-            if within(module, NO_FILES) and isinstance(node, ast.Call) and _name(node.func) in OPENING:
+        for node in ast.walk(tree) if within(module, NO_FILES) else ():
+            if isinstance(node, ast.Call) and _name(node.func) in OPENING:
                 found.append(f"{where}:{node.lineno}: calls {_name(node.func)}, but {NO_FILES} opens no files")
     if circle := cycle(arrows):
         found.append(f"{modules[circle[0]].relative_to(root)}: a circle of imports: {' -> '.join(circle)}")

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
-from tests import durations
+from tests import durations, warm
 from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
 
@@ -84,10 +84,11 @@ def main() -> int:
         failed = []
         with busy(NUM_BUSY) if options.busy else nullcontext():
             for part in parts:
-                own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
                 words = command(part, slow=options.slow, busy=options.busy)
-                if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
-                    failed.append(part)
+                with closing(warm.Warm()) if part == "unit" else nullcontext() as shared:
+                    own = {"OMP_NUM_THREADS": "1", warm.ADDRESS: shared.address} if shared else {}
+                    if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
+                        failed.append(part)
         print(*durations.summary(file), sep="\n")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime

@@ -222,8 +222,8 @@ def launch(
         os.environ[BACKEND] = backend
     with tempfile.TemporaryDirectory(prefix="run_mpi_") as name:
         folder, began = Path(name), time.monotonic()
-        start = ["-m", "mpi4py"]
-        command = warm.command(num_ranks, start) if warm else [*mpi_command(num_ranks), sys.executable, *start]
+        plain = [*mpi_command(num_ranks), sys.executable, "-m", "mpi4py"]
+        command = warm.command(num_ranks) if warm else plain
         command += [str(Path(__file__).resolve()), "--as-rank", name, "--", *arguments]
         command.append(f"--color={'yes' if sys.stdout.isatty() else 'no'}")  # Open MPI gives rank 0 a terminal
         status, _, _ = run_limited(command, limit_s=limit_s, capture=False)
@@ -286,7 +286,7 @@ def main() -> int:
             sys.path.insert(0, str(REPOSITORY))
             import tests.warm
 
-            warm = tests.warm.Warm("mpi4py.run", (*tests.warm.IMPORTS, *IMPORTS), DS_ACCELERATOR="cpu")
+            warm = tests.warm.Warm(main="mpi4py.run", imports=(*tests.warm.IMPORTS, *IMPORTS))
             stack.callback(warm.close)
         totals = [
             launch(num, arguments, options.limit, options.backend, warm if num in FORKS else None)

@@ -8,7 +8,7 @@ tests/unit/house/test_documents.py has the limits.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 READERS = ("read_text", "write_text", "TextIOWrapper", "FileHandler")  # always text
 # Those that take a mode -> the place of the mode among their arguments, and what it is without one.
@@ -28,9 +28,9 @@ def num_words(text: str) -> int:
     return len(WRITTEN_BY_BENCH.sub("", text).split())
 
 
-def word_problems(tree: ast.Module) -> Iterator[tuple[ast.arg, str]]:
+def word_problems(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.arg, str]]:
     """Yields the parameters that break the rule, and how. One without an annotation may have any name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg) and node.annotation is not None:
             types = ast.unparse(node.annotation)
             if NAMES.get(types, node.arg) != node.arg:
@@ -39,9 +39,9 @@ def word_problems(tree: ast.Module) -> Iterator[tuple[ast.arg, str]]:
                 yield node, f"a parameter {node.arg} is of the type {' or '.join(TYPES[node.arg])}, not {types}"
 
 
-def text_problems(tree: ast.Module, *, in_package: bool) -> Iterator[tuple[ast.Call, str]]:
+def text_problems(nodes: Iterable[ast.AST], *, in_package: bool) -> Iterator[tuple[ast.Call, str]]:
     """Yields the calls that break the rule, and how. in_package: only there is `splitlines` refused."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

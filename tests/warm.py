@@ -4,8 +4,8 @@ Such a start is a process of its own with the exit status and the output that a 
 that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks have the
 same hash seed and their command line is not the program's; tests of signals and kills, of starts that fail and of what
 depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several ranks do so, too.
-
-tests/run_mpi.py starts its ranks in the same way, with pytest in place of the program.
+All processes of one `python -m tests.run_all` share one such process. tests/run_mpi.py starts its ranks in this way,
+too, with pytest in place of the program.
 """
 
 import atexit
@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from pathlib import Path
 from tests.run_mpi import REPOSITORY, environment_alone, mpi_command, mpi_environment, run_limited
 
 LIMIT_S = 120.0  # for one start
+ADDRESS = "TEST_WARM"  # the environment variable with the address of the process that several of tests share
 IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
 IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
 IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
@@ -36,28 +38,48 @@ RANK = REPOSITORY / "tests" / "warm_rank.py"
 class Warm:
     """`run(words)` is `python -m rlhf_spmd *words`.
 
-    main: the module whose `main()` a fork calls with those words in `sys.argv`, and names the module's file there.
-    imports: modules that the process of the forks imports, at once; environment: variables of this process alone.
+    address: of a process that another Warm has started; by default it starts one.
+    main: the module whose `main()` the forks call, with those words in `sys.argv`.
+    imports: modules that they have imported.
     """
 
-    def __init__(self, main: str = "rlhf_spmd.__main__", imports: Sequence[str] = IMPORTS, **environment: str) -> None:
+    def __init__(
+        self, address: str | None = None, *, main: str = "rlhf_spmd.__main__", imports: Sequence[str] = IMPORTS
+    ) -> None:
+        self.process = None
+        self.main = main
+        self.address = address or self._start(imports)
+
+    def _start(self, imports: Sequence[str]) -> str:
         self.folder = tempfile.TemporaryDirectory(prefix="warm_")
-        self.address = str(Path(self.folder.name) / "socket")
+        address = str(Path(self.folder.name) / "socket")
         program = "import sys; from tests.warm import serve; sys.exit(serve(*sys.argv[1:]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, self.address, main, *imports],
+            [sys.executable, "-c", program, address, self.main, *imports],
             cwd=REPOSITORY,
-            env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}", **environment),
+            env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout.readline(), "it has not started"
+        return address
 
     def close(self) -> None:
-        """Ends the process."""
-        self.process.stdin.close()
-        self.process.wait(LIMIT_S)
-        self.folder.cleanup()
+        """Ends the process, if this Warm has started it."""
+        if self.process:
+            self.process.stdin.close()
+            self.process.wait(LIMIT_S)
+            self.folder.cleanup()
+
+    def command(self, ranks: int = 0) -> list[str]:
+        """Returns the words that start the program, before its own.
+
+        ranks: 0 starts it without mpiexec.
+        """
+        launcher = mpi_command(ranks) if ranks else []
+        may_fork = not ranks or launcher[1] == "-n"  # MPICH
+        program = ["-I", "-S", str(RANK), self.address] if may_fork else ["-m", self.main]
+        return [*launcher, sys.executable, *program]
 
     def run(
         self, words: Sequence[object], ranks: int = 0, *, limit_s: float = LIMIT_S, **environment: str
@@ -67,21 +89,13 @@ class Warm:
         ranks: 0 starts it without mpiexec.
         """
         surroundings = mpi_environment(**environment) if ranks else environment_alone(**environment)
-        command = [*self.command(ranks, ["-m", "rlhf_spmd"]), *map(str, words)]
-        return run_limited(command, limit_s=limit_s, environment=surroundings)
-
-    def command(self, ranks: int, otherwise: Sequence[str]) -> list[str]:
-        """Returns the beginning of a command that makes forks the ranks; `otherwise`, where they cannot be, the
-        arguments of Python that start one. 0 ranks are one without mpiexec."""
-        launcher = mpi_command(ranks) if ranks else []
-        may_fork = not ranks or launcher[1] == "-n"  # MPICH
-        return [*launcher, sys.executable, *(["-I", "-S", str(RANK), self.address] if may_fork else otherwise)]
+        return run_limited([*self.command(ranks), *map(str, words)], limit_s=limit_s, environment=surroundings)
 
 
 @functools.cache
 def shared() -> Warm:
-    """Starts the one Warm of this process, which ends with it."""
-    warm = Warm()
+    """Returns the one Warm of this process, which ends with it."""
+    warm = Warm(os.environ.get(ADDRESS))
     atexit.register(warm.close)
     return warm
 
@@ -89,18 +103,18 @@ def shared() -> Warm:
 def serve(address: str, main: str, *imports: str) -> int:
     """Forks for each connection to the socket `address` until standard input ends; a child calls `main()` of the module
     `main` and returns its status. A child whose connection ends is killed, as mpiexec kills its ranks."""
-    for name in imports:
-        importlib.import_module(name)
-    module = importlib.import_module(main)
-    gc.collect()
-    gc.freeze()
     connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(address)
         listener.listen(64)
+        print(flush=True)  # whoever connects from now on waits for the imports
+        for name in imports:
+            importlib.import_module(name)
+        module = importlib.import_module(main)
+        gc.collect()
+        gc.freeze()
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
-        print(flush=True)
         while True:
             for key, _ in selector.select():
                 if key.fileobj == 0:
@@ -143,6 +157,8 @@ def _receive(connection: socket.socket) -> tuple[list[int], list]:
 
 def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str, str], folder: str, mask: int) -> None:
     """Makes this process that of tests/warm_rank.py."""
+    from rlhf_spmd.runtime.guard import streams
+
     os.setpgid(0, 0)
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
@@ -154,3 +170,4 @@ def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str
     os.chdir(folder)
     os.umask(mask)
     sys.argv[1:] = words
+    streams._wrote_s = time.monotonic()  # it starts now: nothing has been silent for long

@@ -1,6 +1,7 @@
 """What a user gets wrong: one clear message from one rank that names culprit and mend, a non-zero exit of the whole
-job within ten seconds, and no traceback. One case of each kind is a real launch of two ranks; the others start the
-program as one rank (tests/warm.py), or as `check` where the message depends on the number of ranks."""
+job within ten seconds, and no traceback. One case of each kind runs on two ranks; the others start the program as one
+rank, or as `check` where the message depends on the number of ranks. All are forks (tests/warm.py) but those of
+STARTED."""
 
 import json
 import resource
@@ -21,6 +22,7 @@ from tests.unit.runtime.guard.test_terminal import on_terminal
 LIMIT_S = 60.0  # for a hang
 PROMISED_S = 10.0  # of a rank's processor time: by the clock a job takes longer beside other tests
 NUM_RANKS = 2
+STARTED = ("the command line", "a checkpoint", "an exit in code of the user")  # kinds that are launched as by a user
 TEMPLATE = Path(__file__).parents[2] / "strategies" / "_template.py"
 
 
@@ -28,7 +30,7 @@ TEMPLATE = Path(__file__).parents[2] / "strategies" / "_template.py"
 class Case:
     """Options of one wrong run and what its message must say. `files` are written into the folder first.
 
-    kind: of what goes wrong; None: of a kind that another case launches.
+    kind: of what goes wrong; None: of a kind that another case has on two ranks.
     by_check: with one rank there would be another message.
     """
 
@@ -383,10 +385,11 @@ def test_one_message(name, folder, warm, tmp_path):
         _, strategy, *overrides = options
         words = ["check", strategy, "--layout", f"1x{NUM_RANKS}", *write_all_once(folder), *overrides]
         status, stdout, stderr = warm.run(words)
-    elif case.kind is None:
-        status, stdout, stderr = warm.run(["train", *write_all_once(folder), "--runs", tmp_path / "runs", *options])
-    else:
+    elif case.kind in STARTED:
         status, stdout, stderr = launched(folder, options, tmp_path)
+    else:
+        words = ["train", *write_all_once(folder), "--runs", tmp_path / "runs", *options]
+        status, stdout, stderr = warm.run(words, 0 if case.kind is None else NUM_RANKS)
     output = stdout + stderr
     assert (contents(folder) | contents(tmp_path)).items() >= before.items()
     assert status not in (0, None), output
@@ -399,7 +402,8 @@ def test_one_message(name, folder, warm, tmp_path):
 def launched(folder: Path, options: list[str], runs: Path) -> tuple[int | None, str, str]:
     """Returns status, standard output and standard error of a launch of two ranks, which must end in time."""
     used_s = processor_s()
-    command = [*mpi_command(NUM_RANKS), *python(folder, runs), *options]
+    words = ["train", *write_all_once(folder), "--runs", str(runs / "runs"), *options]
+    command = [*mpi_command(NUM_RANKS), sys.executable, "-m", "rlhf_spmd", *words]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert processor_s() - used_s < NUM_RANKS * PROMISED_S, stdout + stderr
     return status, stdout, stderr
@@ -411,10 +415,10 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_different_configs(folder, tmp_path):
+def test_different_configs(folder, warm, tmp_path):
     """Ranks started with different options find out before they compute anything."""
-    good = [*python(folder, tmp_path), "seed=1"]
-    command = [*mpi_command(1), *good, ":", "-n", "1", *python(folder, tmp_path), "seed=2"]
+    words = ["train", *write_all_once(folder), "--runs", str(tmp_path / "runs")]
+    command = [*warm.command(1), *words, "seed=1", ":", "-n", "1", *warm.command(), *words, "seed=2"]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert status not in (0, None)
     assert stderr.count("rlhf_spmd: error:") == 1, stderr
@@ -426,10 +430,6 @@ def test_different_configs(folder, tmp_path):
 def test_no_run_folder_is_left_by_bad_input(folder, warm, tmp_path):
     status, _, _ = warm.run(["train", *write_all_once(folder), "--runs", tmp_path / "runs", "ppo.nonsense=1"])
     assert status == 2 and not (tmp_path / "runs").exists()
-
-
-def python(folder: Path, runs: Path) -> list[str]:
-    return [sys.executable, "-m", "rlhf_spmd", "train", *write_all_once(folder), "--runs", str(runs / "runs")]
 
 
 def write_all_once(folder: Path) -> list[str]:

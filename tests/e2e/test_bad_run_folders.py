@@ -1,12 +1,11 @@
 """Run folders and checkpoints of two ranks that a resume must refuse: one message that names the file and the mend, no
-traceback, and not a byte of the folder changed. Most are resumed by one rank (tests/warm.py), one of each kind by two.
+traceback, and not a byte of the folder changed. Most are resumed by one rank, one of each kind by two.
 test_bad_input.py does the same for options, strategies and prompts."""
 
 import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.folders import write_all
-from tests.run_mpi import mpi_command, run_limited
 from tests.unchanged import contents
 
-LIMIT_S = 120.0
 LAST = "checkpoints/iteration-000002"
 RANK_FILE = f"{LAST}/rank-0001.safetensors"
 OLDER = "to resume from iteration-000001"
@@ -130,21 +127,17 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
-LAUNCHED = ("a changed byte", "other shapes", "metrics lost")  # found by one rank, by several, in the run folder
+ON_TWO_RANKS = ("a changed byte", "other shapes", "metrics lost")  # found by one, by several, in the run folder
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(warm, tmp_path_factory) -> Path:
     """Returns a run of two iterations on two ranks, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("runs")
-    options = [*write_all(folder), "iterations=2", "checkpoint.every=1", "num_samples=0", "--runs", str(folder)]
-    status, _, stderr = run_limited(command(*options, "--name", "finished"), limit_s=LIMIT_S)
+    options = [*write_all(folder), "iterations=2", "checkpoint.every=1", "num_samples=0", "--runs", folder]
+    status, _, stderr = warm.run(["train", *options, "--name", "finished"], 2)
     assert status == 0, stderr
     return folder / "finished"
-
-
-def command(*options: str) -> list[str]:
-    return [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,11 +146,7 @@ def test_one_message_and_nothing_changed(name, finished, warm, tmp_path):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     spoil(run)
     before = contents(run)
-    options = ["--resume", str(run), "iterations=3"]
-    if name in LAUNCHED:
-        status, stdout, stderr = run_limited(command(*options), limit_s=LIMIT_S)
-    else:
-        status, stdout, stderr = warm.run(["train", *options])
+    status, stdout, stderr = warm.run(["train", "--resume", run, "iterations=3"], 2 if name in ON_TWO_RANKS else 0)
     assert status not in (0, None), stdout + stderr
     assert stderr.count("rlhf_spmd: error:") == 1, stderr
     assert "Traceback" not in stdout + stderr

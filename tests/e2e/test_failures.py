@@ -118,7 +118,7 @@ CASES = {
         "pass", ("the gradient norm is nan", "iteration 1: Run actor_train"), options=("optimizer.actor_lr=1e30",)
     ),
 }
-FAST = ("kill", "stop", "another collective", "file too large")
+FAST = ("kill", "stop")
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +205,9 @@ def test_nothing_outlives_the_launcher(overrides, tmp_path):
     devnull = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     launcher = subprocess.Popen(command, env=mpi_environment(), **devnull)
     try:
-        wait_for(lambda: len(metrics(tmp_path / "run")) >= 15)
+        wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
         found = status_of("status", tmp_path / "run")
-        assert found["state"] == "running" and found["iteration"] >= 15 and found["iterations"] == 100000
+        assert found["state"] == "running" and found["iteration"] >= 5 and found["iterations"] == 100000
         assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2] and found["slowest_rank"] in (0, 1, 2)
         assert all(rank["iteration"] >= 1 and rank["memory_bytes"] > 10**7 for rank in found["ranks"])
         assert all(rank["heartbeat_age_s"] < 10 for rank in found["ranks"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.run_mpi import run_limited
 from tests.unit.house.test_documents import ROOT, blocks, commands
 
 PAGE = ROOT / "docs" / "gsm8k.md"
@@ -84,14 +84,12 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_first_try_of_the_page(folder):
+def test_the_first_try_of_the_page(folder, warm):
     words = command_for_two()
     assert words[:5] == ["mpirun", "-n", "2", "python", "-m"]
-    status, stdout, stderr = run_limited(
-        ["env", "-C", str(folder), *mpi_command(2), sys.executable, *words[4:]],
-        limit_s=120.0,
-        environment=mpi_environment(PYTHONPATH=str(ROOT)),
-    )
+    assert words[5] == "rlhf_spmd"
+    command = ["env", "-C", str(folder), *warm.command(2), *words[6:]]
+    status, stdout, stderr = run_limited(command, limit_s=400.0)
     assert status == 0, stdout + stderr
     result = json.loads(stdout.splitlines()[-1])
     assert (result["ranks"], result["iterations"]) == (2, 2)

@@ -21,7 +21,7 @@ SIZES = {
     "group": ("rollout_batch=4", "samples_per_prompt=16", "mini_batch=32"),
 }
 PLACEMENTS = {"3 ranks": (3, ()), "tp 2 and pp 2": (4, REALLOCATION), "4 ranks": (4, ())}
-FAST = {"given_responses": ("3 ranks",), "pairs": ("tp 2 and pp 2",), "group": ("3 ranks", "tp 2 and pp 2")}
+FAST = {"given_responses": ("3 ranks",), "pairs": ("tp 2 and pp 2",), "group": ("3 ranks",)}
 
 
 @pytest.fixture(scope="module")

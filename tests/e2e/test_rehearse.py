@@ -61,7 +61,7 @@ def command(words: list[str], limit_s: float = LIMIT_S) -> tuple[int | None, str
     return run_limited(program, limit_s=limit_s, environment=environment_alone())
 
 
-@pytest.mark.parametrize("layout", ["2x8", pytest.param("8x8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["2x4", pytest.param("8x8", marks=pytest.mark.slow)])
 def test_a_job_of_many_ranks(layout, tmp_path):
     """One command starts the ranks; rows arrive before they are read, and the records are those of a run."""
     words = ["reallocation", "--layout", layout, *SMALL, "--seconds", "1", "--out", str(tmp_path / "out")]

@@ -75,9 +75,9 @@ def test_under_every_strategy(overrides, tmp_path, strategy, seed):
 
 def test_signals_and_another_number_of_ranks(overrides, tmp_path):
     """SIGUSR1 to one rank: a checkpoint, and on. SIGTERM to another one: a checkpoint, and the end of all with status
-    143. Then on with two ranks under another strategy; it goes on as the undisturbed run does."""
+    143. Then on with three ranks under another strategy; it goes on as the undisturbed run does."""
     overrides = [*overrides, "checkpoint.every=0", "iterations=60"]
-    started = Started(4, tmp_path / "run-told-to-end", *overrides)
+    started = Started(2, tmp_path / "run-told-to-end", *overrides)
     checkpoints = started.folder / "checkpoints"
     started.wait_for(2)
     pids = {rank: pid for pid, rank in started.ranks().items()}
@@ -86,18 +86,18 @@ def test_signals_and_another_number_of_ranks(overrides, tmp_path):
     while not list(checkpoints.glob("iteration-*")):
         assert time.monotonic() < end and started.process.poll() is None
         time.sleep(0.01)
-    os.kill(pids[2], signal.SIGTERM)
+    os.kill(pids[0], signal.SIGTERM)
     status, stderr = started.end()
     reached = num_iterations(started.folder)
     assert status == 143 and reached < 60
     resume = f"python -m rlhf_spmd train --resume {started.folder}"
     assert (
-        stderr == f"rlhf_spmd: ended by SIGTERM after {reached} of 60 iterations; resume with: mpirun -n 4 {resume}\n"
+        stderr == f"rlhf_spmd: ended by SIGTERM after {reached} of 60 iterations; resume with: mpirun -n 2 {resume}\n"
     )
     assert sorted(path.name for path in checkpoints.iterdir())[-1] == f"iteration-{reached:06d}"
 
     more = reached + 1
-    stdout = done(2, "--resume", started.folder, "--strategy", "separation", f"iterations={more}")
+    stdout = done(3, "--resume", started.folder, "--strategy", "separation", f"iterations={more}")
     assert f"after {reached} of {more} iterations" in stdout
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "separation"
     done(1, *overrides, f"iterations={more}", "--runs", tmp_path, "--name", "undisturbed")

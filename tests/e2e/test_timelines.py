@@ -12,7 +12,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.observe.trace import Lane, lanes, read_chrome
 
 LARGEST_CONTROL = 0.05  # of an iteration
-OPTIONS = ["iterations=4", "num_samples=0"]
+OPTIONS = ["iterations=3", "num_samples=0"]
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("interleaving1", "interleaving2")]
 STRATEGIES = ("flattening", "separation", *MORE)
 
@@ -21,7 +21,7 @@ STRATEGIES = ("flattening", "separation", *MORE)
 def timeline(request, warm, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
     runs = tmp_path_factory.mktemp("runs")
     words = ["train", "--preset", "tiny", "--strategy", request.param, *OPTIONS, "--runs", str(runs), "--name", "one"]
-    status, stdout, stderr = warm.run([*words, "--json"], 4)
+    status, stdout, stderr = warm.run([*words, "--json"], 4, limit_s=400)
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == request.param
     return request.param, lanes(read_chrome(runs / "one" / "timeline.json"))

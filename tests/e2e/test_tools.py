@@ -18,7 +18,7 @@ from tests import environments, warm
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 WORDS = ("--preset", "tools", "num_samples=1")
-SMALL = ("iterations=3", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=3")
+SMALL = ("iterations=2", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=2")
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "parity_max_abs", "parity_mean_abs")
@@ -76,7 +76,7 @@ def whole(tmp_path_factory) -> Path:
 
 def test_episodes_call_tools_and_are_counted(whole):
     found = rows(whole)
-    assert len(found) == 3
+    assert len(found) == 2
     for row in found:
         assert 1.0 < row["tool_calls"] < 3.5 and 2.0 < row["turns"] < 4.5
         assert row["tool_timeouts"] == row["calls_repeated"] == 0

@@ -1,7 +1,7 @@
 """docs/one_iteration.md: which functions lead from `main` to the model, to a loss, to a token and to a message, as a
 run of the demo on four ranks has executed them.
 
-Every rank notes its stack when it first enters one of these functions. Command: python -m tools walk (15 s; it writes
+Every rank notes its stack when it first enters one of these functions. Command: python -m tools walk (10 s; it writes
 the page); a test compares.
 """
 
@@ -19,6 +19,7 @@ from bench.rows import REPOSITORY, on_ranks
 PAGE = REPOSITORY / "docs" / "one_iteration.md"
 OWN = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("rlhf_spmd", "kernels", "strategies"))
 RANKS, ON_A_RANK = 4, "--on-a-rank"
+SMALL = ("rollout_batch=16", "mini_batch=8", "generation.max_new_tokens=8", "num_samples=0")  # the ways are the same
 FORK, IN_LOOP = "InstructionLoop.iteration", "Loop.run"  # where most ways part; a frame of all of them
 # heading -> a function, and one through which the way there leads
 WAYS = {
@@ -131,7 +132,7 @@ def _sentence(text: str) -> str:
 def stacks() -> dict[str, list[list[str]]]:
     """Runs one iteration of the demo -> the frames of each way; of several, the same one every time."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "--preset", "tiny", "--strategy", "separation", "--runs", folder, "iterations=1"]
+        words = ["train", "--preset", "tiny", "--strategy", "separation", "--runs", folder, "iterations=1", *SMALL]
         on_ranks(RANKS, ["walk", ON_A_RANK, folder, *words], package="tools")
         notes = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.json")]
     return {heading: min(one[heading] for one in notes if heading in one) for heading in WAYS}

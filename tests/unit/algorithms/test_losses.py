@@ -156,10 +156,10 @@ def test_entropy_bonus():
 def test_entropy_in_a_run(sampling, tmp_path):
     """Logged with the option alone; a tiny bonus changes no loss, a large one keeps the entropy up."""
     overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
-    runs = {
-        coef: RunOf(load(overrides, "iterations=4", f"ppo.entropy_coef={coef}", *sampling)) for coef in (0, 1e-9, 2)
+    metrics = {
+        coef: RunOf(load(overrides, f"iterations={num}", f"ppo.entropy_coef={coef}", *sampling)).iterations()
+        for coef, num in ((0, 1), (1e-9, 4), (2, 4))
     }
-    metrics = {coef: run.iterations() for coef, run in runs.items()}
     assert "entropy" not in metrics[0][0]
     assert 0 < metrics[1e-9][-1]["entropy"] < metrics[2][-1]["entropy"] <= math.log(9 if sampling else 1e4)
     assert metrics[0][0]["policy_loss"] == pytest.approx(metrics[1e-9][0]["policy_loss"], abs=1e-6)

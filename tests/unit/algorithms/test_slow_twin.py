@@ -303,7 +303,13 @@ def test_losses_and_gradients_in_float64(config, float64, monkeypatch):
     assert any(step.clip_fraction > 0 for step in steps)
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+FEW = ("defaults", "scores whole batch", "optimizer")  # the losses of the others are compared above
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(VARIANTS[name], id=name, marks=[] if name in FEW else pytest.mark.slow) for name in VARIANTS],
+)
 def test_weights_after_three_iterations_in_float32(config):
     run = RunOf(config)
     slow, worst = SlowRun(run.config), 0.0

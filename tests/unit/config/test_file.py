@@ -294,7 +294,7 @@ def values_of(annotation: Any) -> st.SearchStrategy:
 FIXED = ("preset", "shape", "reward_weights", "data.epochs")
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_resolved_config_comes_back(data, tmp_path):
     """Any value of any option, of every algorithm: the file that `check` prints gives the identical config."""
@@ -361,7 +361,7 @@ def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
 
 
 def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
-    path = write(tmp_path, "preset: llama-7b\nlayout: 1x8\nstrategy: {name: flattening, zero: 3}\nmicro_batch: 4\n")
+    path = write(tmp_path, "preset: llama-7b\nlayout: 1x4\nstrategy: {name: flattening, zero: 3}\nmicro_batch: 4\n")
     out = tmp_path / "plan.py"
     words = ["plan", "--config", path, "--calibration", "a100-80g", "--method", "two_phase", "--out", str(out)]
     assert main([*words, "iterations=3"]) == 0
@@ -369,7 +369,7 @@ def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
     assert f"--config {path}" in command and "iterations=3" in command
     text = " ".join(out.read_text(encoding="utf-8").split())
     assert f"Planned with --config {path} iterations=3." in text
-    assert main([*shlex.split(command)[3:], "--rank", "7"]) == 0
+    assert main([*shlex.split(command)[3:], "--rank", "3"]) == 0
 
 
 def test_the_mapping_of_a_template(tmp_path):

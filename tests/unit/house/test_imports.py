@@ -1,6 +1,7 @@
 """Every name that a file imports from this repository exists: an import inside a function fails only when it runs."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def file_of(module: str) -> Path | None:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@functools.cache
 def defined(path: Path) -> set[str]:
     """Returns the names that a module binds anywhere outside functions and classes."""
     names, todo = set(), [ast.parse(path.read_text(encoding="utf-8"))]

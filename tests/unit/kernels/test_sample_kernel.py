@@ -1,9 +1,5 @@
 """The Triton form of sample() against its twin and the CPU form: the same tokens, numbers and sampling supports."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -53,7 +49,7 @@ def assert_same(sampled, expected, rows_B=slice(None)) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 7, 511, 512, 513, 4097, 9 * 512 + 3])
 def test_rows_that_keep_everything(vocab_size, dtype, device):
-    num_rows = 2000 if device == "cuda" else 40
+    num_rows = 2000 if device == "cuda" else 8
     for temperature in (1.0, 0.7):
         logits_BV, bits_B = make_rows(num_rows, vocab_size, dtype, device)
         sampled = launch(logits_BV, bits_B, temperature=temperature, restricted=False)
@@ -76,7 +72,7 @@ SOME = [  # each rule at each size in one of two types; in the other with `-m sl
 
 @pytest.mark.parametrize(("name", "vocab_size", "dtype"), SOME)
 def test_rows_that_keep_some(name, vocab_size, dtype, device):
-    num_rows = 500 if device == "cuda" else 5
+    num_rows = 500 if device == "cuda" else 3
     rows = make_rows(num_rows, vocab_size, dtype, device, seed=1)
     twin = sample_ref(*rows, **RULES[name])
     sampled = launch(*rows, **RULES[name])
@@ -88,7 +84,7 @@ def test_rows_that_keep_some(name, vocab_size, dtype, device):
 
 def test_rules_of_each_row(device):
     """One batch, rules row by row; the form for CPUs draws the same."""
-    num_rows = 480 if device == "cuda" else 24
+    num_rows = 480 if device == "cuda" else 12
     logits_BV, bits_B = make_rows(num_rows, 1300, torch.float32, device, seed=2)
     repeats = num_rows // 12
     rules = {
@@ -139,35 +135,3 @@ def test_dispatch(device):
         assert_same(sample(*rows, **rules), sample_ref(*rows, **rules))
     empty = launch(rows[0][:0], rows[1][:0], num_stored=2)
     assert empty.tokens_B.shape == (0,) and empty.support_BK.shape == (0, 2)
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from rlhf_spmd.kernels import sample, support_ids, support_threshold
-
-TYPES = {"bits": "*i64", "tokens": "*i64", "total": "*fp64", "top_k": "*i64", "limit": "*i64", "top_p": "*fp64",
-         "order": "*i64", "keys": "*i64", "least": "*i32", "last": "*i32", "restricted": "*i32", "logits": "*bf16"}
-META = {"RESTRICTED": True, "LEAVES": 512, "BLOCK": 512, "BLOCKS": 8, "OVER": 3, "INSIDE": 3, "TILE": 2048, "PIVOTS": 8}
-for kernel in (sample._blocks_kernel, sample._merge_kernel, sample._draw_kernel, support_threshold._threshold_kernel,
-               support_ids._collect_kernel):
-    names = kernel.arg_names
-    kinds = {n: TYPES.get(n.removesuffix("_ptr"), "*fp32") if n.endswith("_ptr") else "i32" for n in names}
-    meta = {n: META[n] for n in names if n in META}
-    kinds |= dict.fromkeys(meta, "constexpr")
-    source = ASTSource(kernel, kinds, {(names.index(n),): v for n, v in meta.items()})
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    print(kernel.__name__)
-"""
-
-
-def test_kernels_compile_for_a_gpu(tmp_path):
-    """The interpreter takes more than the compiler does; that one needs no device."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, encoding="utf-8", timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("_kernel") == 5

@@ -154,7 +154,7 @@ def test_joined_copies_are_a_model_with_these_weights(name, dtype, packs, target
     prompts_BP, bits_BG = torch.arange(12).view(4, 3), torch.randint(2**62, (4, 16), generator=torch.manual_seed(0))
     options = {"eos_ids": (), "max_sequences": 4 if packs else 64}  # steps that earn packing, or too few
     drawn = []
-    for _ in range(10):
+    for _ in range(4):
         dense, scale = small(DTYPES[dtype]), model.adapters.scale
         for path, layer in model.named_modules():
             if isinstance(layer, Adapted):

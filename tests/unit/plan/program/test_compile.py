@@ -37,7 +37,7 @@ def programs(draw) -> Program:
     return random_program(lambda options: draw(st.sampled_from(options)))
 
 
-any_program = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+any_program = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 # ---- the twin ------------------------------------------------------------------------------------------------------

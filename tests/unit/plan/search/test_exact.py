@@ -41,7 +41,7 @@ def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
 def test_exact_is_brute_force(layout, num_bytes, epochs):
     """Also under memory limits that bite, and where streaming is the best."""
     model = model_of(layout, num_bytes, epochs=epochs)
-    for seed in range(6):
+    for seed in range(3):
         space = small_space(model, random.Random(seed), 4)
         best = Best(20)
         least_s = exact(space, best, Budget())
@@ -114,29 +114,17 @@ def test_caches_that_are_alive_at_the_same_time_count_while_streaming(gib):
     assert num_refused
 
 
-def test_a_spent_budget_is_no_worse_than_the_local_search():
-    workload, cluster = llama("llama-7b", "1x8")
-    space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    best, gap = choose(space, "exact", Best(20), Budget(0))
-    assert gap > 0 and best.seconds <= choose(space, "two_phase", Best(20), Budget(0))[0].seconds
-
-
-def test_a_spent_budget_leaves_an_honest_gap():
-    workload, cluster = llama("llama-70b", "8x8")
-    space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    best, gap = choose(space, "exact", Best(20), Budget(0))
-    later, proved = choose(space, "exact", Best(20), Budget())
-    assert 0 < gap < 1 and proved == 0.0
-    assert later.seconds >= best.seconds * (1 - gap) * (1 - 1e-9)
-
-
 SLOW = [pytest.param(size, "8x8", marks=pytest.mark.slow) for size in ("7b", "13b", "33b", "65b", "70b")]
 
 
-@pytest.mark.parametrize(("size", "layout"), [("7b", "2x8"), *SLOW])
-def test_two_phases_are_near_the_exact_method(size, layout):
+@pytest.mark.parametrize(("size", "layout"), [("7b", "1x8"), *SLOW])
+def test_two_phases_are_near_the_exact_method_whose_gap_is_honest(size, layout):
+    """With its budget spent it is no worse than the local search, and no further from the best than it says."""
     workload, cluster = llama(f"llama-{size}", layout)
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    found, gap = choose(space, "exact", Best(20), Budget())
-    assert gap == 0.0
-    assert choose(space, "two_phase", Best(20), Budget(0))[0].seconds <= 1.02 * found.seconds
+    found, proved = choose(space, "exact", Best(20), Budget())
+    local, none = choose(space, "two_phase", Best(20), Budget(0))
+    spent, gap = choose(space, "exact", Best(20), Budget(0))
+    assert proved == 0.0 and none is None and 0 < gap < 1
+    assert found.seconds <= spent.seconds <= local.seconds <= 1.02 * found.seconds
+    assert found.seconds >= spent.seconds * (1 - gap) * (1 - 1e-9)

@@ -45,7 +45,7 @@ def test_score_agrees_with_programs(preset, layout, overrides):
     workload = on_one_base(workload) if "one base" in overrides else workload
     model, draw = CallModel(Cost(A100, workload, cluster)), random.Random(1)
     lists = [model.costs.candidates(call) for call in model.calls]
-    for _ in range(15):
+    for _ in range(8):
         chosen = [draw.choice(of) for of in lists]
         program = compile_program(workload, model.placement(chosen), cluster)
         assert model.schedule_s(chosen, range(len(model.calls))) == pytest.approx(

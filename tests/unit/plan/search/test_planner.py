@@ -61,12 +61,16 @@ def model_on_one_base(layout: str, num_bytes: int | None = None, **options) -> C
     return CallModel(Cost(SMALL, on_one_base(cost.workload), cost.cluster))
 
 
+LARGER = [("llama-7b", "1x8"), ("llama-70b", "8x8")]
+
+
 def llama(preset: str, layout: str, *overrides: str) -> tuple:
     return config.make_workload(presets.load(preset, overrides)), Cluster.parse(layout, "a100-80g")
 
 
 @pytest.mark.parametrize(
-    "preset, layout", [("tiny", "1x4"), ("llama-7b", "1x8"), ("llama-13b", "2x8"), ("llama-70b", "8x8")]
+    "preset, layout",
+    [("tiny", "1x4"), ("llama-13b", "2x8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGER)],
 )
 def test_plans_compile_and_fit(preset, layout):
     workload, cluster = llama(preset, layout)
@@ -113,7 +117,7 @@ def test_what_cannot_be_drawn_ahead_is_said_before_any_search():
 
 
 def test_search_is_the_same_every_time():
-    workload, cluster = llama("llama-7b", "1x8")
+    workload, cluster = llama("tiny", "1x4")
     one, other = (search(workload, cluster, A100, method="two_phase", keep=1) for _ in range(2))
     assert [plan.placement for plan in one.plans] == [plan.placement for plan in other.plans]
     assert one.gap is None

@@ -50,7 +50,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     ],
     ids=["0.5", "1", "1.7", "restricted"],
 )
-@pytest.mark.parametrize("micro_batch", [5, 12])
+@pytest.mark.parametrize("micro_batch", [5, pytest.param(12, marks=pytest.mark.slow)])
 def test_invariant_1_exactly_when_recomputed(micro_batch, sampling, dtype, overrides):
     """The very same bits: ratio 1, nothing clipped, KL 0; in later mini-batches no longer."""
     options = ["ppo.old_logprobs=recompute", f"micro_batch={micro_batch}", f"dtype={dtype}", *sampling]
