@@ -161,4 +161,4 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
     found = demo_pipeline.demo(runs, 2, sizes)
     assert {row["stage"] for row in found} == {"SFT", "reward model", "PPO", "DPO"}
     page = (REPOSITORY / runs / "report.html").read_text(encoding="utf-8")
-    assert all(f"id='run-{number}'" in page for number in range(4)) and "mean@1" in page
+    assert all(f'id="run-{number}"' in page for number in range(4)) and "mean@1" in page
