@@ -1,12 +1,10 @@
-"""The tables of drawing one iteration ahead: forecasts, real computation on two ranks, and what a lag costs."""
+"""What the tables of drawing one iteration ahead join: forecasts by strategy, and pairs of runs with a lag and
+without."""
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from bench.cells import number
-
-Columns = dict[str, Callable[[dict], str]]
 MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite
@@ -55,42 +53,3 @@ def paired(rows: Sequence[Mapping]) -> list[dict]:
             case = {"page": page, "lag": lag, "correction": correction, "seeds": num}
             made.append(case | {"difference": statistics.fmean(differences), "half": half})
     return made
-
-
-FORECAST: Columns = {
-    "model": lambda row: row["preset"],
-    "layout": lambda row: row["layout"],
-    "calibration": lambda row: row["calibration"],
-    "tokens of responses; epochs": lambda row: row["words"],
-    "`flattening`, s": lambda row: number(row[FLATTENING]),
-    "fastest plan without, s": lambda row: number(row[PLANNER]) + (f" ({row['plan']})" if row["plan"] else ""),
-    "one ahead, s": lambda row: number(row[AHEAD]),
-    "generation and inference, s": lambda row: number(row["drawing_s"]),
-    "training, s": lambda row: number(row["training_s"]),
-    "times flattening": lambda row: number(row["gain_flattening"], 2),
-    "times the fastest without": lambda row: number(row["gain_planner"], 2),
-}
-COLUMNS: dict[str, Columns] = {
-    "ahead_real": {
-        "`ahead`": lambda row: str(row["ahead"]),
-        "mini-batches decoded at once": lambda row: str(row["decode_mini_batches"] or "all"),
-        "generation and inference, s": lambda row: number(row["drawing_s"], 2),
-        "training, s": lambda row: number(row["training_s"], 2),
-        "simulated, s": lambda row: number(row["simulated_s"], 2),
-        "measured, s": lambda row: number(row["measured_s"], 2),
-        "gain of `ahead`": lambda row: number(row.get("gain"), 2),
-        "simulated gain": lambda row: number(row.get("gain_simulated"), 2),
-    },
-}
-LAG: Columns = {
-    "algorithm": lambda row: f"`{row['page']}`",
-    "lag": lambda row: str(row["lag"]),
-    "correction": lambda row: row["correction"],
-    "seeds": lambda row: str(row["seeds"]),
-    "mean accuracy, less that of lag 0": lambda row: f"{100 * row['difference']:+.1f} points",
-    "95% interval": lambda row: f"+- {100 * row['half']:.1f}",
-}
-JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
-    "ahead": ("ahead", joined_ahead, FORECAST),
-    "lag": ("lag", paired, LAG),
-}

@@ -4,24 +4,8 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 1e6, "GB": 1e9, "ms": 1e-3, "us": 1e-6}
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 1e6, "GB": 1e9, "ms": 1e-3, "us": 1e-6, "points": 1e-2}
 NONE = "-"
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    """Formats a share as percent.
-
-    share: 1 is 100%.
-    """
-    return NONE if share is None else f"{100 * share:.{digits}f}%"
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    """Formats a number.
-
-    digits: after the point.
-    """
-    return NONE if value is None else f"{value:,.{digits}f}"
 
 
 class Cells(Formatter):

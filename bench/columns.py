@@ -7,8 +7,11 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from bench import ahead_tables, baseline_tables, planner_tables, recipe_tables, stage_tables
+from bench import recipe_tables as recipes
+from bench.ahead_tables import joined_ahead, paired
+from bench.baseline_tables import times_faster
 from bench.cells import cell
+from bench.stage_tables import by_stage
 
 Columns = dict[str, Callable[[dict], str]]
 Joined = tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]
@@ -85,6 +88,11 @@ def _worse(row: Mapping) -> str | None:
     return f"{100 * row['worse_than_full']:+.1f} points" if row["is_share"] else f"{row['worse_than_full']:+.3f}"
 
 
+def _network(row: Mapping) -> str:
+    """Returns the network between the nodes of a forecast."""
+    return "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2] or recipes.FAST
+
+
 VALUES: dict[str, Callable[[Mapping], Any]] = {
     "options_or_why_not": _options,
     "mean_and_sigma": lambda row: row["forecast_lengths"].replace(",", ", "),
@@ -95,6 +103,14 @@ VALUES: dict[str, Callable[[Mapping], Any]] = {
     "what_trains": lambda row: f"rank {row['rank']}" if row["rank"] else "all weights",
     "measured_in": lambda row: {"mean@1": "right", "loss": "nats per token", "accuracy": "right"}[row["measure"]],
     "worse_shown": _worse,
+    "network_of_calibration": _network,
+    "roofline_share": lambda row: row["roofline_s"] / row["derived_s"],
+    "method_shown": lambda row: row["method"] if row["method"].startswith("APP") else f"`{row['method']}`",
+    "decoded_at_once": lambda row: row["decode_mini_batches"] or "all",
+    "with_plan": lambda row: cell("{planner:,.1f}", row) + (f" ({row['plan']})" if row["plan"] else ""),
+    "strategy_or_none": lambda row: f"`{row['strategy']}`" if row["strategy"] else "does not fit",
+    "others_times_as_long": recipes.others,
+    "full_training_s": lambda row: f"{row['full_s']:,.1f}" if row["full_s"] else "does not fit",
     **{f"{when}_shown": _measure(when) for when in ("first", "last", "worst", "before", "after")},
 }
 
@@ -129,12 +145,17 @@ TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 COLUMNS: dict[str, Columns] = {name: _read(name) for name in TABLES if name not in ("parts", "joined")}
 JOINS: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]]]] = {  # the file, what joins its rows
     **{name: (name, by_place) for name in ("scan", "spread")},
+    **{name: ("baselines", times_faster) for name in ("baselines_factors", "baselines_seconds")},
+    "stages": ("stages", by_stage),
+    "ahead": ("ahead", joined_ahead),
+    "lag": ("lag", paired),
+    **{f"recipes_{name}": ("recipes", partial(recipes.of_algorithm, name)) for name in ("ppo", "grpo")},
+    "recipes_slow": ("recipes", recipes.slow),
+    "recipes_lora": ("recipes", recipes.adapted),
+    "recipes_strategies": ("recipes", recipes.by_strategy),
     "adapters": ("adapters", by_rank_of_adapters),
     "validate_searched": ("validate", lambda rows: [row for row in rows if "ratio" in row]),
     "validate_systems": ("validate", by_system),
     **{name: (name, by_case) for name in ("against_trl", "against_trl_given")},
 }
 JOINED: dict[str, Joined] = {name: (*join, _read(f"joined.{name}")) for name, join in JOINS.items()}
-for made in (baseline_tables, planner_tables, stage_tables, recipe_tables, ahead_tables):
-    COLUMNS |= getattr(made, "COLUMNS", {})
-    JOINED |= getattr(made, "JOINED", {})

@@ -111,7 +111,7 @@ def fill(
     return rows
 
 
-def on_ranks(num_ranks: int, arguments: Sequence[str], *, limit_s: float = 900.0, package: str = "bench") -> None:
+def on_ranks(num_ranks: int, arguments: Sequence[str], *, limit_s: float = 1800.0, package: str = "bench") -> None:
     """Starts `python -m PACKAGE ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
     subprocess.run([*_on(num_ranks), package, *arguments], cwd=REPOSITORY, timeout=limit_s, check=True)
 
@@ -125,9 +125,9 @@ def rows_of_ranks(bench: str, num_ranks: int, arguments: Sequence[str] = ()) -> 
 
 
 @contextmanager
-def one_world(file: Path, measured: list[dict]) -> Iterator[Any]:
-    """Yields the world of a rank that `rows_of_ranks` has started, on CPUs; what fails on one rank ends all. In the end
-    rank 0 writes what was measured into the file."""
+def one_world(file: Path | None = None, measured: Sequence[dict] = ()) -> Iterator[Any]:
+    """Yields the world of a rank, on CPUs; what fails on one rank ends all. If `rows_of_ranks` has started the ranks,
+    rank 0 writes what was measured into its file in the end."""
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -137,7 +137,7 @@ def one_world(file: Path, measured: list[dict]) -> Iterator[Any]:
         world.shutdown()
     except BaseException as error:
         world.fail(error)
-    if world.rank == 0:
+    if file and world.rank == 0:
         file.write_text("".join(json.dumps(row) + "\n" for row in measured), encoding="utf-8")
 
 

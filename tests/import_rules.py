@@ -77,7 +77,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         ),
     ),
     "ahead": ("plan",),
-    "profile": ("config.options", "files", "kernels", "model", "plan"),
+    "profile": ("config.options", "config.model_folders", "files", "kernels", "model", "plan"),
     "pictures": ("files", "plan"),
     "records": ("pages.algorithm", "algorithms", "config.options", "files", "kernels", "plan"),
     "run": (
@@ -122,7 +122,6 @@ SHARED = tuple(
         "ahead_tables",
         "baseline_tables",
         "stage_tables",
-        "planner_tables",
         "recipe_tables",
         "columns",
         "tables",

@@ -7,8 +7,10 @@
     python tests/run_mpi.py --backend ordered 4  # all tests on the stand-in (tests/backends.py)
 
 Shows rank 0's pytest; what the other ranks wrote appears only if something failed. Fails if any rank failed, if a
-launch ran into its limit (all its processes are then killed), or if it passed no test at all. Starting up costs about
-three seconds of import per rank, shared among the cores, so all files run in one launch. Works with MPICH and Open MPI.
+launch ran into its limit (all its processes are then killed), or if it passed no test at all. Starting up costs four
+processor seconds of imports per rank, so all files run in one launch, and in `make test` most ranks are forks of one
+process that has imported all (tests/warm.py). Those of a launch have the same hash seed; at 4 ranks and with --slow
+they start as a user's, so that an order of a set that differs between ranks is found. Works with MPICH and Open MPI.
 
 Runs on one rank that tests of several launches compare with are made once, in the folder that `references()` names.
 `mpi_command(n)` and `run_limited(command)` serve the tests that launch the program itself.
@@ -26,10 +28,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
+FORKS = (2, 5, 8)  # launches of `make test` whose ranks are forks
+IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of those forks
 IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
 QUICK = {"ordered": ["-m", "not slow", IN_ORDER]}  # backend -> what runs on it at 4 ranks, after the tests on gloo
 SLOW = {"ordered": ["tests/mpi"], "host": [IN_ORDER]}
@@ -195,25 +201,32 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     plugins: list = [counter]
     if rank == 0 and durations.FILE in os.environ:
         plugins.append(durations.Durations(Path(os.environ[durations.FILE]), MPI.COMM_WORLD.size))
-    # no test here uses hypothesis, whose plugin would import it (a quarter of a second)
-    own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    # no test here uses hypothesis, whose plugin would import it (a quarter of a second); forks have imported others
+    own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore:Module already imported"]
     status = pytest.main([*own, *arguments], plugins=plugins)
     (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}), encoding="utf-8")
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
     MPI.Finalize()  # nobody leaves before all have written theirs; mpi4py's own at the exit would not tell its errors
 
 
-def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: str | None = None) -> tuple[int, int]:
-    """Launches once; returns how many tests passed and failed (at least one if anything was wrong)."""
+def launch(
+    num_ranks: int, arguments: Sequence[str], limit_s: float, backend: str | None = None, warm: Any = None
+) -> tuple[int, int]:
+    """Launches once; returns how many tests passed and failed (at least one if anything was wrong).
+
+    warm: the tests.warm.Warm whose forks the ranks become; None: each starts by itself.
+    """
     print(f"--- {num_ranks} ranks" + (f", backend {backend}" if backend else ""), flush=True)
     os.environ.pop(BACKEND, None)
     if backend:
         os.environ[BACKEND] = backend
     with tempfile.TemporaryDirectory(prefix="run_mpi_") as name:
-        folder, start = Path(name), time.monotonic()
-        program = [sys.executable, "-m", "mpi4py", str(Path(__file__).resolve()), "--as-rank", name, "--", *arguments]
-        program.append(f"--color={'yes' if sys.stdout.isatty() else 'no'}")  # Open MPI gives rank 0 a terminal
-        status, _, _ = run_limited([*mpi_command(num_ranks), *program], limit_s=limit_s, capture=False)
+        folder, began = Path(name), time.monotonic()
+        start = ["-m", "mpi4py"]
+        command = warm.command(num_ranks, start) if warm else [*mpi_command(num_ranks), sys.executable, *start]
+        command += [str(Path(__file__).resolve()), "--as-rank", name, "--", *arguments]
+        command.append(f"--color={'yes' if sys.stdout.isatty() else 'no'}")  # Open MPI gives rank 0 a terminal
+        status, _, _ = run_limited(command, limit_s=limit_s, capture=False)
         results = {}
         for rank in range(num_ranks):
             file = folder / f"{rank}.json"
@@ -237,7 +250,7 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: st
                 _show_logs(folder, range(1, num_ranks), FEW_LINES)
             else:  # rank 0 shows the failures of tests that use the fixture `world`; the others mostly say the same
                 _show_logs(folder, [rank for rank in (lost if 0 in bad else lost + bad) if rank > 0][:3], TAIL_LINES)
-            print(f"--- {num_ranks} ranks: {'; '.join(problems)} ({time.monotonic() - start:.0f} s)", flush=True)
+            print(f"--- {num_ranks} ranks: {'; '.join(problems)} ({time.monotonic() - began:.0f} s)", flush=True)
         return first["passed"], max(first["failed"], 1 if problems else 0)
 
 
@@ -263,12 +276,23 @@ def main() -> int:
     if options.as_rank:
         be_a_rank(options.as_rank, arguments)
         return 0
-    more = {} if arguments or options.backend or options.num_ranks != NUM_RANKS else SLOW if options.slow else QUICK
+    everything = not (arguments or options.backend or options.num_ranks != NUM_RANKS)
+    more = {} if not everything else SLOW if options.slow else QUICK
     arguments = arguments or ["-m", "slow" if options.slow else "not slow", "tests/mpi"]
-    with tempfile.TemporaryDirectory(prefix="references_") as folder:
+    with tempfile.TemporaryDirectory(prefix="references_") as folder, ExitStack() as stack:
         os.environ[REFERENCES] = folder
-        totals = [launch(num, arguments, options.limit, options.backend) for num in options.num_ranks]
-        totals += [launch(4, chosen, options.limit, backend) for backend, chosen in more.items()]
+        warm = None
+        if everything and not options.slow:
+            sys.path.insert(0, str(REPOSITORY))
+            import tests.warm
+
+            warm = tests.warm.Warm("mpi4py.run", (*tests.warm.IMPORTS, *IMPORTS), DS_ACCELERATOR="cpu")
+            stack.callback(warm.close)
+        totals = [
+            launch(num, arguments, options.limit, options.backend, warm if num in FORKS else None)
+            for num in options.num_ranks
+        ]
+        totals += [launch(4, chosen, options.limit, backend, warm) for backend, chosen in more.items()]
     passed, failed = (sum(column) for column in zip(*totals, strict=True))
     print(f"{passed} passed, {failed} failed", flush=True)
     return 1 if failed else 0

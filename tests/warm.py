@@ -4,6 +4,8 @@ Such a start is a process of its own with the exit status and the output that a 
 that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks have the
 same hash seed and their command line is not the program's; tests of signals and kills, of starts that fail and of what
 depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several ranks do so, too.
+
+tests/run_mpi.py starts its ranks in the same way, with pytest in place of the program.
 """
 
 import atexit
@@ -28,20 +30,24 @@ LIMIT_S = 120.0  # for one start
 IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
 IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
 IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
-MAIN, RANK = REPOSITORY / "rlhf_spmd" / "__main__.py", REPOSITORY / "tests" / "warm_rank.py"
+RANK = REPOSITORY / "tests" / "warm_rank.py"
 
 
 class Warm:
-    """`run(words)` is `python -m rlhf_spmd *words`."""
+    """`run(words)` is `python -m rlhf_spmd *words`.
 
-    def __init__(self) -> None:
+    main: the module whose `main()` a fork calls with those words in `sys.argv`, and names the module's file there.
+    imports: modules that the process of the forks imports, at once; environment: variables of this process alone.
+    """
+
+    def __init__(self, main: str = "rlhf_spmd.__main__", imports: Sequence[str] = IMPORTS, **environment: str) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="warm_")
         self.address = str(Path(self.folder.name) / "socket")
-        program = "import sys; from tests.warm import serve; sys.exit(serve(sys.argv[1]))"
+        program = "import sys; from tests.warm import serve; sys.exit(serve(*sys.argv[1:]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, self.address],
+            [sys.executable, "-c", program, self.address, main, *imports],
             cwd=REPOSITORY,
-            env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
+            env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}", **environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -60,12 +66,16 @@ class Warm:
 
         ranks: 0 starts it without mpiexec.
         """
+        surroundings = mpi_environment(**environment) if ranks else environment_alone(**environment)
+        command = [*self.command(ranks, ["-m", "rlhf_spmd"]), *map(str, words)]
+        return run_limited(command, limit_s=limit_s, environment=surroundings)
+
+    def command(self, ranks: int, otherwise: Sequence[str]) -> list[str]:
+        """Returns the beginning of a command that makes forks the ranks; `otherwise`, where they cannot be, the
+        arguments of Python that start one. 0 ranks are one without mpiexec."""
         launcher = mpi_command(ranks) if ranks else []
         may_fork = not ranks or launcher[1] == "-n"  # MPICH
-        program = ["-I", "-S", str(RANK), self.address] if may_fork else ["-m", "rlhf_spmd"]
-        surroundings = mpi_environment(**environment) if ranks else environment_alone(**environment)
-        command = [*launcher, sys.executable, *program, *map(str, words)]
-        return run_limited(command, limit_s=limit_s, environment=surroundings)
+        return [*launcher, sys.executable, *(["-I", "-S", str(RANK), self.address] if may_fork else otherwise)]
 
 
 @functools.cache
@@ -76,13 +86,12 @@ def shared() -> Warm:
     return warm
 
 
-def serve(address: str) -> int:
-    """Forks for each connection to the socket `address` until standard input ends; in a child it is the program, whose
-    status it returns. A child whose connection ends is killed, as mpiexec kills its ranks."""
-    for name in IMPORTS:
+def serve(address: str, main: str, *imports: str) -> int:
+    """Forks for each connection to the socket `address` until standard input ends; a child calls `main()` of the module
+    `main` and returns its status. A child whose connection ends is killed, as mpiexec kills its ranks."""
+    for name in imports:
         importlib.import_module(name)
-    from rlhf_spmd.__main__ import main
-
+    module = importlib.import_module(main)
     gc.collect()
     gc.freeze()
     connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
@@ -95,7 +104,7 @@ def serve(address: str) -> int:
         while True:
             for key, _ in selector.select():
                 if key.fileobj == 0:
-                    return 0
+                    os._exit(0)  # Triton complains at the end of an interpreter of what it leaks itself
                 if key.fileobj is listener:
                     connection, _ = listener.accept()
                     descriptors, request = _receive(connection)
@@ -103,7 +112,8 @@ def serve(address: str) -> int:
                         for one in (listener, selector, connection, *connections.values()):
                             one.close()
                         _prepare(descriptors, *request)
-                        return main()
+                        sys.argv[0] = str(module.__file__)
+                        return module.main()
                     connections[child] = connection
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -143,4 +153,4 @@ def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str
     os.environ.update(environment)
     os.chdir(folder)
     os.umask(mask)
-    sys.argv = [str(MAIN), *words]
+    sys.argv[1:] = words

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from bench.first_light.steps import Found, Light, Missing
 from bench.forecast import derived
-from bench.forecast.derived import GPU, GPUS, Derived
+from bench.forecast.derived import GPU, GPUS, LLAMA_7B, Derived
 from bench.speed.gpu_decode import Shape, captured
-from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, show
-from bench.speed.roofline import alternate, ceilings_of, precision_of
+from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, peak_bytes, show
+from bench.speed.roofline import alternate, ceilings_of, elapsed_s, precision_of
+from rlhf_spmd.config.model_folders import model_config_of
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.generation.engine import Engine
@@ -34,12 +35,10 @@ SAMPLE_SHARE = 0.60  # of the memory bandwidth
 MATRIX_SHARE = 0.40  # of the rate of bfloat16 products: a step of training
 CACHE_SHARE = 0.85  # of the free memory
 DRY_CEILINGS = {"memory_bytes_per_s": 1e10, "matrix_flops_per_s": {"float32": 1e11, "bfloat16": 1e11}}
-DRY = ModelConfig("llama", 300, 32, 48, 2, 4, 2, 8)
-DRY_HF = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-DRY_HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-LLAMA_7B = ModelConfig("llama", 32000, 4096, 11008, 32, 32, 32, 128)
-LLAMA_1B = ModelConfig("llama", 32000, 2048, 5632, 22, 32, 4, 64)
-QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_embeddings=True, qk_norm=True)
+DRY = ModelShape(2, 32, 48, 4, 2, 8, 300)
+LLAMA_1B = ModelShape(22, 2048, 5632, 32, 4, 64, 32000)
+QWEN3_06B = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, qk_norm=True)
+LONGEST = 2048  # tokens of a sequence
 
 
 def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
@@ -48,9 +47,10 @@ def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
 
 
 @torch.no_grad()
-def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
-    """Returns a language model with random weights, created on its device."""
-    model = Transformer(config, head="lm", dtype=dtype, device="meta").to_empty(device=device)
+def random_model(shape: ModelShape, device: torch.device) -> Transformer:
+    """Returns a language model with random weights in bfloat16, created on its device."""
+    config = model_config_of(shape, shape.num_layers, LONGEST)
+    model = Transformer(config, head="lm", dtype=torch.bfloat16, device="meta").to_empty(device=device)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -79,11 +79,6 @@ def beside(light: Light, work: Callable[[GPU], Derived]) -> tuple[dict, str]:
     return row, f" (derived {1e3 * found.seconds:.3g} ms, roofline {1e3 * found.roofline_s:.3g})"
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
-    sizes = config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads
-    return ModelShape(*sizes, config.head_dim, config.vocab_size, tied=config.tie_embeddings, qk_norm=config.qk_norm)
-
-
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
@@ -93,11 +88,11 @@ def decode(light: Light) -> Found:
     from bench.speed.generate_gpu import CONTEXT, ROWS, STEP_SHARE, decode_step
 
     device = light.device
-    sizes, rows, context = (DRY_HF, 3, 40) if light.dry else (peers.LLAMA_7B, ROWS, CONTEXT)
-    theirs = peers.random_model(sizes, torch.bfloat16, device)
+    shape, rows, context = (DRY, 3, 40) if light.dry else (LLAMA_7B, ROWS, CONTEXT)
+    theirs = peers.random_model(shape, torch.bfloat16, device)
     mine = peers.same_weights(theirs, torch.bfloat16)
     ceilings = measured_ceilings(device)
-    should, words = beside(light, lambda gpu: derived.decode(gpu, shape_of(mine.config), rows, context))
+    should, words = beside(light, lambda gpu: derived.decode(gpu, shape, rows, context))
     row = light.row(**decode_step(mine, ceilings, rows=rows, context=context) | ceilings | should)
     told = f"{1e3 * row['step_s']:.2f} ms{words}, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
     return Found(light.dry or row["share_of_memory"] >= STEP_SHARE, told)
@@ -174,9 +169,9 @@ def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
     from bench.speed.generate_compare import show as show_ratio
     from bench.speed.generate_gpu import LEAST, ROWS
 
-    sizes = DRY_HF if light.dry else peers.LLAMA_7B
-    theirs = peers.without_ends(peers.random_model(sizes, torch.bfloat16, light.device))
-    mine, vocab = peers.same_weights(theirs, torch.bfloat16), sizes["vocab_size"]
+    shape = DRY if light.dry else LLAMA_7B
+    theirs = peers.without_ends(peers.random_model(shape, torch.bfloat16, light.device))
+    mine, vocab = peers.same_weights(theirs, torch.bfloat16), shape.vocab_size
     works = {
         "spread": peers.spread(vocab, num=4, places=2, limit=5)
         if light.dry
@@ -250,9 +245,9 @@ def train_step(light: Light) -> Found:
     from rlhf_spmd.runtime.engines.train_engine import make_engine
 
     num, prompt, response = (2, 3, 4) if light.dry else (8, 128, 896)
-    config, device = DRY if light.dry else LLAMA_1B, light.device
+    shape, device = DRY if light.dry else LLAMA_1B, light.device
     ceilings = measured_ceilings(device, torch.bfloat16)
-    model = random_model(config, device)
+    model = random_model(shape, device)
     engine = make_engine(model.train(), groups=Groups(), options=EngineOptions(0, torch.bfloat16))
     passes = passes_of(model, engine, num, prompt, response)
 
@@ -263,13 +258,13 @@ def train_step(light: Light) -> Found:
             torch.cuda.synchronize(device)
 
     step()
-    forecast_bytes = forecast_activation_bytes(config, num, prompt, response)
-    activations = forecast_bytes if light.dry else most_above(passes, device)
-    step_s = statistics.median(timed(step) for _ in range(2 if light.dry else 7))
-    flops = training_flops(config, num, prompt, response)
+    forecast_bytes = forecast_activation_bytes(shape, num, prompt, response)
+    activations = forecast_bytes if light.dry else peak_bytes(passes, device)
+    step_s = statistics.median(elapsed_s(step) for _ in range(2 if light.dry else 7))
+    flops = training_flops(shape, num, prompt, response)
     share = flops / step_s / ceilings["matrix_flops_per_s"]["bfloat16"]
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    should, words = beside(light, lambda gpu: derived.train(gpu, shape_of(config), num, prompt, response, update=True))
+    should, words = beside(light, lambda gpu: derived.train(gpu, shape, num, prompt, response, update=True))
     light.row(
         work=f"an optimizer step, {num} sequences of {prompt + response} tokens",
         model="Llama 1.1B shape",
@@ -308,17 +303,7 @@ def passes_of(model: Transformer, engine: Any, num: int, prompt: int, response: 
     return passes
 
 
-def most_above(call: Callable[[], object], device: torch.device) -> int:
-    """Returns the most bytes that a call allocates beside those that are allocated when it begins."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def forecast_activation_bytes(config: ModelConfig, num: int, prompt: int, response: int) -> int:
+def forecast_activation_bytes(shape: ModelShape, num: int, prompt: int, response: int) -> int:
     """Returns what plan/cost/memory.py says of such a micro-batch on one rank, in bfloat16."""
     from rlhf_spmd.config.options import make_workload
     from rlhf_spmd.config.presets import load
@@ -327,25 +312,17 @@ def forecast_activation_bytes(config: ModelConfig, num: int, prompt: int, respon
 
     workload = make_workload(load("llama-7b", algorithm="sft"))
     sizes = {"micro_batch": num, "max_prompt": prompt, "max_response": response, "param_bytes": 2}
-    workload = replace(workload, models=dict.fromkeys(workload.models, shape_of(config)), **sizes)
+    workload = replace(workload, models=dict.fromkeys(workload.models, shape), **sizes)
     (call,) = workload.workflow.train_calls
     return activation_bytes(workload, call, Layout((0,), dp=1), 0)
 
 
-def timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def training_flops(config: ModelConfig, num: int, prompt: int, response: int) -> float:
-    """Returns the operations of a forward and a backward pass: three times 2 for each weight and token that it
-    multiplies, the head at the response tokens only, and causal attention, in which half of the square counts."""
-    total, width = prompt + response, config.num_heads * config.head_dim
-    attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
-    layer = 2 * total * (attention + 3 * config.hidden_size * config.intermediate_size) + 2 * total**2 * width
-    head = 2 * response * config.hidden_size * config.vocab_size
-    return 3.0 * num * (config.num_layers * layer + head)
+def training_flops(shape: ModelShape, num: int, prompt: int, response: int) -> float:
+    """Returns the operations of a forward and a backward pass: three times those of the weights, the head at the
+    response tokens only, and of causal attention, in which half of the square counts."""
+    total = prompt + response
+    layers = shape.num_layers * layer_flops(shape, total, total / 2)
+    return 3.0 * num * (layers + head_flops(shape, response))
 
 
 def calibrate(light: Light) -> Found:

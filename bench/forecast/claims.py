@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 from bench.ahead_tables import joined_ahead
-from bench.baseline_tables import AGAINST, times_faster
-from bench.rows import STRATEGIES
+from bench.baseline_tables import AGAINST, SHIPPED, times_faster
 from bench.stage_tables import by_stage
 
 INTERLEAVING = ("interleaving1", "interleaving2")
-SHIPPED = tuple(name for name in STRATEGIES if name != "planner")
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 APP_FACTOR = 11  # the largest speed-up that APP reports

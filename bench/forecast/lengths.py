@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.forecast.measure_cpu import forecast_calls_s, measured_calls_s
-from bench.rows import RESULTS, on_ranks, read_rows, write
-from bench.tables import text_table
+from bench.rows import RESULTS, keep, one_world, read_rows, rows_of_ranks
+from bench.speed.overlap import write_models
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
@@ -47,24 +48,17 @@ DECODE_S, ROW_S = 18e-3, 0.5e-3  # slept by a layer in a decode step, and for ea
 TOKEN_S, PAIR_S = 0.3e-3, 10e-6  # for each token of a pass, and for each token that attention sees for it
 TRAINED = 3  # times as much in training
 ITERATIONS = 6  # the first one is a warm-up
+KEYS = ("algorithm", "ranks", "strategy")  # what tells rows apart
 TOLERANCE, SHARE = 0.15, 0.9  # of the measured seconds, in this share of the cases
 
 
 def write_inputs(folder: Path) -> None:
-    """Writes models with random weights and the embedded tokenizer, and the embedded prompts of PROMPT tokens."""
+    """Writes small models, and the embedded prompts of PROMPT tokens."""
     from tokenizers import Tokenizer
 
     from rlhf_spmd import embedded
-    from rlhf_spmd.model.hf import load_model, save_state
-    from rlhf_spmd.model.transformer import Transformer
 
-    for name, head in (("actor", "lm"), ("reward", "scalar")):
-        source = embedded.path_of(name)
-        sizes = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 2}
-        shape = dataclasses.replace(load_model(str(source), head=head).config, **sizes, head_dim=4)
-        model = Transformer(shape, head=head)
-        model.init_weights(seed=0)
-        save_state(model.state_dict(), shape, head, folder / name, source=source)
+    write_models(folder, num_kv_heads=2)
     tokenizer = Tokenizer.from_file(str(embedded.path_of("actor") / "tokenizer.json"))
     lines = embedded.path_of("prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     chosen = [line for line in lines if len(tokenizer.encode(json.loads(line)["prompt"]).ids) == PROMPT]
@@ -218,53 +212,37 @@ def row_of(
     }
 
 
-def run_cases() -> None:
-    """Runs all cases on each rank; rank 0 writes the rows of this number of ranks."""
+def run_cases(file: Path) -> None:
+    """Runs all cases on each rank."""
     from rlhf_spmd.runtime.profile.profile import groups_of
-    from rlhf_spmd.runtime.world.world import World
 
-    world, rows = World.discover(), []
-    world.use_device("cpu")
-    try:
-        with tempfile.TemporaryDirectory() as name, planted() as tokens:
-            folder = Path(world.bcast(name, what="the folder"))
-            if world.rank == 0:
-                write_inputs(folder)
-            world.barrier("the models")
-            configs = {algorithm: config_of(algorithm, folder) for algorithm in ALGORITHMS}
-            cases = [(one, *case) for one, config in configs.items() for case in programs(config, world.size)]
-            groups, pairs = communicators(program for *_, program in cases)
-            world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
-            calibration = calibrate(world, configs["ppo"])
-            for algorithm, strategy, program in cases:
-                seconds, calls_s = measure(world, configs[algorithm], program, tokens)
-                rows.append(row_of(algorithm, strategy, program, calibration, seconds, calls_s))
-            if world.rank == 0:
-                write("lengths", of_ranks(read_rows(RESULTS / "lengths.jsonl"), world.size, rows))
-            world.barrier("the end of the folder")
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
-
-
-def of_ranks(rows: Sequence[dict], size: int, new: Sequence[dict]) -> list[dict]:
-    """Replaces the rows of a number of ranks by new ones, and sorts all by ranks."""
-    return sorted([*(row for row in rows if row["ranks"] != size), *new], key=lambda row: row["ranks"])
+    rows: list[dict] = []
+    with one_world(file, rows) as world, tempfile.TemporaryDirectory() as name, planted() as tokens:
+        folder = Path(world.bcast(name, what="the folder"))
+        if world.rank == 0:
+            write_inputs(folder)
+        world.barrier("the models")
+        configs = {algorithm: config_of(algorithm, folder) for algorithm in ALGORITHMS}
+        cases = [(one, *case) for one, config in configs.items() for case in programs(config, world.size)]
+        groups, pairs = communicators(program for *_, program in cases)
+        world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
+        calibration = calibrate(world, configs["ppo"])
+        for algorithm, strategy, program in cases:
+            seconds, calls_s = measure(world, configs[algorithm], program, tokens)
+            rows.append(row_of(algorithm, strategy, program, calibration, seconds, calls_s))
+        world.barrier("the end of the folder")
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench lengths", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="default: 2 4 8")
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.on_ranks:
-        run_cases()
+        run_cases(parsed.on_ranks)
         return 0
     for size in parsed.ranks:
-        on_ranks(size, ["lengths", "--on-ranks"], limit_s=1800.0)
+        keep("lengths", rows_of_ranks("lengths", size), KEYS, lambda row: row["ranks"])
     rows = read_rows(RESULTS / "lengths.jsonl")
-    print(text_table("lengths", rows))
     near = sum(row["ok"] for row in rows)
-    ok = near >= SHARE * len(rows)
-    print(json.dumps({"bench": "lengths", "cases": len(rows), "near": near, "ok": ok}))
-    return 0 if ok else 1
+    return ended("lengths", rows, ok=near >= SHARE * len(rows), cases=len(rows), near=near)

@@ -14,7 +14,6 @@ python -m bench measure-cpu --algorithm sft data.prompts=answers.jsonl
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections import Counter, defaultdict
@@ -22,11 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.rows import RESULTS, on_ranks, read_rows, train, write
-from bench.tables import text_table
+from bench.rows import RESULTS, read_rows, train, write
+from bench.tables import ended
 from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
@@ -51,79 +50,69 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="4 ranks only")
     parser.add_argument("--calibration", default="cpu-2core", help="name or file (default: cpu-2core)")
     parser.add_argument("--algorithm", default="ppo", help="its rows are replaced (default: ppo)")
-    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of the runs, e.g. data.prompts=FILE")
     parsed = parser.parse_args(arguments)
-    words = [*WORDS, *parsed.overrides]
-    if parsed.on_ranks:
-        write_lengths(parsed.on_ranks, parsed.algorithm, words)
-        return 0
-    calibration, rows = load_calibration(parsed.calibration), []
+    calibration, rows, words = load_calibration(parsed.calibration), [], [*WORDS, *parsed.overrides]
+    config = presets.load("tiny", words, algorithm=parsed.algorithm)
+    workload = replace(make_workload(config), forecast_lengths=lengths_of(config))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        told = ["--algorithm", parsed.algorithm, "--on-ranks", str(folder / "lengths.json")]
-        on_ranks(1, ["measure-cpu", *told, *parsed.overrides])
-        lengths = json.loads((folder / "lengths.json").read_text(encoding="utf-8"))
+        told = ["--runs", name, "--algorithm", parsed.algorithm, *words]
         for size in SIZES[:1] if parsed.quick else SIZES:
+            cluster = Cluster.parse(f"1x{size}")
             for strategy in STRATEGIES:
                 try:
-                    program = program_of(parsed.algorithm, words, lengths, size, strategy)
+                    program = load_strategy(strategy).compile(workload, cluster, {})
                 except UserError as error:
                     print(f"{size} ranks, {strategy}: left out: {error}")
                     continue
-                rows.append(run_case(folder, calibration, program, parsed.algorithm, strategy, words))
-            file = folder / f"plan_{size}.py"
-            program = searched(parsed.algorithm, words, lengths, size, calibration, file)
-            found = run_case(folder, calibration, program, parsed.algorithm, str(file), words)
+                rows.append(run_case(calibration, program, strategy, told))
+            program, source = searched(config, workload, cluster, calibration, words)
+            (folder / f"plan_{size}.py").write_text(source, encoding="utf-8")
+            found = run_case(calibration, program, str(folder / f"plan_{size}.py"), told)
             rows.append(found | {"strategy": SEARCHED})
-    print(text_table("measure_cpu", rows))
+    rows = [row | {"algorithm": parsed.algorithm} for row in rows]
     if not parsed.quick:
         others = [row for row in read_rows(RESULTS / "measure_cpu.jsonl") if row["algorithm"] != parsed.algorithm]
         write("measure_cpu", others + rows)
-    ok = all(row["ok"] for row in rows)
-    print(json.dumps({"bench": "measure-cpu", "worst_error": max(abs(row["error"]) for row in rows), "ok": ok}))
-    return 0 if ok else 1
+    return ended("measure-cpu", rows, worst_error=max(abs(row["error"]) for row in rows))
 
 
-def workload_of(algorithm: str, words: Sequence[str], lengths: dict[str, list[int]]) -> Workload:
-    """Returns the embedded model's iteration with measured lengths."""
-    workload = make_workload(presets.load("tiny", words, algorithm=algorithm))
-    return replace(workload, forecast_lengths=ResponseLengths.of(lengths["responses"], lengths["prompts"]))
+def lengths_of(config: Config) -> ResponseLengths:
+    """Returns the tokens of every prompt and response of the measured iterations, which this process runs as one rank;
+    of given responses, those of the file."""
+    from rlhf_spmd.runtime.run.forecast_report import given_counts
+    from tests.runs import RunOf
 
-
-def program_of(
-    algorithm: str, words: Sequence[str], lengths: dict[str, list[int]], size: int, strategy: str
-) -> Program:
-    """Compiles an iteration on this number of ranks. Raises UserError if the strategy does not apply."""
-    return load_strategy(strategy).compile(workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}"), {})
+    run = RunOf(config)
+    prompts = run.job.prompts.prompts
+    if not run.program.workload.workflow.generate_calls:
+        num_prompt, num_response = given_counts(run.job.prompts)
+        return ResponseLengths.of(num_response, num_prompt)
+    run.iterations()
+    responses = [drawn for iteration in run.responses[1:] for drawn in iteration.items()]
+    return ResponseLengths.of(
+        [len(tokens) for _, tokens in responses], [len(prompts[one]) for (one, _), _ in responses]
+    )
 
 
 def searched(
-    algorithm: str, words: Sequence[str], lengths: dict[str, list[int]], size: int, calibration: Calibration, file: Path
-) -> Program:
-    """Returns the program of the planner's best plan, whose strategy module it writes to `file`."""
-    workload, cluster = workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}")
+    config: Config, workload: Workload, cluster: Cluster, calibration: Calibration, words: Sequence[str]
+) -> tuple[Program, str]:
+    """Returns the program of the planner's best plan, and the source of its strategy module."""
     rows, _ = alternatives(workload, cluster, calibration, top=1)
     best = fastest([row for row in rows if row.name.startswith("plan ")], cluster)
-    file.write_text(
-        module_source(best, presets.load("tiny", words, algorithm=algorithm), calibration, list(words)),
-        encoding="utf-8",
-    )
-    return best.program
+    return best.program, module_source(best, config, calibration, list(words))
 
 
-def run_case(
-    folder: Path, calibration: Calibration, program: Program, algorithm: str, strategy: str, words: Sequence[str]
-) -> dict:
+def run_case(calibration: Calibration, program: Program, strategy: str, told: Sequence[str]) -> dict:
     """Runs one strategy once; returns its row, with the forecast of its program."""
     found, size = forecast(program, calibration), program.cluster.num_devices
-    told = ["--runs", str(folder), "--algorithm", algorithm, "--strategy", strategy]
-    result, metrics = train(size, [*told, *words])
+    result, metrics = train(size, ["--strategy", strategy, *told])
     measured_s = statistics.median(row["iteration_s"] for row in metrics[1:])
     error = found.makespan_s / measured_s - 1
     return {
         "bench": "measure-cpu",
-        "algorithm": algorithm,
         "ranks": size,
         "strategy": strategy,
         "calibration": calibration.name,
@@ -161,37 +150,3 @@ def measured_calls_s(
 
 def _largest(total: Counter) -> dict[str, float]:
     return {call: max(s for (name, _), s in total.items() if name == call) for call, _ in total}
-
-
-def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
-    """Writes the tokens of every prompt and response of the measured iterations, which one rank runs; of given
-    responses, those of the file."""
-    from rlhf_spmd.plan.cluster import Node
-    from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.forecast_report import given_counts
-    from rlhf_spmd.runtime.run.loop import update
-    from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
-    from rlhf_spmd.runtime.world.world import World
-
-    world = World.discover()
-    world.use_device("cpu")
-    try:
-        config = presets.load("tiny", words, algorithm=algorithm)
-        program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
-        world.start_torch(program.groups, program.pairs)
-        job = prepare(config, program, world)
-        executor, lengths = Executor(job, Tracer()), {"prompts": [], "responses": []}
-        generates = bool(program.workload.workflow.generate_calls)
-        if not generates:
-            lengths = dict(zip(lengths, given_counts(job.prompts), strict=True))
-        for number in range(config.iterations if generates else 0):
-            answers = executor.iteration(make_iteration(job, number))
-            update(job, answers)
-            for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:
-                lengths["prompts"].append(len(job.prompts.prompts[prompt]))
-                lengths["responses"].append(length)
-        file.write_text(json.dumps(lengths), encoding="utf-8")
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)

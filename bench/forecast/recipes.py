@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from bench.forecast.scan import machine
 from bench.forecast.suites import Case, grid_of
-from bench.forecast.tuning import Tuned, best_options
+from bench.forecast.tuning import Found, best_options
+from bench.recipe_tables import FAST, LORA
 from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
@@ -31,7 +32,7 @@ from rlhf_spmd.plan.cost.memory import most_bytes
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "llama-70b")
 LAYOUTS = ("1x1", "1x8", "2x8", "8x8")
 DEVICES = ("a100-40g", "a100-80g")
-FAST, SLOW = "200g-per-gpu", "200g-per-node"  # between nodes
+SLOW = "200g-per-node"  # between nodes
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "reallocation", "separation")  # the simplest first
 NEAR = 1.02  # of the fewest seconds
 MOST = 12  # forecasts of a grid
@@ -45,7 +46,6 @@ SPLIT: dict[str, tuple] = {  # fewer than the scan searches: there are more plac
 }
 DECODED = {"decode_mini_batches": (4,)}  # of separation, tried last
 LENGTHS = ("data.max_prompt=512", "generation.max_new_tokens=1024")
-LORA = "+lora"  # behind the name of an algorithm: with adapters
 # algorithm -> options of its run. PPO: four models of one size; GRPO: the actor alone.
 ALGORITHMS = {"ppo": LENGTHS, "grpo": (*LENGTHS, "reward_function=rlhf_spmd.rewards:numeric_answer")}
 ALGORITHMS |= {f"{name}{LORA}": (*words, "lora.rank=32") for name, words in ALGORITHMS.items()}
@@ -137,7 +137,7 @@ def recipe(seconds: Mapping[str, float]) -> str | None:
     return next((name for name in STRATEGIES if seconds.get(name, float("inf")) <= most_s), None)
 
 
-def _about(strategy: str, tuned: Tuned) -> dict:
+def _about(strategy: str, tuned: Found) -> dict:
     """Describes a strategy: seconds, bytes of the fullest device and options, or why it cannot run. Options are
     arguments; beside them zero, micro_batch, and tp of training and of generation are numbers."""
     if tuned.program is None or tuned.forecast is None:

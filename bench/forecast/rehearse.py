@@ -15,10 +15,10 @@ import threading
 import time
 from pathlib import Path
 
+from bench.baseline_tables import SHIPPED
 from bench.rows import REPOSITORY, add
 from bench.tables import text_table
 
-STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 JOB = ("--layout", "8x8", "--preset", "llama-13b", "--calibration", "a100-80g")
 NEAR, MOST_S, MOST_BYTES, MOST_SHARE = 0.1, 90.0, 6e9, 0.6
 SAMPLE_S = 2.0
@@ -28,7 +28,7 @@ PLAN = "plan"
 def main(arguments: list[str]) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="rehearse_") as name:
-        for strategy in arguments or (*STRATEGIES, PLAN):
+        for strategy in arguments or (*SHIPPED, PLAN):
             rows.append(measured(strategy, Path(name)))
             add("rehearse", rows[-1:])
     print(text_table("rehearse", rows))

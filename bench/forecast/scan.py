@@ -13,8 +13,8 @@ python -m bench scan --strategy mine.py --preset llama-13b --layout 2x8 --csv mi
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -25,7 +25,7 @@ from bench.forecast.baselines import fastest_baseline
 from bench.forecast.claims import place_of
 from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
 from bench.forecast.suites import GRIDS, STAGES, SUITES, Case, grid_of, later_grid_of
-from bench.forecast.tuning import best_options
+from bench.forecast.tuning import Found, best_options
 from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
@@ -52,17 +52,6 @@ SHADOWS, FROZEN = ("actor", "critic"), ("reference", "reward")
 # Kind of call -> phase.
 PHASES = {"generate": "generation", "infer": "inference", "compute": "inference", "train": "training"}
 LIMITS = {"products": "compute", "messages": "network"}  # of limits(), as rows call them
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a strategy comes to in a case; program and seen are None where nothing fits, which `why` explains."""
-
-    options: Mapping[str, Any]
-    program: Program | None
-    seen: Forecast | None
-    why: str = ""
-    counts: Mapping[str, Any] | None = None
 
 
 # ---- forecasts ------------------------------------------------------------------------------------------------------
@@ -92,9 +81,7 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
         return Found(case.options, program, None if why else forecast(program, calibration), why)
     grid = grid_of(case.strategy, size) if case.strategy in GRIDS else own_grid(strategy)
     grid |= {name: value if isinstance(value, tuple) else (value,) for name, value in case.options.items()}
-    best = best_options(strategy, workload, cluster, calibration, grid, later_grid_of(case.strategy, size))
-    counts = {"num_points": best.num_points, "num_fit": best.num_fit, "num_forecasts": best.num_forecasts}
-    return Found(best.options, best.program, best.forecast, best.why, counts)
+    return best_options(strategy, workload, cluster, calibration, grid, later_grid_of(case.strategy, size))
 
 
 def planned(workload: Workload, cluster: Cluster, calibration: Calibration, **how: Any) -> Found:
@@ -124,19 +111,19 @@ def row_of(case: Case, found: Found, workload: Workload, calibration: Calibratio
         "why_not": found.why,
         "samples_per_s": None,
         "iteration_s": None,
-        **(found.counts or {}),
+        **found.counts,
     }
     is_ours = case.strategy not in BASELINES
     if found.program is not None and is_ours:
         row |= sizes(found.program)
-    if found.program is None or found.seen is None:
+    if found.program is None or found.forecast is None:
         return row
-    seconds = found.seen.makespan_s
+    seconds = found.forecast.makespan_s
     row |= {"samples_per_s": workload.num_sequences / seconds, "iteration_s": seconds}
-    row |= {f"{phase}_s": value for phase, value in phase_s(found.seen).items()}
-    row["device_s"] = device_s(found.seen)
-    row |= of_step(found.seen, calibration) if case.algorithm in STAGES else {}
-    return row | (exposed(found.program, found.seen, calibration) if is_ours else {})
+    row |= {f"{phase}_s": value for phase, value in phase_s(found.forecast).items()}
+    row["device_s"] = device_s(found.forecast)
+    row |= of_step(found.forecast, calibration) if case.algorithm in STAGES else {}
+    return row | (exposed(found.program, found.forecast, calibration) if is_ours else {})
 
 
 def phase_s(forecast: Forecast) -> dict[str, float]:

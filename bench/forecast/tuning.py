@@ -6,7 +6,7 @@ the order of their bounds, until no bound is below the best forecast (or `most` 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -29,16 +29,17 @@ MOST_FORECASTS = 30  # of one grid; bounds are so near that a dozen usually sett
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """The best point of a grid, or why there is none, and how many points there are, fit, and were simulated."""
+class Found:
+    """What a strategy comes to. Without a program or a forecast, which is where nothing fits, `why` explains.
+
+    counts: of the search, and what else a row tells of it.
+    """
 
     options: Mapping[str, Any]
     program: Program | None
     forecast: Forecast | None
-    why: str
-    num_points: int
-    num_fit: int
-    num_forecasts: int
+    why: str = ""
+    counts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ def best_options(
     later: Mapping[str, Sequence[Any]] | None = None,
     *,
     most: int = MOST_FORECASTS,
-) -> Tuned:
+) -> Found:
     """Finds the point of a grid (option -> values) with the shortest forecast among those that fit the devices. Points
     that place() or `validate` refuses are left out.
 
@@ -170,7 +171,8 @@ def best_options(
             if found is not None and found[2].makespan_s < best[2].makespan_s:
                 best = found
     why = "" if best else _why(nearest, refused)
-    return Tuned(*(best or ({}, None, None)), why, len(points), len(fitting), num_forecasts)
+    counts = {"num_points": len(points), "num_fit": len(fitting), "num_forecasts": num_forecasts}
+    return Found(*(best or ({}, None, None)), why, counts)
 
 
 def _forecast(

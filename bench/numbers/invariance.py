@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.rows import keep, on_ranks
+from bench.rows import keep, on_ranks, one_world
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
@@ -100,19 +100,12 @@ def programs(algorithms: Collection[str], num_ranks: int) -> list[tuple[Case, Pr
 
 def run_cases(folder: Path, algorithms: Collection[str]) -> None:
     """Runs the cases on each rank; rank 0 writes a JSON line and the weights of the trained models for each case."""
-    from rlhf_spmd.runtime.world.world import World
-
-    world = World.discover()
-    world.use_device("cpu")
-    try:
+    with one_world() as world:
         cases = programs(algorithms, world.size)
         world.start_torch(*communicators(program for _, program in cases), threads=1)
         for case, program in cases:
             for seed in SEEDS:
                 run_case(folder, world, case, program, seed)
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
 
 
 def run_case(folder: Path, world, case: Case, program: Program, seed: int) -> None:

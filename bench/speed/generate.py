@@ -13,8 +13,6 @@ Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision fl
 """
 
 import argparse
-import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from bench.rows import REPOSITORY, keep
 from bench.speed import generate_peers as peers
 from bench.speed.generate_compare import compare, show
 from bench.speed.generate_costs import floor
-from bench.speed.roofline import ceilings_of, name_of, precision_of
+from bench.speed.roofline import ceilings_of, elapsed_s, name_of, precision_of
 from bench.tables import ended
 from rlhf_spmd.model.transformer import Transformer
 
@@ -43,12 +41,6 @@ def with_floor(row: dict, work: peers.Workload, mine: Transformer, ceilings: dic
     steps = work.lengths[0]
     costs, step_s = floor(mine, work.places, work.prompts_RP.shape[1] + steps / 2, ceilings), row["ours_s"] / steps
     return row | costs | {"step_s": step_s, "share_of_floor": costs["floor_s"] / step_s}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def on_cpu(
@@ -87,7 +79,7 @@ def ours_only() -> None:
         mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
         peers.use_fastest(dtype)
         for work in peers.works(vocab_size, num=64, places=PLACES, limit=64).values():
-            taken_s = _seconds(lambda work=work, mine=mine: peers.by_ours(mine, work))
+            taken_s = elapsed_s(lambda work=work, mine=mine: peers.by_ours(mine, work))
             print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
 
 

@@ -21,9 +21,9 @@ from bench.tables import ended
 from rlhf_spmd.model.linear import lay_adjacent, sum_bytes
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.workload import ModelShape
 
-SMOLLM2 = peers.SMALL | {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 49152, tied=True)
 RANK, PLACES, NEW, LEAST = 16, 32, 128, 0.85
 PRECISIONS = ("float32", "bfloat16")
 
@@ -44,7 +44,7 @@ def compare(precision: str, repeats: int) -> dict:
     dtype = getattr(torch, precision)
     (dense, adapted), library = models(dtype), peers.use_fastest(dtype)
     ways = {"dense": (dense, False), "apart": (adapted, False), "joined": (adapted, True)}
-    work = peers.to_the_limit(SMOLLM2["vocab_size"], num=PLACES, new=NEW)
+    work = peers.to_the_limit(SMOLLM2.vocab_size, num=PLACES, new=NEW)
     for model, joins in ways.values():
         peers.by_ours(model, peers.shortened(work, 4), adds_adapters=joins)
     walls: dict[str, list[float]] = {name: [] for name in ways}  # dense seconds over those of each way

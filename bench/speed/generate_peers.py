@@ -15,21 +15,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from bench.speed.roofline import precision_of
+from rlhf_spmd.config.model_folders import model_config_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.kernels.products import use
-from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.config import from_hf, to_hf
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.profile.products import of_this_machine
 
 PROMPT = 32
-# the embedded model's family, 28 M parameters
-SMALL = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
-SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
-LLAMA_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-LLAMA_7B |= {"num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False}
+LONGEST = 2048  # tokens of a sequence
+SMALL = ModelShape(8, 512, 1408, 8, 4, 64, 8192, tied=True)  # the embedded model's family, 28 M parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,10 @@ def _prompts(num: int, length: int, vocab_size: int) -> Tensor:
     return torch.randint(3, vocab_size, (num, length), generator=torch.Generator().manual_seed(0))
 
 
-def random_model(sizes: dict, dtype: torch.dtype, device: torch.device) -> AutoModelForCausalLM:
-    """Returns a model of transformers of these sizes with random weights, created on its device."""
-    config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=2048)
+def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> AutoModelForCausalLM:
+    """Returns a model of transformers with random weights, created on its device."""
+    sizes = to_hf(model_config_of(shape, shape.num_layers, LONGEST), head="lm", dtype=precision_of(dtype))
+    config = AutoConfig.for_model(**sizes)
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

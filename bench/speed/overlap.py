@@ -54,16 +54,16 @@ def small(folder: Path, epochs: int = 1) -> Config:
     return presets.load("tiny", [*models, *sizes, f"iterations={ITERATIONS}"])
 
 
-def write_models(folder: Path) -> None:
-    """Writes models with random weights and the embedded tokenizer."""
+def write_models(folder: Path, num_kv_heads: int = 1) -> None:
+    """Writes a small actor and reward model with random weights and the embedded tokenizer."""
     from rlhf_spmd import embedded
     from rlhf_spmd.model.hf import load_model, save_state
     from rlhf_spmd.model.transformer import Transformer
 
     for name, head in (("actor", "lm"), ("reward", "scalar")):
         source = embedded.path_of(name)
-        sizes = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
-        shape = dataclasses.replace(load_model(str(source), head=head).config, **sizes, head_dim=4)
+        sizes = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "head_dim": 4}
+        shape = dataclasses.replace(load_model(source, head=head).config, **sizes, num_kv_heads=num_kv_heads)
         model = Transformer(shape, head=head)
         model.init_weights(seed=0)
         save_state(model.state_dict(), shape, head, folder / name, source=source)

@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
-from bench.rows import on_ranks, write
+import torch
+import torch.distributed as dist
+
+from bench.rows import on_ranks, one_world, write
 from bench.tables import ended
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
@@ -29,9 +31,6 @@ from rlhf_spmd.plan.program.tensors import Holding, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from tests.reallocations import local_shapes, lower_bound_bytes, sent_bytes, sent_messages
-
-if TYPE_CHECKING:
-    import torch
 
 NUM_RANKS = 8
 SHAPE = ModelShape(6, 768, 2048, 12, 12, 64, 8192)
@@ -71,21 +70,19 @@ class Weights:
     """The parameters of one shard: views of one flat tensor."""
 
     shard: Shard
-    flat: "torch.Tensor"
-    tensors: "dict[str, torch.Tensor]"
+    flat: torch.Tensor
+    tensors: dict[str, torch.Tensor]
 
 
-def empty_weights(shard: Shard, flat: "torch.Tensor | None" = None) -> Weights:
-    import torch
-
-    shapes = local_shapes(SHAPE, Holding(shard))
-    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    flat = torch.zeros(sum(sizes.values())) if flat is None else flat
-    pieces = flat.split(list(sizes.values()))
-    return Weights(shard, flat, {name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)})
+def weights_in(shard: Shard, flat: torch.Tensor | None = None) -> Weights:
+    """Returns the weights of a shard that begin a flat tensor; None: zeros."""
+    shapes = {name: torch.Size(shape) for name, shape in local_shapes(SHAPE, Holding(shard)).items()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    flat = torch.zeros(sum(sizes)) if flat is None else flat[: sum(sizes)]
+    return Weights(shard, flat, {n: x.view(shapes[n]) for n, x in zip(shapes, flat.split(sizes), strict=True)})
 
 
-def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
+def slices(full: Weights, shard: Shard) -> dict[str, torch.Tensor]:
     """Returns the slices of the full model that a shard holds, as views."""
     found = {}
     for weight in weights_of(SHAPE):
@@ -99,10 +96,8 @@ def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
 
 def full_model() -> Weights:
     """Makes a model in which all numbers differ."""
-    import torch
-
     numbers = torch.arange(SHAPE.num_params, dtype=torch.int32)
-    return empty_weights(Shard(), numbers.view(torch.float32))
+    return weights_in(Shard(), numbers.view(torch.float32))
 
 
 def fill(weights: Weights, full: Weights) -> Weights:
@@ -112,8 +107,6 @@ def fill(weights: Weights, full: Weights) -> Weights:
 
 
 def same_bits(weights: Weights, full: Weights) -> bool:
-    import torch
-
     pieces = slices(full, weights.shard)
     assert pieces.keys() == weights.tensors.keys()
     return all(
@@ -128,8 +121,6 @@ class GatherBroadcast:
     """One rank gathers a copy of the model and broadcasts it to all ranks that need some of it."""
 
     def __init__(self, world, name: str, source: Weights | None, target: Weights | None):
-        import torch
-
         self.rank, self.source, self.target = world.rank, source, target
         before, after = PAIRS[name]
         self.replica = shards(before)[: len(before[0]) // before[1]]
@@ -142,18 +133,13 @@ class GatherBroadcast:
         self.full: Weights | None = None
         if self.broadcasting:
             alone = self.rank == self.root and len(self.replica) == 1
-            self.full = source if alone else empty_weights(Shard())
+            self.full = source if alone else weights_in(Shard())
         if self.gathering:
-            sizes = [
-                sum(torch.Size(s).numel() for s in local_shapes(SHAPE, Holding(one)).values())
-                for _, one in self.replica
-            ]
-            self.padded = torch.zeros(max(sizes))
-            self.parts = [torch.zeros(max(sizes)) for _ in sizes] if self.rank == self.root else None
+            most = max(len(weights_in(one).flat) for _, one in self.replica)
+            self.padded = torch.zeros(most)
+            self.parts = [torch.zeros(most) for _ in self.replica] if self.rank == self.root else None
 
     def run(self) -> None:
-        import torch.distributed as dist
-
         if self.gathering:
             flat = self.source.flat
             if len(flat) < len(self.padded):
@@ -162,11 +148,9 @@ class GatherBroadcast:
             dist.gather(flat, self.parts, dst=self.root, group=self.gather_group)
             if self.rank == self.root:
                 for (_, shard), part in zip(self.replica, self.parts, strict=True):
-                    places = slices(self.full, shard)
-                    start = 0
-                    for place in places.values():
-                        place.copy_(part[start : start + place.numel()].view(place.shape))
-                        start += place.numel()
+                    pieces = weights_in(shard, part).tensors
+                    for name, place in slices(self.full, shard).items():
+                        place.copy_(pieces[name])
         if self.broadcasting:
             buckets = self.full.flat.split(BROADCAST_BYTES // NUMBER_BYTES)
             works = [dist.broadcast(b, src=self.root, group=self.broadcast_group, async_op=True) for b in buckets]
@@ -197,8 +181,8 @@ def measure(world, name: str) -> dict:
     before, after = PAIRS[name]
     one, rank, full = plan(before, after), world.rank, full_model()
     held, wanted = dict(shards(before)).get(rank), dict(shards(after)).get(rank)
-    source = None if held is None else fill(empty_weights(held), full)
-    target = None if wanted is None else empty_weights(wanted)
+    source = None if held is None else fill(weights_in(held), full)
+    target = None if wanted is None else weights_in(wanted)
     baseline = GatherBroadcast(world, name, source, target)
     extra, counted = [], []
     shared = Arena.make(world, slot_bytes(one, rank, BUCKET_BYTES))
@@ -276,17 +260,10 @@ def main(arguments: list[str]) -> int:
         except subprocess.CalledProcessError:  # told by rank 0
             return 1
         return 0
-    from rlhf_spmd.runtime.world.world import World
-
-    world, rows = World.discover(), []
-    world.use_device("cpu")
-    try:
+    with one_world() as world:
         assert world.size == NUM_RANKS, f"start {NUM_RANKS} ranks, not {world.size}"
         world.start_torch(groups(), threads=1)
-        rows += [measure(world, name) for name in PAIRS]
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
+        rows = [measure(world, name) for name in PAIRS]
     if world.rank:
         return 0
     write("reallocation", rows)

@@ -17,7 +17,7 @@ CPU_BYTES, GPU_BYTES = 2**28, 2**31
 def alternate(calls: Mapping[str, Callable], device: torch.device, *, rounds: int) -> dict[str, float]:
     """Measures the median seconds of each call. They alternate, so that a slow moment of the machine affects all
     alike."""
-    time_one = _gpu_timer(device) if device.type == "cuda" else _cpu_s
+    time_one = _gpu_timer(device) if device.type == "cuda" else elapsed_s
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -27,7 +27,8 @@ def alternate(calls: Mapping[str, Callable], device: torch.device, *, rounds: in
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def _cpu_s(call: Callable) -> float:
+def elapsed_s(call: Callable) -> float:
+    """Measures the seconds of a call, which ends when its work has."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s

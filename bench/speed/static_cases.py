@@ -1,5 +1,5 @@
 """The launches of 7B and 70B models whose compiled kernels `python -m bench kernels --static` looks at, the bytes that
-each has to move, and why some move more.
+each has to move, and why some move more (static_cases.toml).
 
 Tensors are laid out as model/ and runtime/ lay them out on a GPU, in bfloat16.
 """
@@ -7,9 +7,11 @@ Tensors are laid out as model/ and runtime/ lay them out on a GPU, in bfloat16.
 # B rows, N tokens, V vocabulary, D hidden, I intermediate, H heads, K key-value heads, d head dim, s slots of a block
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -150,25 +152,9 @@ def num_bytes(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-# kernel -> names of the tensors of which every element is read or written, once
-WHOLE = {
-    "rope._rope_kernel": "q_ptr k_ptr cos_ptr sin_ptr turned_q_ptr turned_k_ptr",
-    "silu_mul._silu_mul_kernel": "gate_ptr up_ptr y_ptr",
-    "kv_write._kv_write_kernel": "keys_ptr values_ptr keys_ptr values_ptr slots_ptr",  # as much written as read
-    "rmsnorm._rmsnorm_kernel": "x_ptr weight_ptr y_ptr",
-    "decode_attention._split_kernel": "q_ptr keys_ptr values_ptr tables_ptr lengths_ptr out_ptr",
-    "decode_attention._merge_kernel": "parts_ptr logs_ptr out_ptr",
-    "sample._blocks_kernel": "logits_ptr temperature_ptr max_ptr mass_ptr",
-    "sample._merge_kernel": "temperature_ptr max_ptr mass_ptr total_ptr",
-    "softmax_chunk._statistics_kernel": "logits_NC tokens_N statistics_4N",
-    "softmax_chunk._gradients_kernel": "logits_NC out_NC tokens_N log_total_N grad_N",
-}
-# the same, where a constexpr argument says so
-BESIDE = {
-    "rmsnorm._rmsnorm_kernel": (lambda a: a["ADDS"], "residual_ptr s_ptr"),
-    "decode_attention._split_kernel": (lambda a: a["P"] > 1, "logs_ptr"),
-    "softmax_chunk._gradients_kernel": (lambda a: a["ENTROPY"], "entropy_N grad_entropy_N"),
-}
+KERNELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+WHOLE = {kernel: known["whole"] for kernel, known in KERNELS.items() if "whole" in known}
+REASONS = {kernel: known["read_again"] for kernel, known in KERNELS.items() if "read_again" in known}
 
 
 def needed_bytes(kernel: str, arguments: dict) -> int | None:
@@ -176,18 +162,7 @@ def needed_bytes(kernel: str, arguments: dict) -> int | None:
     (how many blocks of a row may hold its threshold)."""
     if kernel not in WHOLE:
         return None
-    holds, beside = BESIDE.get(kernel, (lambda a: False, ""))
-    names = WHOLE[kernel].split() + (beside.split() if holds(arguments) else [])
+    names, beside = WHOLE[kernel], KERNELS[kernel].get("beside")
+    if beside and arguments[beside["argument"]] > beside["above"]:
+        names = names + beside["tensors"]
     return num_bytes(*(arguments[name] for name in names))
-
-
-# kernel -> what it reads again, and why
-REASONS = {
-    "rmsnorm._rmsnorm_kernel": "every row reads the weights, which stay in the cache",
-    "decode_attention._split_kernel": "the parts of a row, if there are several, each read its queries",
-    "decode_attention._merge_kernel": "reads what the parts of a row wrote",
-    "sample._draw_kernel": "reads the drawn block of the logits again",
-    "support_threshold._threshold_kernel": "every turn of the search reads the blocks that may hold the threshold",
-    "support_ids._collect_kernel": "reads the blocks with kept tokens again, to list them",
-    "softmax_chunk._gradients_kernel": "reads logits again; they are made anew, as all of them would not fit",
-}

@@ -27,13 +27,13 @@ from bench.speed import generate_peers as peers
 from bench.tables import ended
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.episodes import Answer, Turns
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 from rlhf_spmd.runtime.generation.requests import Sampling
 
-SIZES = peers.SMALL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = ModelShape(4, 128, 352, 4, 2, 32, 512, tied=True)
 NUM_TURNS, TURN, ANSWER, PROMPT = 4, 32, tuple(range(100, 108)), 16  # tokens
 WIDTH = 3 * NUM_TURNS * TURN
 MEDIAN, P95, LONGEST = 20.0, 400.0, 800.0  # decode steps
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     peers.use_fastest(torch.float32)
-    theirs = peers.random_model(SIZES, torch.float32, torch.device("cpu"))
+    theirs = peers.random_model(SHAPE, torch.float32, torch.device("cpu"))
     rows = measure(peers.same_weights(theirs, torch.float32), parsed.repeats)
     write("tool_waits", rows)
     best = max(row["share_100"] for row in rows)

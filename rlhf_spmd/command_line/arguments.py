@@ -490,14 +490,14 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
     if wrong and parsed.verb in CHECKED and not any(word.startswith("-") for word in wrong):
         raise UserError(f"{parsed.verb} takes one strategy: drop {', '.join(wrong)}, or compare them with `draw`")
     if wrong:
-        raise UserError(f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; write --NAME VALUE, or KEY=VALUE")
+        raise UserError(f"unknown argument {wrong[0]!r}{_hint(wrong[0], parsed)}; write --NAME VALUE, or KEY=VALUE")
     if rest and not VERBS[parsed.verb].words:
         raise UserError(f"{parsed.verb} takes no KEY=VALUE arguments such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
 
 
-def _hint(word: str) -> str:
+def _hint(word: str, parsed: argparse.Namespace) -> str:
     """Returns a suggestion for an unknown word with dashes, for the end of a message."""
     from rlhf_spmd.config.presets import all_keys
     from rlhf_spmd.pages.option_suggestions import suggest_option
@@ -505,4 +505,7 @@ def _hint(word: str) -> str:
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if name in all_keys():
         return f" (did you mean {name}=VALUE, without dashes?)"
-    return suggest_option(name, (), all_keys())
+    hint = suggest_option(name, (), all_keys())
+    if "--layout" in hint and not hasattr(parsed, "layout"):
+        return " (start N ranks with mpirun -n N or srun)"
+    return hint

@@ -1,9 +1,9 @@
-"""Which checkpoint folder each role of an algorithm is read from, and the sizes of the model in a folder."""
+"""Which checkpoint folder each role of an algorithm is read from, and sizes of models from their configs and back."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.model.config import ModelConfig, read_config_json
 from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import ModelShape
@@ -45,4 +45,25 @@ def shape_of_folder(folder: str) -> ModelShape:
         output_bias=config.attention_output_bias,
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
+    )
+
+
+def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
+    """Returns the config of a model with this shape, of the family with the same biases and norms."""
+    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
+    return ModelConfig(
+        family,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=longest,
+        tie_embeddings=shape.tied,
+        attention_bias=shape.qkv_bias,
+        attention_output_bias=shape.output_bias,
+        mlp_bias=shape.mlp_bias,
+        qk_norm=shape.qk_norm,
     )

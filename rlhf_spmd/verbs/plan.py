@@ -9,7 +9,7 @@ import gc
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -191,17 +191,6 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 def iteration_s(config: Config, program: Program, world: Any) -> float:
     """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
     program's groups. Frees the models before it returns."""
-    run = iteration_runner(config, program, world)
-    seconds = [run(number) for number in range(1 + COUNTED)][1:]
-    del run
-    gc.collect()
-    return statistics.median(seconds)
-
-
-def iteration_runner(config: Config, program: Program, world: Any) -> Callable[[int], float]:
-    """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0, and
-    returns the seconds of the slowest rank; one ahead, number 0 only draws. The world must have the program's
-    groups."""
     from rlhf_spmd.runtime.ahead.in_flight import Batch
     from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
     from rlhf_spmd.runtime.execute.executor import Executor
@@ -213,16 +202,16 @@ def iteration_runner(config: Config, program: Program, world: Any) -> Callable[[
     ahead = program.placement.ahead
     executor: Any = (AheadExecutor if ahead else Executor)(job, Tracer(world.rank, clock=clock_of(world.device)))
     in_flight = None  # of a run that draws ahead: the batch that trains in the next iteration
-
-    def iteration(number: int) -> float:
-        nonlocal in_flight
-        data = make_iteration(job, number)
+    seconds = []
+    for number in range(1 + COUNTED):  # one ahead, number 0 only draws
+        data: Any = make_iteration(job, number)
         if ahead:
-            batches = Batches(in_flight, Batch(data))
-            in_flight = batches.drawn
+            data = Batches(in_flight, Batch(data))
+            in_flight = data.drawn
         world.barrier("the start of an iteration")
         began = time.perf_counter()
-        executor.iteration(batches if ahead else data)
-        return max(world.allgather(time.perf_counter() - began, "the seconds of an iteration"))
-
-    return iteration
+        executor.iteration(data)
+        seconds.append(max(world.allgather(time.perf_counter() - began, "the seconds of an iteration")))
+    del job, executor, data, in_flight
+    gc.collect()
+    return statistics.median(seconds[1:])

@@ -148,12 +148,12 @@ class Broken:
             raise RuntimeError("no reset")
 
     def step(self, text: str):
-        return "more", 1.0, len(text) == 1
+        return "more", float("inf") if self.at == "step is inf" else 1.0, len(text) == 1
 
     def get_reward(self):
         if self.at == "get_reward":
             raise RuntimeError("no reward")
-        return 2.0
+        return float("nan") if self.at == "get_reward is nan" else 2.0
 
 
 class SlowReward:

@@ -28,10 +28,19 @@ from tests.unit.model.test_adapted import dense
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 4)]
 
+ALL, SOME = Adapters(1, 1.0).targets, ("k_proj", "o_proj")
+
 
 @pytest.mark.parametrize("name", ["biases", "tied"])
-@pytest.mark.parametrize("targets", [Adapters(1, 1.0).targets, ("k_proj", "o_proj")], ids=["all", "some"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("targets", "dropout"),
+    [
+        pytest.param(ALL, 0.0, id="all"),
+        pytest.param(SOME, 0.3, id="some, dropout"),
+        pytest.param(ALL, 0.3, id="all, dropout", marks=pytest.mark.slow),
+        pytest.param(SOME, 0.0, id="some", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_the_dense_twin(team, name, targets, dropout):  # noqa: F811
     """With dropout those of the whole model, whose masks the shards make in parts."""
     fits(team, name)

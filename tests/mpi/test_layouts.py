@@ -161,6 +161,7 @@ SLOW = {  # only in `make test-slow`: others find the same mistakes
     ("dp2 tp4", "3 rows"),
     ("reallocation zero 3", "plain"),
     ("zero 3 recompute", "plain"),
+    ("apart zero 3", "7 rows"),
     ("flattening in slices", "3 rows"),
     ("dp2 pp2 tp2", "7 rows"),
     ("reallocation", "3 rows"),

@@ -99,8 +99,14 @@ TWO = [
 
 
 @pytest.mark.rotates
-@pytest.mark.parametrize("actor_first", [True, False], ids=["actor first", "critic first"])
-@pytest.mark.parametrize(("actor_group", "critic_group", "actor_zero", "critic_zero"), TWO)
+@pytest.mark.parametrize(
+    ("actor_group", "critic_group", "actor_zero", "critic_zero", "actor_first"),
+    [
+        pytest.param(*case, first, marks=[pytest.mark.slow] if first == (number % 2 == 0) else [])
+        for first in (True, False)
+        for number, case in enumerate(TWO)
+    ],
+)
 def test_two_engines(job, actor_group, critic_group, actor_zero, critic_zero, actor_first):
     """Two models live on the same ranks, whichever was made first, and take turns."""
     job.groups(actor_group, critic_group)  # skips here, on every rank, or not at all

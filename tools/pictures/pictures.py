@@ -10,10 +10,10 @@ from pathlib import Path
 
 from bench.rows import RESULTS, TIMELINES, read_rows
 from rlhf_spmd.__main__ import main as run
-from tools.pictures import diagrams, planner_plots, plots
+from tools.pictures import diagrams, lag_plots, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
-ROWS = ("scan", "validate", "faults")
+ROWS = ("scan", "validate", "faults", "lag")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
@@ -29,6 +29,7 @@ def draw(folder: Path = RESULTS) -> list[Path]:
         diagrams.weights_picture(folder / "weights.png"),
         diagrams.resume_picture(folder / "resume.png", rows["faults"]),
         plots.published(rows["validate"], folder / "validate.png"),
+        lag_plots.lag_picture(rows["lag"], folder / "lag.png"),
         planner_plots.behind(rows["scan"], folder / "separation_behind.png"),
         *plots.draw(rows["scan"], folder),
         *plots.timelines(folder),

@@ -426,12 +426,15 @@ def _no_text(value: Any) -> str:
 
 
 def number(value: Any, what: str) -> float:
-    """Converts a reward to a number. Raises UserError for what is not a finite number."""
+    """Converts a reward to a number. Raises UserError for what is not a number, and ValueError for NaN and infinity:
+    those come from what was said, like an error that the environment raises."""
     if hasattr(value, "item"):  # of numpy or torch
         with suppress(ValueError, RuntimeError, TypeError):  # it has several
             value = value.item()
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, numbers.Real):
+        if math.isfinite(value):
+            return float(value)
+        raise ValueError(f"{what} is {value}: return a finite number")
     raise UserError(f"{what} is {str(value)[:60]!r} ({kind(value)}): return a finite number")
 
 

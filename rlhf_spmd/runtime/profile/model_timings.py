@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_spmd.config.model_folders import model_config_of
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
-from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import forward
 from rlhf_spmd.model.transformer import Transformer
@@ -46,27 +46,6 @@ from rlhf_spmd.runtime.world.world import World
 
 FEW, MANY = 1, 3  # layers of the measured models
 Points = dict[float, tuple[float, ...]]  # amount -> seconds with few and with many layers
-
-
-def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
-    """Returns the config of a model with this shape, of the family with the same biases and norms."""
-    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
-    return ModelConfig(
-        family,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=longest,
-        tie_embeddings=shape.tied,
-        attention_bias=shape.qkv_bias,
-        attention_output_bias=shape.output_bias,
-        mlp_bias=shape.mlp_bias,
-        qk_norm=shape.qk_norm,
-    )
 
 
 class TimedModel:

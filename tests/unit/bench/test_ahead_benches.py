@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.ahead_tables import FORECAST, joined_ahead
+from bench.ahead_tables import joined_ahead
+from bench.columns import JOINED
 from bench.forecast.claims import ahead_gains
 from bench.forecast.suites import SUITES
 from bench.speed.ahead_real import judge, row_of
@@ -26,7 +27,7 @@ def test_a_case_of_the_suite_is_one_line_with_its_gains():
     ]
     (found,) = joined_ahead(rows)
     assert (found["gain_flattening"], found["gain_planner"], found["drawing_s"]) == (1.4, 1.2, 12.0)
-    assert "lognormal, mean 512, sigma 1.0; epochs 2" in markdown(FORECAST, [found])[2]
+    assert "lognormal, mean 512, sigma 1.0; epochs 2" in markdown(JOINED["ahead"][2], [found])[2]
     assert ahead_gains(rows) == {"ahead_faster_than_planner": [], "ahead_faster_than_flattening": []}
     (absent,) = joined_ahead([*rows[:2], row("one iteration ahead", None)])
     assert absent["gain_planner"] is absent["drawing_s"] is None

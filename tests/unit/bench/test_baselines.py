@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.baseline_tables import AGAINST, BASELINES, DEEPSPEED_CHAT, JOINED, PER_TOKEN, times_faster
+from bench.baseline_tables import BASELINES, DEEPSPEED_CHAT, PER_TOKEN, times_faster
+from bench.columns import JOINED
 from bench.forecast.baselines import baseline_forecast, fastest_baseline, largest, recomputing, setups
 from bench.forecast.claims import eleven_times, planner_first
 from bench.forecast.scan import machine, phase_s, row_of, solve
@@ -125,7 +126,9 @@ def test_speed_ups_stand_in_columns_of_their_own():
         "shipped over flattening": 1.25,
     }
     headings = JOINED["baselines_factors"][2]
-    assert [headings[f"planner over {words}"](found) for words in AGAINST.values()] == ["3.00", "12.00", "1.50"]
+    assert [
+        headings[f"planner over {words}"](found) for words in ("DeepSpeed-Chat", "ZeRO 3 per token", "flattening")
+    ] == ["3.00", "12.00", "1.50"]
 
 
 def test_a_speed_up_needs_both():

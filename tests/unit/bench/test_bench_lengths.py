@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.forecast.lengths import LIMIT, MEAN, PAIR_S, SIGMA, TOKEN_S, TRAINED, layer_s, of_ranks, shuffled
+from bench.forecast.lengths import LIMIT, MEAN, PAIR_S, SIGMA, TOKEN_S, TRAINED, layer_s, shuffled
 from rlhf_spmd.plan.cost.lengths import lognormal
 
 
@@ -23,8 +23,3 @@ def test_a_pass_takes_the_seconds_of_its_tokens_and_pairs():
     context = SimpleNamespace(lengths=[3, 5])
     assert layer_s(context, 1, trains=False) == pytest.approx(8 * TOKEN_S + 17 * PAIR_S)
     assert layer_s(context, 2, trains=True) == pytest.approx(TRAINED / 2 * (8 * TOKEN_S + 17 * PAIR_S))
-
-
-def test_rows_of_a_number_of_ranks_are_replaced():
-    two, four, new = ({"ranks": ranks, "error": error} for ranks, error in ((2, 0.1), (4, 0.1), (2, 0.2)))
-    assert of_ranks([four, two, two], 2, [new]) == [new, four]

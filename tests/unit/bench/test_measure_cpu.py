@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
-from bench.forecast.measure_cpu import searched
+from bench.forecast.measure_cpu import lengths_of, searched
+from rlhf_spmd import embedded
 from rlhf_spmd.command_line.plans import Alternative, Misfit, fitted, most_promising
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.workload import ResponseLengths
 
-LENGTHS = {"prompts": [6, 8, 9, 12] * 32, "responses": [14, 18, 20, 24] * 32}
+LENGTHS = ResponseLengths.of([14, 18, 20, 24] * 32, [6, 8, 9, 12] * 32)
 CPU = load_calibration("cpu-2core")
 
 
@@ -34,9 +36,27 @@ def test_each_kind_of_placement_that_may_be_the_fastest_is_measured():
 
 def test_a_searched_plan_is_a_strategy_file(tmp_path):
     """What `measure-cpu` runs is the program that it forecasts."""
-    file, words = tmp_path / "plan.py", ["num_samples=0"]
-    program = searched("grpo", words, LENGTHS, 4, CPU, file)
-    again = load_strategy(str(file)).compile(
-        make_workload(load("tiny", words, algorithm="grpo")), Cluster.parse("1x4"), {}
+    file, words, cluster = tmp_path / "plan.py", ["num_samples=0"], Cluster.parse("1x4")
+    config = load("tiny", words, algorithm="grpo")
+    workload = replace(make_workload(config), forecast_lengths=LENGTHS)
+    program, source = searched(config, workload, cluster, CPU, words)
+    file.write_text(source, encoding="utf-8")
+    assert load_strategy(str(file)).compile(make_workload(config), cluster, {}).instructions == program.instructions
+
+
+def test_lengths_are_those_of_the_iterations_that_are_measured():
+    """Of three iterations the last two; a run of the program draws the same responses."""
+    words = ["iterations=3", "num_samples=0", "rollout_batch=8", "mini_batch=8", "generation.max_new_tokens=12"]
+    lengths = lengths_of(load("tiny", words))
+    assert len(lengths.rows) == len(lengths.prompts) == 2 * 8
+    assert 1 <= min(lengths.rows) < max(lengths.rows) == 12
+
+
+def test_lengths_of_given_responses_are_those_of_the_file(tmp_path):
+    rows, file = (
+        embedded.path_of("answers.jsonl").read_text(encoding="utf-8").splitlines(keepends=True),
+        tmp_path / "rows",
     )
-    assert again.instructions == program.instructions
+    file.with_suffix(".jsonl").write_text("".join(rows[:64]), encoding="utf-8")
+    lengths = lengths_of(load("tiny", [f"data.prompts={file}.jsonl", "num_samples=0"], algorithm="sft"))
+    assert len(lengths.rows) == len(lengths.prompts) == 64

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from bench.ahead_tables import MEASURE, paired
+from bench.numbers.lag import CORRECTIONS, PAGES, SEEDS
+from bench.numbers.lag import cases as lag_cases
 from bench.rows import RESULTS, TIMELINES, read_rows
 from bench.speed.strategies import median_iteration, of_iterations
 from rlhf_spmd.runtime.pictures import picture
 from tests.programs import make_workload
-from tools.pictures import diagrams, pictures, plots
+from tools.pictures import diagrams, lag_plots, pictures, plots
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+SHOWN = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
 
 
 def test_the_median_iteration_is_drawn():
@@ -44,13 +47,13 @@ def test_pages_say_whether_timelines_were_measured():
     kind = json.loads(TIMELINES.read_text(encoding="utf-8"))["kind"]
     assert kind in ("measured", "forecast")
     for name in ("strategies.png", "timeline_demo.png"):
-        alts = [re.findall(rf"!\[([^]]*)\]\([^)]*results/{name}\)", page.read_text(encoding="utf-8")) for page in PAGES]
+        alts = [re.findall(rf"!\[([^]]*)\]\([^)]*results/{name}\)", page.read_text(encoding="utf-8")) for page in SHOWN]
         assert any(alts) and all(alt.lower().startswith(kind) for found in alts for alt in found)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.png")), ids=lambda path: path.name)
 def test_every_picture_is_shown(path):
-    pages = [page for page in PAGES if f"results/{path.name})" in page.read_text(encoding="utf-8")]
+    pages = [page for page in SHOWN if f"results/{path.name})" in page.read_text(encoding="utf-8")]
     assert pages, f"no page shows {path.name}: show it, or delete it"
 
 
@@ -58,6 +61,43 @@ def test_pictures_are_drawn_from_the_rows_of_today():
     """resume.png said 700 runs when there were rows of 780."""
     drawn = json.loads(pictures.DRAWN_FROM.read_text(encoding="utf-8"))
     assert drawn == pictures.sources(), "rows have changed: draw again with `python -m tools pictures`"
+
+
+def rows_of_lag(pages=PAGES, seeds=SEEDS) -> list[dict]:
+    """Makes rows in which each correction costs a tenth of its lag, a little more or less by seed."""
+    rows = []
+    for page, seed, lag, correction in lag_cases():
+        if page in pages and seed in seeds:
+            measure = {MEASURE: 0.9 - 0.1 * lag - 0.01 * seed * lag}
+            rows.append({"page": page, "seed": seed, "lag": lag, "correction": correction} | measure)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "points"),
+    [
+        (read_rows(RESULTS / "lag.jsonl"), "pairs.", None),
+        (rows_of_lag(), "intervals of 5 pairs.", [-12.0, -24.0, -48.0]),
+        (rows_of_lag(("grpo",), (0, 1, 2)), "intervals of 3 pairs.", [-11.0, -22.0, -44.0]),
+    ],
+    ids=["committed", "whole", "begun"],
+)
+def test_a_lag_is_drawn_with_its_intervals(rows, words, points, tmp_path, monkeypatch):
+    """From the first pairs on; a panel without any says so."""
+    kept = []
+    monkeypatch.setattr(picture.Picture, "save", lambda self, path: kept.append(self.draw()))
+    lag_plots.lag_picture(rows, tmp_path / "lag.png")
+    [figure] = kept
+    assert any(text.get_text().endswith(words) for text in figure.texts)
+    pages = {one["page"] for one in paired(rows)}
+    for page, axes in zip(PAGES, figure.axes, strict=True):
+        assert [one.get_label() for one in axes.containers] == list(CORRECTIONS)
+        assert [text.get_text() for text in axes.texts] == ([] if page in pages else ["not measured yet"])
+        for one in axes.containers if points and page in pages else ():
+            assert one.lines[0].get_ydata() == pytest.approx(points)
+            (lower, upper) = one.lines[2][0].get_segments()[0][:, 1]
+            half = next(100 * pair["half"] for pair in paired(rows) if (pair["page"], pair["lag"]) == (page, 1))
+            assert (upper - lower) / 2 == pytest.approx(half) and (upper + lower) / 2 == pytest.approx(points[0])
 
 
 def test_the_legend_of_published_runs_lies_on_nothing(tmp_path, monkeypatch):

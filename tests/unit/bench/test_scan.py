@@ -67,7 +67,7 @@ def test_best_options_are_those_of_trying_all(name, grid):
     best = best_options(load_strategy(name), WORKLOAD, cluster, A100, grid)
     least_s, num_fit = brute_force(name, cluster, grid)
     assert best.forecast.makespan_s == pytest.approx(least_s)
-    assert best.num_fit == num_fit and 0 < best.num_forecasts <= num_fit
+    assert best.counts["num_fit"] == num_fit and 0 < best.counts["num_forecasts"] <= num_fit
     assert not memory(load_strategy(name).compile(WORKLOAD, cluster, best.options))
 
 
@@ -85,13 +85,13 @@ def test_later_options_are_kept_only_if_they_are_faster():
         program = strategy.compile(WORKLOAD, cluster, one)
         seconds += [] if memory(program) else [forecast(program, A100).makespan_s]
     assert after.forecast.makespan_s <= min(seconds) <= seconds[0] == before.forecast.makespan_s
-    assert after.num_forecasts == before.num_forecasts + 4
+    assert after.counts["num_forecasts"] == before.counts["num_forecasts"] + 4
 
 
 def test_what_fits_nowhere_says_by_how_much():
     workload, cluster = make_workload(load("llama-65b")), Cluster.parse("1x8", "a100-80g")
     best = best_options(load_strategy("flattening"), workload, cluster, A100, {"zero": (0, 3), "micro_batch": (1, 8)})
-    assert best.forecast is None and best.num_fit == 0
+    assert best.forecast is None and best.counts["num_fit"] == 0
     assert "GiB too much" in best.why and "zero=3 micro_batch=1" in best.why
 
 

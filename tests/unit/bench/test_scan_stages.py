@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.columns import JOINED
 from bench.forecast.claims import ahead_of_zero3
-from bench.forecast.measure_cpu import program_of
 from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
-from bench.rows import RESULTS
-from bench.stage_tables import DEFAULT, JOINED, ZERO3, by_stage, limit_of, overlapped_s
+from bench.recipe_tables import FAST
+from bench.rows import ABOUT, RESULTS, read_rows
+from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import markdown
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.plan.workload import SHAPES, ResponseLengths
+from rlhf_spmd.plan.workload import SHAPES
 
 CASES = SUITES["stages"].cases
 NOTHING = {"preset": None, "layout": None, "algorithm": None, "strategy": [], "csv": None, "overrides": []}
@@ -63,7 +63,7 @@ def test_gathers_over_a_slow_network_limit_zero3():
 
 
 def test_the_default_network_is_called_by_its_name():
-    assert load_calibration(f"a100-80g+{DEFAULT}").between == load_calibration("a100-80g").between
+    assert load_calibration(f"a100-80g+{FAST}").between == load_calibration("a100-80g").between
 
 
 def test_the_plan_beside_zero3():
@@ -97,11 +97,9 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
     assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
 
 
-def test_measured_iterations_are_forecast_from_the_rows_of_a_file():
-    lengths = {"prompts": [3, 5, 4], "responses": [2, 9, 4]}
-    program = program_of("dpo", ["data.prompts=rows.jsonl", "rollout_batch=64"], lengths, 4, "separation")
-    assert (program.cluster.num_devices, program.workload.rollout_batch) == (4, 64)
-    assert program.workload.forecast_lengths == ResponseLengths(5.0, rows=(2, 9, 4), prompts=(3, 5, 4))
-    assert program.workload.row_lengths == (4, 5)
-    with pytest.raises(UserError, match="nothing to separate"):
-        program_of("sft", [], lengths, 4, "separation")
+def test_the_committed_rows_have_what_rows_are_made_of():
+    """They had a column `nodes` after its code had gone."""
+    made = {"forecast_lengths", *ABOUT}.union(*rows_of("sft", "planner"), *rows_of("sft", ZERO3))
+    for name in ("scan", *(name.replace("-", "_") for name in SUITES if name not in ("all", "quick"))):
+        found = set().union(*read_rows(RESULTS / f"{name}.jsonl"))
+        assert found <= made, (name, found - made)

@@ -3,7 +3,9 @@
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config import presets
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import algorithm_names
 from rlhf_spmd.pages.option_tree import keys_of
 from rlhf_spmd.pages.other_names import names
@@ -32,6 +34,12 @@ from rlhf_spmd.pages.strategy import load_strategy
         ("wandb_tags=a", "did you mean 'logging.tags'?"),
         ("ppo_max_token_len_per_gpu=4096", "did you mean 'strategy.tokens'?"),
         ("lora_rank=8", "did you mean 'lora.rank'?"),
+        ("peft_config.r=8", "did you mean 'lora.rank'?"),
+        ("lora_config.r=8", "did you mean 'lora.rank'?"),
+        ("peft_config.target_modules=all", "did you mean 'lora.targets'?"),
+        ("peft_config.task_type=CAUSAL_LM", "(of adapters, this program has rank, alpha"),
+        ("--ranks=2", "did you mean '--layout'?"),
+        ("--nproc-per-node", "did you mean '--layout'?"),
         ("push_to_hub=true", "(uploads: send the folder"),
         ("vllm_num_engines=4", "(one generation engine runs in the same processes)"),
         ("temprature=0.7", "did you mean 'generation.temperature'?"),
@@ -61,6 +69,13 @@ def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
 def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, hint, capsys):
     assert main(["check", "flattening", "--algorithm", algorithm, word]) == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--ranks", "--layout"])
+def test_the_number_of_ranks_of_a_run_is_that_of_its_launcher(word):
+    """`train --layout 1x2` was asked whether it meant '--layout'."""
+    with pytest.raises(UserError, match=rf"unknown argument '{word}' \(start N ranks with mpirun -n N or srun\)"):
+        parse(["train", word, "2"])
 
 
 def test_names_of_other_systems_stand_for_options_that_there_are():

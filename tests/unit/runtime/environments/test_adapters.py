@@ -192,7 +192,7 @@ def test_a_tool_without_types_or_docstring_is_refused(name, why):
     [
         ("return 'a', 1.0", r"step\(\) returned a tuple of 2 values: return \(observation, reward, done\)"),
         ("return 'a', 1.0, False, False, {}", "of 5 values"),
-        ("return 'a', float('nan'), False", r"the reward of step\(\) is 'nan' \(a float\): return a finite number"),
+        ("return 'a', 'nan', False", r"the reward of step\(\) is 'nan' \(a str\): return a finite number"),
         ("return 'a', 1.0, None", r"done of step\(\) is 'None'"),
         (
             "return [{'role': 'assistant', 'content': 'a'}], 1.0, False",

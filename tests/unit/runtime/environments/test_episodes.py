@@ -376,15 +376,17 @@ def test_a_result_of_another_form_names_its_row_and_its_environment(world, tmp_p
 
 
 def test_a_group_is_dropped_wherever_its_environment_breaks(world):
-    rows = [Row(n, 0, n, {"at": at}, "Go.", ASK) for n, at in enumerate(("reset", "get_reward", ""))]
+    breaks = ("reset", "get_reward", "get_reward is nan", "step is inf")
+    rows = [Row(n, 0, n, {"at": at}, "Go.", ASK) for n, at in enumerate((*breaks, ""))]
     for num in (4, 0):  # the second time by the journal
         episodes = world("functions.py:Broken", rows, on_failure="drop_group")
         _, reasons, rewards = play(episodes, scripted("ab", "c"))
-        assert reasons == ["tool_stopped"] * 3 and rewards[::2] == [[0.0], [1.0, 3.0]]
+        assert reasons == ["tool_stopped"] * 5 and rewards[::4] == [[0.0], [1.0, 3.0]]
         found = [(one.is_dropped, one.num_broken) for one in episodes.results()]
-        assert found == [(True, num), (True, num), (False, 0)]
-    for row, says in zip(rows, ("no reset", "no reward"), strict=False):
-        with pytest.raises(UserError, match=f"(?s)Broken broke 4 times.*RuntimeError: {says}"):
+        assert found == [(True, num)] * 4 + [(False, 0)] and episodes.counts()["dropped_episodes"] == (4, 5)
+    told = ("RuntimeError: no reset", "RuntimeError: no reward", r"get_reward\(\) is nan: return", r"step\(\) is inf")
+    for row, says in zip(rows, told, strict=False):
+        with pytest.raises(UserError, match=f"(?s)prompt {row.prompt}, sample 0.*Broken broke 4 times.*{says}"):
             play(world("functions.py:Broken", [row], iteration=4), scripted("c"))
 
 
