@@ -30,8 +30,8 @@ def same_tokens() -> Line:
     same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
     algorithms = {row["algorithm"].partition("+")[0] for row in found}
     statement = (
-        f"Placements of {len(algorithms)} algorithms that drew the tokens of one rank, of those tested (float32); largest "
-        "relative error of losses, norms, KL and reward"
+        f"Placements of {len(algorithms)} algorithms that drew the tokens of one rank, of those tested (float32); "
+        "largest relative error of losses, norms, KL and reward"
     )
     return statement, f"{len(same)} of {len(found)}; {worst:.1e}", CPU, "the-same-numbers-everywhere"
 

@@ -41,9 +41,9 @@ run of PPO.
 
 ## A file of options
 
-`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse`, `profile` and `generate` read options
-from `--config FILE.yaml`, too. Arguments on the command line take precedence over the file, and the file over the
-preset.
+`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse`, `profile` and `generate` read
+options from `--config FILE.yaml`, too. Arguments on the command line take precedence over the file, and the file over
+the preset.
 
 ```yaml
 algorithm: grpo
@@ -78,9 +78,9 @@ data:
 RUN = """
 ## Options of a run
 
-`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse` and `profile` take these, those of the
-[algorithm](#options-of-the-algorithms) and those of the [strategy](#options-of-the-strategies). The defaults below hold for all presets but where
-[Presets](#presets) names another value.
+`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse` and `profile` take these, those of
+the [algorithm](#options-of-the-algorithms) and those of the [strategy](#options-of-the-strategies). The defaults below
+hold for all presets but where [Presets](#presets) names another value.
 """
 PRESETS = """
 ## Presets
