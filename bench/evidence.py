@@ -17,7 +17,7 @@ Line = tuple[str, str, str, str]  # statement, number, kind, section of RESULTS.
 
 def table() -> tuple[dict, list[Line]]:
     """Returns its columns, and a row for each number."""
-    return COLUMNS, [same_tokens(), kills(), generation(), against_vllm(), published(), planner()]
+    return COLUMNS, [same_tokens(), kills(), generation(), against_vllm(), against_trl(), published(), planner()]
 
 
 def _listed(values: Sequence) -> str:
@@ -28,12 +28,10 @@ def _listed(values: Sequence) -> str:
 def same_tokens() -> Line:
     found = [row for row in clean_rows("invariance") if row["ranks"] > 1]
     same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
-    ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
     algorithms = {row["algorithm"].partition("+")[0] for row in found}
     statement = (
-        "Placements in which a run sampled the same tokens as on one rank, of those tested in float32 with three seeds "
-        f"({len(algorithms)} algorithms, PPO also with adapters; {_listed(tuple(strategies))}; {_listed(ranks)} "
-        "ranks); largest relative error of their losses, norms, KL and reward"
+        f"Placements of {len(algorithms)} algorithms that drew the tokens of one rank, of those tested (float32); "
+        "largest relative error of losses, norms, KL and reward"
     )
     return statement, f"{len(same)} of {len(found)}; {worst:.1e}", CPU, "the-same-numbers-everywhere"
 
@@ -56,15 +54,27 @@ def generation() -> Line:
 
 def against_vllm() -> Line:
     rows = clean_rows("against_vllm")
-    found = {
-        dtype: " and ".join(f"{row['ratio']:.2f}" for row in rows if row["dtype"] == dtype)
-        for dtype in dict.fromkeys(row["dtype"] for row in rows)
-    }
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["dtype"], []).append(f"{row['ratio']:.2f}")
+    numbers = "; ".join(f"{dtype}: {equal}, {spread}" for dtype, (equal, spread) in found.items())
     statement = (
-        f"Tokens per second of generation with SmolLM2-135M, relative to vLLM's CPU backend, in {_listed(tuple(found))}"
-        ", each with all responses as long as allowed and with spread lengths"
+        "Tokens per second of generation with SmolLM2-135M, relative to vLLM's CPU backend: responses of equal length, "
+        "of spread lengths"
     )
-    return statement, "; ".join(found.values()), CPU, "generation-against-vllm"
+    return statement, numbers, CPU, "generation-against-vllm"
+
+
+def against_trl() -> Line:
+    ratios: dict[str, list[float]] = {}
+    for row in clean_rows("against_trl_steps"):  # of TRL with and without its recomputation of activations
+        ratios.setdefault(row["work"], []).append(row["ratio"])
+    least = {work: f"{min(found):.2f}" for work, found in ratios.items()}
+    statement = (
+        "Speed of a GRPO step with SmolLM2-135M in float32, relative to TRL (`python -m bench against-trl steps`): "
+        "responses of equal length, of spread lengths"
+    )
+    return statement, f"{least['full length']}, {least['spread lengths']}", CPU, "speed-of-whole-steps-against-trl"
 
 
 def published() -> Line:

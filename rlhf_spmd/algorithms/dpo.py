@@ -67,7 +67,7 @@ METRICS = {
     "accuracy": Metric("actor", "accuracy", "{:8.1%}", headline=""),  # pairs whose chosen response has more reward
     "margin": Metric("actor", "margin", "{:+8.4f}"),  # reward of the chosen response - that of the rejected one
     "chosen_reward": Metric("actor", "chosen", "{:+8.4f}", leaves=3),  # beta * log-ratio of the response, mean per pair
-    "rejected_reward": Metric("actor", "rejected", "{:+8.4f}", leaves=4),
-    "chosen_logprob": Metric("actor"),  # of the whole response, nats
-    "rejected_logprob": Metric("actor"),
+    "rejected_reward": Metric("actor", "rejected", "{:+8.4f}", leaves=4),  # the same of the rejected response
+    "chosen_logprob": Metric("actor"),  # of the whole response, mean per pair, nats
+    "rejected_logprob": Metric("actor"),  # the same of the rejected response
 }

@@ -30,7 +30,8 @@ class Options(off_policy.Options):
     """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
 
     epochs: PositiveInt = 4  # number of training passes over the rows of an iteration
-    kl_coef: NonNegative = 0.05  # weight of the KL penalty that is subtracted from each token's reward
+    # weight of the KL penalty that is subtracted from each token's reward; 0: none, but the reference still infers
+    kl_coef: NonNegative = 0.05
     kl_controller: Literal["fixed", "adaptive"] = "fixed"  # keep kl_coef (fixed), or adapt it to reach kl_target
     kl_target: PositiveFloat = 6.0  # KL divergence that the adaptive controller aims at, in nats per response
     kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, in sequences; above 0.2 x an iteration's
@@ -144,7 +145,7 @@ ACTOR_LR, TOO_FAR = "lower optimizer.actor_lr", "lower optimizer.actor_lr or ppo
 METRICS = {
     # mean per response, after clipping, normalising and the rule for truncated responses
     "reward": Metric("reward", "reward", "{:+8.4f}", headline=""),
-    "reward_std": Metric("reward", std_of="reward"),  # over the responses of the iteration
+    "reward_std": Metric("reward", std_of="reward"),  # standard deviation over the responses
     # sum over a response of log pi_actor - log pi_reference, mean over responses, nats
     "kl": Metric(
         "reward",
@@ -153,23 +154,25 @@ METRICS = {
         floor=2.0,
         advice="the actor leaves the reference: raise ppo.kl_coef or lower optimizer.actor_lr",
     ),
-    "kl_per_token": Metric("reward"),
-    "kl_coef": Metric("reward"),  # of the state
+    "kl_per_token": Metric("reward"),  # the same, mean over tokens
+    "kl_coef": Metric("reward"),  # weight of the KL penalty in this iteration
+    # loss of the actor from the advantages, averaged as the algorithm says
     "policy_loss": Metric(
         "policy", "policy", "{:+8.4f}", leaves=8, floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"
     ),
-    "clip_fraction": Metric("policy", "clipped", "{:7.1%}", leaves=6),
+    "clip_fraction": Metric("policy", "clipped", "{:7.1%}", leaves=6),  # share of tokens whose loss is clipped
     "entropy": Metric("policy"),  # mean per token, nats, of the distribution sampled from; with ppo.entropy_coef
     # mean of pi_new / pi_old, which is 1 while the two are close
     "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
     # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
     "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
     "approx_kl_sq": Metric("policy"),  # mean over tokens of d^2 / 2
+    # mean per token of the loss of the critic
     "value_loss": Metric(
         "value", "value", leaves=5, floor=1.0, advice="lower optimizer.critic_lr, or scale the rewards"
     ),
-    "value_clip_fraction": Metric("value"),
-    "value_error_sq": Metric("value"),
-    "value": Metric("value"),
-    "return": Metric("value"),
+    "value_clip_fraction": Metric("value"),  # share of tokens whose value loss is clipped
+    "value_error_sq": Metric("value"),  # mean per token of (value - return)^2
+    "value": Metric("value"),  # mean per token, when the rows were scored
+    "return": Metric("value"),  # mean per token of what the critic is to learn
 } | off_policy.METRICS

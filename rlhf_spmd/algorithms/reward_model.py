@@ -45,7 +45,7 @@ METRICS = {
     "loss": Metric("reward", "loss", headline="", floor=1.0, advice="lower optimizer.reward_lr", better="less"),
     "accuracy": Metric("reward", "accuracy", "{:8.1%}", headline=""),  # pairs whose chosen response scores higher
     "margin": Metric("reward", "margin", "{:+8.4f}"),  # score of the chosen response - that of the rejected one
-    "score_mean": Metric("reward", "score", "{:+8.4f}", leaves=3),  # of all responses
-    "score_min": Metric("reward", over="min"),
-    "score_max": Metric("reward", over="max"),
+    "score_mean": Metric("reward", "score", "{:+8.4f}", leaves=3),  # mean score of all responses
+    "score_min": Metric("reward", over="min"),  # smallest score
+    "score_max": Metric("reward", over="max"),  # largest score
 }

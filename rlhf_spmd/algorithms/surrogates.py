@@ -137,8 +137,8 @@ def policy_loss(
     rejection_range: tuple[float, float] | None = None,
     lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
-    """Returns PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log:
-    `surrogate_loss` of tokens with one range of the ratio,
+    """Returns PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log. It
+    is `surrogate_loss` of tokens with one range of the ratio,
 
         loss = max(-A ratio, -A clip(ratio, 1 - c, 1 + c)),     ratio = exp(d),  d = new logprob - old logprob
 

@@ -1,4 +1,4 @@
-"""What this program finds out once, e.g. by measuring, and keeps for a user: small files of JSON in a cache folder."""
+"""What this program finds out once, such as by measuring, and keeps for a user: small JSON files in a cache folder."""
 
 import os
 from collections.abc import Callable

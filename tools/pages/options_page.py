@@ -41,8 +41,9 @@ run of PPO.
 
 ## A file of options
 
-`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from
-`--config FILE.yaml`, too. Arguments on the command line take precedence over the file, and the file over the preset.
+`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse`, `profile` and `generate` read
+options from `--config FILE.yaml`, too. Arguments on the command line take precedence over the file, and the file over
+the preset.
 
 ```yaml
 algorithm: grpo
@@ -50,7 +51,7 @@ model: path/to/model
 strategy:
   name: flattening          # or, without options, `strategy: flattening`
   zero: 1
-layout: 1x8                 # for check, plan, forecast and draw; train takes the ranks that it is started on
+layout: 1x8                 # for check, plan, forecast, draw and rehearse; train takes the ranks that it is started on
 iterations: 200
 grpo:
   kl_coef: 1e-3             # grpo.kl_coef
@@ -77,16 +78,17 @@ data:
 RUN = """
 ## Options of a run
 
-`train`, `precompute`, `check`, `plan` and `profile` take these, those of the [algorithm](#options-of-the-algorithms)
-and those of the [strategy](#options-of-the-strategies). The defaults below hold for all presets but where
-[Presets](#presets) names another value.
+`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse` and `profile` take these, those of
+the [algorithm](#options-of-the-algorithms) and those of the [strategy](#options-of-the-strategies). The defaults below
+hold for all presets but where [Presets](#presets) names another value.
 """
 PRESETS = """
 ## Presets
 
 `--preset NAME` chooses a preset. Without it, `train` uses `tiny`, or `model` if `--model FOLDER` is given. The
-table has the options of a run of `ppo` whose value differs from the default. `arithmetic` trains by `grpo` unless
-`--algorithm` names another one; it then has `samples_per_prompt=8` and `rollout_batch=64`. The lengths of `model` are
+table has the options of a run of `ppo` whose value differs from the default. `arithmetic` and `tools` (two tools over
+several turns) train by `grpo` unless `--algorithm` names another one; `arithmetic` then has `samples_per_prompt=8` and
+`rollout_batch=64`. The lengths of `model` are
 half of the model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to
 `llama-70b` and `qwen2.5-0.5b` to `qwen2.5-32b` differ from `llama-7b` in `shape` only; they have no weights and
 serve `check` and `plan`.
@@ -117,7 +119,7 @@ STRATEGIES = """
 Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strategy does.
 """
 HEADING = ("option", "type", "default", "meaning")
-SHOWN_PRESETS = ("tiny", "arithmetic", "model", "smollm2", "llama-7b")
+SHOWN_PRESETS = ("tiny", "arithmetic", "tools", "model", "smollm2", "llama-7b")
 
 
 def page() -> str:

@@ -1,4 +1,5 @@
-"""Writes pages of the documents from the code: docs/options.md, and the tables of PAGES.
+"""Writes pages of the documents from the code: docs/options.md, docs/metrics.md, and the tables of
+PAGES.
 
 Cost: none. Command: python -m tools pages. A unit test fails when a page is not current.
 """
@@ -9,7 +10,7 @@ from functools import partial
 from bench.rows import REPOSITORY
 from bench.tables import BLOCK, markdown
 from rlhf_spmd.pages.other_names import PROGRAMS
-from tools.pages import options_page, rooms_page
+from tools.pages import metrics_page, options_page, rooms_page
 
 TABLES = {"rooms": rooms_page.rooms}
 TABLES |= {f"option_names_{program}": partial(options_page.names_elsewhere, program) for program in PROGRAMS}
@@ -23,7 +24,8 @@ def main(arguments: list[str]) -> int:
     assert not arguments, "pages takes no options"
     for path in PAGES:
         path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
-    options_page.PAGE.write_text(options_page.page(), encoding="utf-8")
+    for whole in (options_page, metrics_page):
+        whole.PAGE.write_text(whole.page(), encoding="utf-8")
     print(json.dumps({"tool": "pages", "ok": True}))
     return 0
 

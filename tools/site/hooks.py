@@ -39,7 +39,7 @@ def on_files(files: Files, config) -> Files:
     linked = {target for path, text in texts.items() for target in _targets(path, text)} - set(texts)
     made = [File.generated(config, path, content=text) for path, text in texts.items()]
     made += [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in sorted(linked)]
-    generated = {"python": _python(), "command_line": _command_line(), "metrics": _metrics()}
+    generated = {"python": _python(), "command_line": _command_line()}
     made += [File.generated(config, f"reference/{name}.md", content=text) for name, text in generated.items()]
     made.append(File.generated(config, SHIM, abs_src_path=str(Path(__file__).with_name("assets") / "iframe-worker.js")))
     theme = [file for file in files if not (ROOT / "docs" / file.src_uri).exists()]
@@ -83,20 +83,11 @@ def _command_line() -> str:
     return "".join(parts)
 
 
-def _metrics() -> str:
-    """Returns the metrics of each algorithm, by the names that metrics.jsonl has."""
-    return _run("-m", "tools.site.metrics")
-
-
 def _help(*words: str) -> str:
-    return _run("-m", "rlhf_spmd", *words, "--help")
-
-
-def _run(*words: str) -> str:
     """Runs the package in the environment in which it is installed, which this one is not."""
     python = os.environ.get("RLHF_SPMD_PYTHON", sys.executable)
     return subprocess.run(
-        [python, *words],
+        [python, "-m", "rlhf_spmd", *words, "--help"],
         cwd=ROOT,
         env=os.environ | {"COLUMNS": "100"},
         stdout=subprocess.PIPE,

@@ -1,1 +1,1 @@
-"""The planner: finds placements by three methods."""
+"""The planner: finds placements by two methods."""

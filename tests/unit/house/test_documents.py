@@ -17,7 +17,7 @@ from rlhf_spmd.config.file import ConfigFile, read_config_file
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
 from tests.text_rules import num_words
-from tools.pages import options_page, pages, walk
+from tools.pages import metrics_page, options_page, pages, walk
 
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -31,7 +31,7 @@ PROMISING = [
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES, MOST_COLUMNS = 200, 120
-GENERATED = (options_page.PAGE, walk.PAGE)
+GENERATED = (options_page.PAGE, metrics_page.PAGE, walk.PAGE)
 # pages with one limit for all of their words -> this limit
 MOST_WORDS = {
     tuple(page for page in (*PROMISING, ROOT / "CHANGES.md") if page not in GENERATED): 32_000,
@@ -122,8 +122,14 @@ def test_no_other_page_has_such_tables():
     }
 
 
-def test_options_are_those_of_the_code():
-    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `python -m tools pages`"
+@pytest.mark.parametrize("made", [options_page, metrics_page], ids=lambda made: made.PAGE.stem)
+def test_options_and_metrics_are_those_of_the_code(made):
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run `python -m tools pages`"
+
+
+def test_every_metric_has_a_meaning():
+    rows = [line.split("|") for line in metrics_page.page().splitlines() if line.startswith("| `")]
+    assert rows and [row[1] for row in rows if not row[2].strip()] == []
 
 
 def test_readme_is_short():

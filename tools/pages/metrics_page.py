@@ -1,5 +1,8 @@
-"""Prints a page with the metrics of each algorithm that comes with the package: their meaning is the comment at the
-metric in METRICS of the algorithm's page, or of the module from which the page takes it."""
+"""Writes docs/metrics.md: the metrics of each algorithm that comes with the package. Their meaning is the comment at
+the metric in METRICS of the algorithm's page, or of the module from which the page takes it.
+
+Cost: none. Command: python -m tools pages. A unit test fails when the page is not current.
+"""
 
 import re
 
@@ -7,14 +10,17 @@ from bench.rows import REPOSITORY
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 
+PAGE = REPOSITORY / "docs" / "metrics.md"
 HEAD = """# Metrics of the algorithms
 
+*`python -m tools pages` writes this page from the code; do not edit it.*
+
 The names are those of `metrics.jsonl`. Metrics that every algorithm has are in [Run
-folder](../docs/run_folder.md#metrics). *Console* is the heading of the metric's column. *Normal* is the range outside
+folder](run_folder.md#metrics). *Console* is the heading of the metric's column. *Normal* is the range outside
 which a run warns.
 """
 TABLE = "\n| metric | meaning | console | normal |\n|---|---|---|---|\n"
-ENTRY = re.compile(r'^    "(\w+)": Metric\(.*?(?:  # (.*))?$')
+ENTRY = re.compile(r'^(?:    |METRICS\[)"(\w+)"(?::|\] =) Metric\(.*?(?:  # (.*))?$')
 
 
 def page() -> str:
@@ -30,10 +36,7 @@ def page() -> str:
             f"| {normal(metric)} |\n"
             for key, metric in algorithm.metrics.items()
         ]
-        parts.append(
-            f"\n## {name}\n\n{algorithm.title}.\n\n| metric | meaning | console | normal |\n|---|---|---|---|\n"
-        )
-        parts += rows
+        parts += [f"\n## {name}\n{TABLE}", *rows]
     return "".join(parts)
 
 
@@ -53,7 +56,3 @@ def meanings_in(source: str) -> dict[str, str]:
             found[entry[1]] = entry[2] or " ".join(above)
         above = [*above, line.strip("# ")] if line.startswith("    # ") else []
     return found
-
-
-if __name__ == "__main__":
-    print(page(), end="")
