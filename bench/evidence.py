@@ -43,7 +43,7 @@ def kills() -> Line:
         "Runs that were killed at a random moment and, resumed, ended with the bits of an uninterrupted run; hangs; "
         "orphans"
     )
-    return statement, "{equal} of {points}; {hangs}; {orphans}".format(**total), CPU, "kills"
+    return statement, "{equal:,} of {points:,}; {hangs}; {orphans}".format(**total), CPU, "kills"
 
 
 def generation() -> Line:

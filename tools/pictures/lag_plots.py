@@ -11,7 +11,7 @@ from rlhf_spmd.runtime.pictures.palette import FAINT_INK, RULE, RUNS, Style
 from rlhf_spmd.runtime.pictures.picture import MARGIN, TEXT, WIDTH, Area, Picture
 from tools.pictures.plots import MARKERS, plain
 
-LEFT, HEIGHT = 0.6, 2.4  # inches beside a panel for its axis, and of a panel
+LEFT, HEIGHT = 0.7, 2.4  # inches beside a panel for its axis, and of a panel
 STEP = 0.09  # between the corrections of a lag, so that their intervals lie side by side
 
 
