@@ -1,7 +1,5 @@
 """The numbers of README.md's section on evidence, each from the rows of a bench, with the kind of number."""
 
-from collections.abc import Sequence
-
 from bench.rows import clean_rows
 
 COLUMNS = {
@@ -18,11 +16,6 @@ Line = tuple[str, str, str, str]  # statement, number, kind, section of RESULTS.
 def table() -> tuple[dict, list[Line]]:
     """Returns its columns, and a row for each number."""
     return COLUMNS, [same_tokens(), kills(), generation(), against_vllm(), against_trl(), published(), planner()]
-
-
-def _listed(values: Sequence) -> str:
-    *first, last = map(str, values)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def same_tokens() -> Line:

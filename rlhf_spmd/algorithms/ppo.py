@@ -30,8 +30,7 @@ class Options(off_policy.Options):
     """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
 
     epochs: PositiveInt = 4  # number of training passes over the rows of an iteration
-    # weight of the KL penalty that is subtracted from each token's reward; 0: none, but the reference still infers
-    kl_coef: NonNegative = 0.05
+    kl_coef: NonNegative = 0.05  # weight of the KL penalty on each token's reward; 0: none, but the reference infers
     kl_controller: Literal["fixed", "adaptive"] = "fixed"  # keep kl_coef (fixed), or adapt it to reach kl_target
     kl_target: PositiveFloat = 6.0  # KL divergence that the adaptive controller aims at, in nats per response
     kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, in sequences; above 0.2 x an iteration's
@@ -156,8 +155,7 @@ METRICS = {
     ),
     "kl_per_token": Metric("reward"),  # the same, mean over tokens
     "kl_coef": Metric("reward"),  # weight of the KL penalty in this iteration
-    # loss of the actor from the advantages, averaged as the algorithm says
-    "policy_loss": Metric(
+    "policy_loss": Metric(  # loss of the actor from the advantages, averaged as the algorithm says
         "policy", "policy", "{:+8.4f}", leaves=8, floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"
     ),
     "clip_fraction": Metric("policy", "clipped", "{:7.1%}", leaves=6),  # share of tokens whose loss is clipped
@@ -167,8 +165,7 @@ METRICS = {
     # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
     "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
     "approx_kl_sq": Metric("policy"),  # mean over tokens of d^2 / 2
-    # mean per token of the loss of the critic
-    "value_loss": Metric(
+    "value_loss": Metric(  # mean per token of the loss of the critic
         "value", "value", leaves=5, floor=1.0, advice="lower optimizer.critic_lr, or scale the rewards"
     ),
     "value_clip_fraction": Metric("value"),  # share of tokens whose value loss is clipped

@@ -63,7 +63,7 @@ def test_the_line_of_evidence(tmp_path, monkeypatch):
     ]
     (tmp_path / "against_vllm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     statement, number, *_ = evidence.against_vllm()
-    assert number == "1.20 and 1.14; 1.20 and 1.14" and "in float32 and bfloat16" in statement
+    assert number == "float32: 1.20, 1.14; bfloat16: 1.20, 1.14" and "of equal length, of spread" in statement
 
 
 def test_responses_of_other_lengths_are_an_error(tmp_path):
