@@ -1,7 +1,7 @@
 """Do the tests of `make test` find what would make a run wrong? Each fault of faults.toml is planted and must be found:
 its tests, of which those that are marked slow are left out, pass without it and fail with it.
 
-Faults are planted in copies of the sources, never in the checkout. Cost: six processor minutes.
+Faults are planted in copies of the sources, never in the checkout. Cost: five processor minutes.
 Command: python -m tools planted [NAME ...]
 """
 
