@@ -49,7 +49,11 @@ def shape_of_folder(folder: str) -> ModelShape:
 
 
 def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
-    """Returns the config of a model with this shape, of the family with the same biases and norms."""
+    """Returns the config of a model with the sizes of `shape`, of the family with the same biases and norms.
+
+    num_layers: in place of the shape's.
+    longest: the most tokens of a sequence.
+    """
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
     return ModelConfig(
         family,

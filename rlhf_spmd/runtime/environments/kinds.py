@@ -426,8 +426,8 @@ def _no_text(value: Any) -> str:
 
 
 def number(value: Any, what: str) -> float:
-    """Converts a reward to a number. Raises UserError for what is not a number, and ValueError for NaN and infinity:
-    those come from what was said, like an error that the environment raises."""
+    """Converts a reward to a number. Raises UserError for what is not a number, and ValueError for NaN and infinity,
+    which can depend on the episode, so that they are handled as an error of the environment."""
     if hasattr(value, "item"):  # of numpy or torch
         with suppress(ValueError, RuntimeError, TypeError):  # it has several
             value = value.item()
