@@ -151,7 +151,7 @@ def test_what_a_function_changes_is_said_by_the_rank(file, workers, capfd):
     text = capfd.readouterr().err
     who = f"rlhf_spmd: note: reward function {file}:changes "
     assert text.count(who + "changed the working folder: changed back\n") == 1
-    assert 1 <= text.count(who + "came back in a child of os.fork") <= 2 * 2, "a worker may be at its next row by then"
+    assert 1 <= text.count(who + "came back in a child of os.fork") < 2 * 5, "a worker may be rows ahead by then"
 
 
 @pytest.mark.timed
