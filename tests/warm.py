@@ -62,13 +62,13 @@ class Warm:
         program = "import sys; from tests.warm import serve; sys.exit(serve(*sys.argv[1:]))"
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", program, socket, self.main, *imports],
+                [sys.executable, "-c", program, path, self.main, *imports],
                 cwd=REPOSITORY,
                 env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            for socket in sockets
+            for path in sockets
         ]
         assert all(process.stdout.readline() for process in self.processes), "it has not started"
         return ":".join(sockets)
