@@ -200,7 +200,7 @@ def overrides_of(folder: Path, config: str, seed: int) -> list[str]:
         f"data.prompts={folder / 'prompts.jsonl'}",
         "data.max_prompt=8",
         "generation.max_new_tokens=10",
-        "iterations=3",
+        f"iterations={3 if config == 'plain' else 2}",  # a third carries nothing that a second does not
         "rollout_batch=24",
         "mini_batch=12",
         "micro_batch=4",
@@ -348,7 +348,7 @@ def test_every_model_did_learn(alone, folder):
     for (config, seed), (metrics, weights) in alone.items():
         start = weights_of(RunOf(load(overrides_of(folder, config, seed))))
         assert all(float((weights[name] - start[name]).abs().max()) > 1e-4 for name in weights), (config, seed)
-        assert len({m["tokens_sha256"] for m in metrics}) == 3
+        assert len({m["tokens_sha256"] for m in metrics}) == len(metrics)
         assert any(0 < m["ended_fraction"] < 1 for m in metrics)
 
 

@@ -221,7 +221,7 @@ def settings_of(folder: Path, config: str):
             f"data.prompts={folder / 'prompts.jsonl'}",
             "data.max_prompt=8",
             "generation.max_new_tokens=10",
-            "iterations=2",  # test_invariance.py has three
+            "iterations=2",  # test_invariance.py has three for some
             "rollout_batch=16",
             "mini_batch=8",
             "micro_batch=2",
