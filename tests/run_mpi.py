@@ -8,9 +8,8 @@
 
 Shows rank 0's pytest; what the other ranks wrote appears only if something failed. Fails if any rank failed, if a
 launch ran into its limit (all its processes are then killed), or if it passed no test at all. Starting up costs four
-processor seconds of imports per rank, so all files run in one launch, and in `make test` most ranks are forks of one
-process that has imported all (tests/warm.py). Those of a launch have the same hash seed; at 4 ranks and with --slow
-they start as a user's, so that an order of a set that differs between ranks is found. Works with MPICH and Open MPI.
+processor seconds of imports per rank, so all files run in one launch, and in `make test` all ranks are forks of two
+processes that have imported all (tests/warm.py); with --slow they start as a user's. Works with MPICH and Open MPI.
 
 Runs on one rank that tests of several launches compare with are made once, in the folder that `references()` names.
 `mpi_command(n)` and `run_limited(command)` serve the tests that launch the program itself.
@@ -34,8 +33,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
-FORKS = (2, 5, 8)  # launches of `make test` whose ranks are forks
-IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of those forks
+IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of forks, with warm's
 IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
 QUICK = {"ordered": ["-m", "not slow", IN_ORDER]}  # backend -> what runs on it at 4 ranks, after the tests on gloo
 SLOW = {"ordered": ["tests/mpi"], "host": [IN_ORDER]}
@@ -286,12 +284,9 @@ def main() -> int:
             sys.path.insert(0, str(REPOSITORY))
             import tests.warm
 
-            warm = tests.warm.Warm(main="mpi4py.run", imports=(*tests.warm.IMPORTS, *IMPORTS))
+            warm = tests.warm.Warm(main="mpi4py.run", imports=(*tests.warm.IMPORTS, *IMPORTS), processes=2)
             stack.callback(warm.close)
-        totals = [
-            launch(num, arguments, options.limit, options.backend, warm if num in FORKS else None)
-            for num in options.num_ranks
-        ]
+        totals = [launch(num, arguments, options.limit, options.backend, warm) for num in options.num_ranks]
         totals += [launch(4, chosen, options.limit, backend, warm) for backend, chosen in more.items()]
     passed, failed = (sum(column) for column in zip(*totals, strict=True))
     print(f"{passed} passed, {failed} failed", flush=True)

@@ -1,11 +1,12 @@
 """The program started many times without its seconds of imports: each start is a fork of one process that has them.
 
 Such a start is a process of its own with the exit status and the output that a user gets, alone or as one of the ranks
-that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks have the
-same hash seed and their command line is not the program's; tests of signals and kills, of starts that fail and of what
-depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several ranks do so, too.
-All processes of one `python -m tests.run_all` share one such process. tests/run_mpi.py starts its ranks in this way,
-too, with pytest in place of the program.
+that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks of one
+process have the same hash seed, and their command line is not the program's; tests of signals and kills, of starts that
+fail and of what depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several
+ranks do so, too. All processes of one `python -m tests.run_all` share one such process. tests/run_mpi.py starts its
+ranks in this way, too, with pytest in place of the program; they are forks of two processes in turn, so that an order
+of a set that differs between ranks is found.
 """
 
 import atexit
@@ -41,34 +42,43 @@ class Warm:
     address: of a process that another Warm has started; by default it starts one.
     main: the module whose `main()` the forks call, with those words in `sys.argv`.
     imports: modules that they have imported.
+    processes: how many fork in turn, by the rank; each has a hash seed of its own.
     """
 
     def __init__(
-        self, address: str | None = None, *, main: str = "rlhf_spmd.__main__", imports: Sequence[str] = IMPORTS
+        self,
+        address: str | None = None,
+        *,
+        main: str = "rlhf_spmd.__main__",
+        imports: Sequence[str] = IMPORTS,
+        processes: int = 1,
     ) -> None:
-        self.process = None
-        self.main = main
-        self.address = address or self._start(imports)
+        self.main, self.processes = main, []
+        self.address = address or self._start(imports, processes)
 
-    def _start(self, imports: Sequence[str]) -> str:
+    def _start(self, imports: Sequence[str], processes: int) -> str:
         self.folder = tempfile.TemporaryDirectory(prefix="warm_")
-        address = str(Path(self.folder.name) / "socket")
+        sockets = [str(Path(self.folder.name) / str(number)) for number in range(processes)]
         program = "import sys; from tests.warm import serve; sys.exit(serve(*sys.argv[1:]))"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, address, self.main, *imports],
-            cwd=REPOSITORY,
-            env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.process.stdout.readline(), "it has not started"
-        return address
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, socket, self.main, *imports],
+                cwd=REPOSITORY,
+                env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for socket in sockets
+        ]
+        assert all(process.stdout.readline() for process in self.processes), "it has not started"
+        return ":".join(sockets)
 
     def close(self) -> None:
-        """Ends the process, if this Warm has started it."""
-        if self.process:
-            self.process.stdin.close()
-            self.process.wait(LIMIT_S)
+        """Ends the processes that this Warm has started."""
+        for process in self.processes:
+            process.stdin.close()
+            process.wait(LIMIT_S)
+        if self.processes:
             self.folder.cleanup()
 
     def command(self, ranks: int = 0) -> list[str]:

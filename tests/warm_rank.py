@@ -12,7 +12,8 @@ if "PMI_FD" in os.environ:  # MPICH's connection to its launcher
 umask = os.umask(0)
 request = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), umask]).encode()
 with socket.socket(socket.AF_UNIX) as connection:
-    connection.connect(sys.argv[1])
+    sockets = sys.argv[1].split(":")
+    connection.connect(sockets[int(os.environ.get("PMI_RANK", 0)) % len(sockets)])
     socket.send_fds(connection, [len(request).to_bytes(4, "little")], descriptors)
     connection.sendall(request)
     status = json.loads(connection.recv(16))

@@ -60,6 +60,11 @@ def test_discovery_is_one_picture(world):
 # Control messages
 
 
+def test_hash_seeds_differ(world):
+    """They do for a user's ranks, too: what depends on the order of a set must show here."""
+    assert len(set(world.allgather(hash("a word"), what="hashes"))) > 1
+
+
 def test_allgather_takes_odd_values(world):
     def odd(rank):
         return [None, True, rank, -(10**30), 1e-300, math.inf, "", "naïve \u2603 \0", {"a": {"b": []}}, [[rank]] * rank]

@@ -22,8 +22,9 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
+from rlhf_spmd.plan.search.exact import Best, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.search.planner import name_of, search
+from rlhf_spmd.plan.search.planner import filled, name_of, refine, search
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from tests.programs import make_workload
 
@@ -80,6 +81,18 @@ def test_plans_compile_and_fit(preset, layout):
     for plan in found.plans:
         assert not [finding for finding in check(plan.program) if finding.severity == "error"]
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
+
+
+def test_the_local_search_makes_room():
+    """A copy of 33B for generation on 40 devices is quicker in four stages than in eight, but fits only if the three
+    other models there are cut into more pieces: no change of one or two calls leads from one to the other."""
+    lengths = ("forecast_lengths=512", "generation.max_new_tokens=2048", "generation.max_sequences=64")
+    space = Space.of(CallModel(Cost(A100, *llama("llama-33b", "8x8", *lengths)), ahead=1))
+    meshes = tuple((0, 24) if index in space.model.trains else (24, 64) for index in range(len(space.model.calls)))
+    start = filled(space, meshes, Best(1))
+    best = Best(1)
+    refine(space, start, best)
+    assert best.seconds < 0.75 * space.model.score_s(start)
 
 
 def test_a_base_that_models_have_in_common_fits_where_four_do_not():
