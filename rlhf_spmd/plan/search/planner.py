@@ -235,12 +235,12 @@ def two_phase(space: Space, best: Best) -> None:
 def refine(space: Space, chosen: Choice, best: Best) -> None:
     """Improves a choice until no neighbour is better. Neighbours move one call to a mesh of some call or to a half of
     one, move another call of a trained model there with its training in one grid, change the layouts of two calls on
-    their meshes, or make room for a quicker one of a call."""
+    their meshes or, where none of these is better, make room for a quicker layout of a call."""
     before = None
     while before != chosen:
         before = chosen
         near = [around(space, chosen, of) for of in space.candidates]
-        chosen = with_room(space, coordinate_descent(space, chosen, near, best), best)
+        chosen = coordinate_descent(space, chosen, near, best)
         for train, users in space.model.models:
             if train is None:
                 continue
@@ -250,6 +250,8 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
         grid = grid_on(space, tuple((one.first, one.stop) for one in chosen))
         for i, j in combinations(range(len(grid)), 2):
             chosen = improve(space, chosen, (i, j), product(grid[i], grid[j]), best)
+        if chosen == before:
+            chosen = with_room(space, chosen, best)
 
 
 def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
@@ -276,7 +278,7 @@ def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
 
 def with_room(space: Space, chosen: Choice, best: Best) -> Choice:
     """Improves a choice by quicker candidates of one call that fit only if all other calls, on their meshes, need less
-    memory. Each is tried with the others that need the least, which then become quicker again where memory is left."""
+    memory. With each, the others first change to layouts that need less, then to quicker ones while all fit."""
     model, grid = space.model, grid_on(space, tuple((one.first, one.stop) for one in chosen))
     for index, of in enumerate(grid):
         rank = _rank(model, chosen)
