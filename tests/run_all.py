@@ -1,24 +1,21 @@
-"""What `make test` runs: unit and e2e tests on all cores and, beside them, the tests that need several ranks.
+"""What `make test` runs: unit and e2e tests on all cores, then the tests that need several ranks.
 
     python -m tests.run_all            # everything but what is marked slow
     python -m tests.run_all --slow     # only what is marked slow
     python -m tests.run_all --busy     # what is marked timed, and searches, beside six busy processes
     python -m tests.run_all unit       # one part: unit (with e2e) or mpi
 
-Ranks wait for each other a third of the time, in which the unit tests have the cores. What the several ranks print
-comes after the unit tests. Ends with the slowest tests, the seconds in all and what they are allowed to be.
+Ends with the slowest tests, the seconds in all and what they are allowed to be.
 """
 
 import argparse
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from tests import durations, warm
@@ -48,8 +45,9 @@ def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
     if part == "mpi":
         timed = ["2", "--", "-m", "timed and not slow", "tests/mpi"] if busy else []
         return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else timed)]
-    # A file's tests share fixtures, so a file stays with one worker; the longest files come first.
-    workers = ["-n", str(os.cpu_count() or 1), "--dist", "loadfile", "--no-loadscope-reorder"]
+    # A file's tests share fixtures, so a file stays with one worker; the longest files come first. Some tests wait,
+    # so there is one worker more than cores.
+    workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
     # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
     hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
     pytest = [sys.executable, "-m", "pytest", *workers, *hangs, "-p", "tests.durations"]
@@ -69,31 +67,6 @@ def busy_files() -> list[str]:
     ]
 
 
-def run_parts(words: Mapping[str, Sequence[str]], environment: Mapping[str, str], log: Path) -> list[str]:
-    """Runs the command lines of the parts at once -> the parts that failed.
-
-    log: a file for what "mpi" prints while "unit" runs.
-    """
-    statuses = {}
-    with ExitStack() as stack:
-        if "mpi" in words:
-            output = stack.enter_context(log.open("wb"))
-            mpi = subprocess.Popen(words["mpi"], cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
-            stack.callback(mpi.send_signal, signal.SIGINT)  # at an error here; nothing once it has ended
-        if "unit" in words:
-            shared = stack.enter_context(closing(warm.Warm()))
-            own = {"OMP_NUM_THREADS": "1", warm.ADDRESS: shared.address}
-            statuses["unit"] = subprocess.run(words["unit"], cwd=REPOSITORY, env=environment | own).returncode
-        if "mpi" in words:
-            with log.open("rb") as printed:
-                while mpi.poll() is None or printed.peek(1):
-                    sys.stdout.buffer.write(printed.read())
-                    sys.stdout.buffer.flush()
-                    time.sleep(0.5)
-            statuses["mpi"] = mpi.returncode
-    return [part for part, status in statuses.items() if status]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="unit or mpi (default: both)")
@@ -108,9 +81,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
         file = Path(folder) / "durations.jsonl"
         environment = {**with_bytecode(), durations.FILE: str(file)}
+        failed = []
         with busy(NUM_BUSY) if options.busy else nullcontext():
-            words = {part: command(part, slow=options.slow, busy=options.busy) for part in parts}
-            failed = run_parts(words, environment, Path(folder) / "mpi.log")
+            for part in parts:
+                words = command(part, slow=options.slow, busy=options.busy)
+                with closing(warm.Warm()) if part == "unit" else nullcontext() as shared:
+                    own = {"OMP_NUM_THREADS": "1", warm.ADDRESS: shared.address} if shared else {}
+                    if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
+                        failed.append(part)
         print(*durations.summary(file), sep="\n")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime
