@@ -42,7 +42,7 @@ class Warm:
     address: of a process that another Warm has started; by default it starts one.
     main: the module whose `main()` the forks call, with those words in `sys.argv`.
     imports: modules that they have imported.
-    processes: how many fork in turn, by the rank; each has a hash seed of its own.
+    processes: how many such processes there are; ranks are forks of them in turn, and each has its own hash seed.
     """
 
     def __init__(

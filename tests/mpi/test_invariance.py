@@ -200,7 +200,7 @@ def overrides_of(folder: Path, config: str, seed: int) -> list[str]:
         f"data.prompts={folder / 'prompts.jsonl'}",
         "data.max_prompt=8",
         "generation.max_new_tokens=10",
-        f"iterations={3 if config == 'plain' else 2}",  # a third carries nothing that a second does not
+        f"iterations={3 if config == 'plain' else 2}",  # a third carries no state that the second does not
         "rollout_batch=24",
         "mini_batch=12",
         "micro_batch=4",

@@ -63,7 +63,7 @@ def test_discovery_is_one_picture(world):
 
 @pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="PYTHONHASHSEED is set")
 def test_hash_seeds_differ(world):
-    """They do for a user's ranks, too: what depends on the order of a set must show here."""
+    """Those of a user's ranks differ, too, so code that depends on the order of a set must fail in these tests."""
     assert len(set(world.allgather(hash("a word"), what="hashes"))) > 1
 
 

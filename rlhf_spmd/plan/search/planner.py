@@ -278,7 +278,8 @@ def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
 
 def with_room(space: Space, chosen: Choice, best: Best) -> Choice:
     """Improves a choice by quicker candidates of one call that fit only if all other calls, on their meshes, need less
-    memory. With each, the others first change to layouts that need less, then to quicker ones while all fit."""
+    memory. For each such candidate, the other calls first change to layouts that need less, then to quicker ones for
+    which the memory suffices."""
     model, grid = space.model, grid_on(space, tuple((one.first, one.stop) for one in chosen))
     for index, of in enumerate(grid):
         rank = _rank(model, chosen)
@@ -296,6 +297,7 @@ def with_room(space: Space, chosen: Choice, best: Best) -> Choice:
             roomy = coordinate_descent(space, roomy, grid, best)
             if _rank(model, roomy) < rank:
                 chosen = roomy
+                best.offer(model.score_s(chosen), chosen)
                 break
     return chosen
 

@@ -83,9 +83,10 @@ def test_plans_compile_and_fit(preset, layout):
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
 
 
-def test_the_local_search_makes_room():
+def test_the_local_search_makes_room(monkeypatch):
     """A copy of 33B for generation on 40 devices is quicker in four stages than in eight, but fits only if the three
-    other models there are cut into more pieces: no change of one or two calls leads from one to the other."""
+    other models there are cut into more pieces: no change of one or two calls leads from one to the other. The choice
+    that is found is kept even if nothing improves it further."""
     lengths = ("forecast_lengths=512", "generation.max_new_tokens=2048", "generation.max_sequences=64")
     space = Space.of(CallModel(Cost(A100, *llama("llama-33b", "8x8", *lengths)), ahead=1))
     meshes = tuple((0, 24) if index in space.model.trains else (24, 64) for index in range(len(space.model.calls)))
@@ -93,6 +94,10 @@ def test_the_local_search_makes_room():
     best = Best(1)
     refine(space, start, best)
     assert best.seconds < 0.75 * space.model.score_s(start)
+    monkeypatch.setattr(searches, "coordinate_descent", lambda space, chosen, grid, best: chosen)
+    best = Best(1)
+    better = searches.with_room(space, start, best)
+    assert better != start and best.choices == [(space.model.score_s(better), better)]
 
 
 def test_a_base_that_models_have_in_common_fits_where_four_do_not():
