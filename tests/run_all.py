@@ -11,6 +11,7 @@ Ends with the slowest tests, the seconds in all and what they are allowed to be.
 import argparse
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,10 @@ import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from tests import durations, warm
+from tests import durations
 from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
+from tests.warm import ADDRESS, Warm, of_pytest
 
 PARTS = ("unit", "mpi")
 LONG = [
@@ -39,18 +41,22 @@ NUM_BUSY, MOST_BUSY_MINUTES = 6, 10  # processes beside all parts with --busy, a
 SEARCHES = "test_misfit or no_clock_decides"  # beside the mark: seconds once stopped these
 
 
-def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
-    """Returns the command line of one part."""
+def command(part: str, warm: Warm, *, slow: bool = False, busy: bool = False) -> list[str]:
+    """Returns the command line of one part, whose workers are forks of `warm` where there is no GPU: a fork cannot use
+    one."""
     marked = ["-m", "slow" if slow else "not slow"]
     if part == "mpi":
         timed = ["2", "--", "-m", "timed and not slow", "tests/mpi"] if busy else []
         return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else timed)]
     # A file's tests share fixtures, so a file stays with one worker; the longest files come first. Some tests wait,
     # so there is one worker more than cores.
-    workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
+    number, start = (os.cpu_count() or 1) + 1, shlex.join(warm.command())
+    start = "" if Path("/dev/nvidiactl").exists() else f"//python={start}"
+    workers = ["--tx", f"{number}*popen{start}", "--dist", "loadfile", "--no-loadscope-reorder"]
     # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
     hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
-    pytest = [sys.executable, "-m", "pytest", *workers, *hangs, "-p", "tests.durations"]
+    plugins = ["-p", "tests.durations", "-W", "ignore:Module already imported"]  # forks have imported others
+    pytest = [sys.executable, "-m", "pytest", *workers, *hangs, *plugins]
     if busy:
         return [*pytest, *marked, "-k", f"timed or {SEARCHES}", *busy_files()]
     return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit", "tests/gpu"]
@@ -78,19 +84,18 @@ def main() -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}; the parts are {' and '.join(PARTS)}")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
+    with tempfile.TemporaryDirectory(prefix="run_all_") as folder, closing(of_pytest("tests.warm")) as shared:
         file = Path(folder) / "durations.jsonl"
-        environment = {**with_bytecode(), durations.FILE: str(file)}
+        environment = {**with_bytecode(), durations.FILE: str(file), ADDRESS: shared.address}
         failed = []
         with busy(NUM_BUSY) if options.busy else nullcontext():
             for part in parts:
-                words = command(part, slow=options.slow, busy=options.busy)
-                with closing(warm.Warm()) if part == "unit" else nullcontext() as shared:
-                    own = {"OMP_NUM_THREADS": "1", warm.ADDRESS: shared.address} if shared else {}
-                    if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
-                        failed.append(part)
+                words = command(part, shared, slow=options.slow, busy=options.busy)
+                own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
+                if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
+                    failed.append(part)
         print(*durations.summary(file), sep="\n")
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # forks are counted once their Warm has ended
     minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime
     allowed = "" if options.slow else f" (at most {MOST_MINUTES} and {MOST_PROCESSOR_S} on two idle cores)"
     allowed = f" (at most {MOST_BUSY_MINUTES} minutes; the busy ones count as well)" if options.busy else allowed

@@ -4,9 +4,9 @@ Such a start is a process of its own with the exit status and the output that a 
 that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks of one
 process have the same hash seed, and their command line is not the program's; tests of signals and kills, of starts that
 fail and of what depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several
-ranks do so, too. All processes of one `python -m tests.run_all` share one such process. tests/run_mpi.py starts its
-ranks in this way, too, with pytest in place of the program; they are forks of two processes in turn, so that an order
-of a set that differs between ranks is found.
+ranks do so, too. All of one `python -m tests.run_all` share one Warm; tests/run_mpi.py starts its ranks in this way,
+too, with pytest in place of the program, and so does pytest-xdist its workers. Ranks are forks of two processes in
+turn, so that an order of a set that differs between ranks is found.
 """
 
 import atexit
@@ -29,17 +29,19 @@ from pathlib import Path
 from tests.run_mpi import REPOSITORY, environment_alone, mpi_command, mpi_environment, run_limited
 
 LIMIT_S = 120.0  # for one start
+PROGRAM = "rlhf_spmd.__main__"
 ADDRESS = "TEST_WARM"  # the environment variable with the address of the process that several of tests share
 IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
 IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
 IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
+OF_PYTEST = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # with IMPORTS
 RANK = REPOSITORY / "tests" / "warm_rank.py"
 
 
 class Warm:
     """`run(words)` is `python -m rlhf_spmd *words`.
 
-    address: of a process that another Warm has started; by default it starts one.
+    address: of processes that another Warm has started; by default it starts them.
     main: the module whose `main()` the forks call, with those words in `sys.argv`.
     imports: modules that they have imported.
     processes: how many such processes there are; ranks are forks of them in turn, and each has its own hash seed.
@@ -49,12 +51,12 @@ class Warm:
         self,
         address: str | None = None,
         *,
-        main: str = "rlhf_spmd.__main__",
+        main: str = PROGRAM,
         imports: Sequence[str] = IMPORTS,
         processes: int = 1,
     ) -> None:
         self.main, self.processes = main, []
-        self.address = address or self._start(imports, processes)
+        self.address = address or self._start((*imports, main), processes)
 
     def _start(self, imports: Sequence[str], processes: int) -> str:
         self.folder = tempfile.TemporaryDirectory(prefix="warm_")
@@ -62,7 +64,7 @@ class Warm:
         program = "import sys; from tests.warm import serve; sys.exit(serve(*sys.argv[1:]))"
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", program, path, self.main, *imports],
+                [sys.executable, "-c", program, path, *imports],
                 cwd=REPOSITORY,
                 env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
                 stdin=subprocess.PIPE,
@@ -88,7 +90,7 @@ class Warm:
         """
         launcher = mpi_command(ranks) if ranks else []
         may_fork = not ranks or launcher[1] == "-n"  # MPICH
-        program = ["-I", "-S", str(RANK), self.address] if may_fork else ["-m", self.main]
+        program = ["-I", "-S", str(RANK), self.address, self.main] if may_fork else ["-m", self.main]
         return [*launcher, sys.executable, *program]
 
     def run(
@@ -102,6 +104,11 @@ class Warm:
         return run_limited([*self.command(ranks), *map(str, words)], limit_s=limit_s, environment=surroundings)
 
 
+def of_pytest(main: str = PROGRAM) -> Warm:
+    """Returns a Warm whose forks may be pytest as well: that at ADDRESS, else one of two processes."""
+    return Warm(os.environ.get(ADDRESS), main=main, imports=(*IMPORTS, *OF_PYTEST, PROGRAM), processes=2)
+
+
 @functools.cache
 def shared() -> Warm:
     """Returns the one Warm of this process, which ends with it."""
@@ -110,9 +117,9 @@ def shared() -> Warm:
     return warm
 
 
-def serve(address: str, main: str, *imports: str) -> int:
+def serve(address: str, *imports: str) -> int:
     """Forks for each connection to the socket `address` until standard input ends; a child calls `main()` of the module
-    `main` and returns its status. A child whose connection ends is killed, as mpiexec kills its ranks."""
+    that it is asked for and returns its status. A child whose connection ends is killed, as mpiexec kills its ranks."""
     connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(address)
@@ -120,7 +127,6 @@ def serve(address: str, main: str, *imports: str) -> int:
         print(flush=True)  # whoever connects from now on waits for the imports
         for name in imports:
             importlib.import_module(name)
-        module = importlib.import_module(main)
         gc.collect()
         gc.freeze()
         selector.register(listener, selectors.EVENT_READ)
@@ -131,11 +137,12 @@ def serve(address: str, main: str, *imports: str) -> int:
                     os._exit(0)  # Triton complains at the end of an interpreter of what it leaks itself
                 if key.fileobj is listener:
                     connection, _ = listener.accept()
-                    descriptors, request = _receive(connection)
+                    descriptors, (main, *request) = _receive(connection)
                     if (child := os.fork()) == 0:
                         for one in (listener, selector, connection, *connections.values()):
                             one.close()
                         _prepare(descriptors, *request)
+                        module = importlib.import_module(main)
                         sys.argv[0] = str(module.__file__)
                         return module.main()
                     connections[child] = connection
@@ -156,8 +163,13 @@ def serve(address: str, main: str, *imports: str) -> int:
                         os.killpg(key.data, signal.SIGKILL)
 
 
+def main() -> None:
+    """Runs a worker of pytest-xdist: the last word is the code that starts one."""
+    exec(sys.argv[-1], {"__name__": "__main__"})
+
+
 def _receive(connection: socket.socket) -> tuple[list[int], list]:
-    """Receives open descriptors, and arguments, environment, folder and umask of a tests/warm_rank.py."""
+    """Receives open descriptors, and module, arguments, environment, folder and umask of a tests/warm_rank.py."""
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 4)
     text, missing = b"", int.from_bytes(size, "little")
     while len(text) < missing:

@@ -10,7 +10,7 @@ descriptors = [0, 1, 2]
 if "PMI_FD" in os.environ:  # MPICH's connection to its launcher
     descriptors.append(int(os.environ["PMI_FD"]))
 umask = os.umask(0)
-request = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), umask]).encode()
+request = json.dumps([sys.argv[2], sys.argv[3:], dict(os.environ), os.getcwd(), umask]).encode()
 with socket.socket(socket.AF_UNIX) as connection:
     sockets = sys.argv[1].split(":")
     connection.connect(sockets[int(os.environ.get("PMI_RANK", 0)) % len(sockets)])
