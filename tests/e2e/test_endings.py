@@ -35,8 +35,15 @@ def run(late: int, *, body: str = "pass", end: str = "world.finalize()", num_ran
     return status, out, err
 
 
-@pytest.mark.parametrize("late", [0, 3])
-@pytest.mark.parametrize("end", ["world.finalize()", "pass"], ids=["finalized", "by mpi4py at the exit"])
+@pytest.mark.parametrize(
+    ("late", "end"),
+    [
+        pytest.param(3, "world.finalize()", id="finalized-3"),
+        pytest.param(0, "pass", id="by mpi4py at the exit-0"),
+        pytest.param(0, "world.finalize()", id="finalized-0", marks=pytest.mark.slow),
+        pytest.param(3, "pass", id="by mpi4py at the exit-3", marks=pytest.mark.slow),
+    ],
+)
 def test_a_late_rank_does_not_spoil_the_end(late, end):
     """Roll calls that nobody had received once made MPI_Finalize fail, and mpiexec kill whoever was still there."""
     status, out, err = run(late, end=end)

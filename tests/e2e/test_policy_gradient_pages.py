@@ -35,7 +35,7 @@ CASES = {  # page, options, ranks, placement
     "reinforce++": ("reinforce_plus_plus", (), 4, REALLOCATION),
     "reinforce++ with baseline": ("reinforce_plus_plus", ("reinforce_plus_plus.baseline=group",), 3, ()),
 }
-FAST = ("grpo, oversampling on 3", "grpo, separation", "grpo, tp and pp", "remax on 3")
+FAST = ("grpo, oversampling on 3", "grpo, tp and pp", "remax on 3")
 REWARD = """
 def few(prompts, responses):
     return [float(len(response.split()) > 4) + 0.5 * float("ba" in response) for response in responses]
@@ -116,7 +116,9 @@ def test_a_resume_is_exact(options, tmp_path):
     assert timeless(whole) == timeless(half) and weights(whole) == weights(half)
 
 
-@pytest.mark.parametrize("page", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    "page", ["grpo", "remax", *(pytest.param(page, marks=pytest.mark.slow) for page in ("rloo", "reinforce_plus_plus"))]
+)
 def test_every_strategy_places_it_or_says_why_not(page, options, warm):
     base = ["--algorithm", page, *options, f"{page}.kl_coef=0.1"]
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):

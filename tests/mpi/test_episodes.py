@@ -15,6 +15,7 @@ from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.slow_at(5, 8),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]

@@ -15,6 +15,7 @@ from tests.ordered_group import OrderedGroup, batch_isend_irecv
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.slow_at(4, 8),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 QUICK, LONG = timedelta(seconds=1.5), timedelta(seconds=30)

@@ -154,9 +154,12 @@ WHOLE_RUNS = [
     ("budget", "3 rows"),
     ("reallocation", "7 rows"),
     ("apart", "plain"),
-    ("separation in stages", "3 rows"),
 ]
 SLOW = {  # only in `make test-slow`: others find the same mistakes
+    ("dp2 pp2 tp2 zero 1 recompute", "plain"),
+    ("dp2 tp2 zero 3", "3 rows"),
+    ("separation in stages", "3 rows"),
+    ("5 + 3", "3 rows"),
     ("dp2 pp4", "7 rows"),
     ("dp2 tp4", "3 rows"),
     ("reallocation zero 3", "plain"),

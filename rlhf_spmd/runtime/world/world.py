@@ -406,11 +406,12 @@ def _end_job(status: int, flight: Flight) -> NoReturn:
     try:
         flight.leave(status)
         streams.flush()
-        time.sleep(FORWARD_S)
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-            with suppress(RuntimeError):  # no further thread may start
-                faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
-            _load_mpi().COMM_WORLD.Abort(status)
+        if launcher.is_launched(os.environ):
+            time.sleep(FORWARD_S)
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+                with suppress(RuntimeError):  # no further thread may start
+                    faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+                _load_mpi().COMM_WORLD.Abort(status)
     finally:  # even if memory or a descriptor for any of this is missing
         os._exit(status)

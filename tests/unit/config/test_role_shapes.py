@@ -82,11 +82,11 @@ def test_a_reward_function_takes_the_place_of_a_reward_model_without_weights():
 
 
 def test_plan_and_check_place_them(capsys, tmp_path):
-    words = ["--preset", "llama-7b", "--layout", "1x8", "shape=actor=llama-13b,critic=llama-7b"]
+    words = ["--preset", "llama-7b", "--layout", "1x4", "shape=actor=llama-13b,critic=llama-7b", "lora.rank=8"]
     out = str(tmp_path / "mixed.py")
     assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", out]) == 0
     planned = capsys.readouterr().out
-    assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 1x8" in planned
+    assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 1x4" in planned
     assert main(["check", out, *words, "--show-config"]) == 0
     shown = capsys.readouterr().out
     assert 'shape: "actor=llama-13b,critic=llama-7b,' in shown or "shape: actor=llama-13b,critic=llama-7b," in shown

@@ -43,8 +43,8 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 @pytest.mark.parametrize(
     "sampling",
     [
-        ["generation.temperature=0.5"],
-        ["generation.temperature=1"],
+        pytest.param(["generation.temperature=0.5"], marks=pytest.mark.slow),
+        pytest.param(["generation.temperature=1"], marks=pytest.mark.slow),
         ["generation.temperature=1.7"],
         ["generation.temperature=0.8", "generation.top_k=9", "generation.top_p=0.8", "generation.min_new_tokens=3"],
     ],
@@ -64,7 +64,7 @@ def test_invariant_1_exactly_when_recomputed(micro_batch, sampling, dtype, overr
         assert second["approx_kl"] > 0.0
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [*(pytest.param(one, marks=pytest.mark.slow) for one in (0.5, 1.0)), 1.7])
 def test_invariant_1_within_parity_from_the_generator(temperature, overrides):
     run = RunOf(load(overrides, f"generation.temperature={temperature}", "ppo.clip_ratio=0.0005"))
     for _ in range(3):
@@ -79,9 +79,9 @@ def test_invariant_1_within_parity_from_the_generator(temperature, overrides):
 @pytest.mark.parametrize(
     "sampling",
     [
-        ["generation.temperature=0.7"],
+        pytest.param(["generation.temperature=0.7"], marks=pytest.mark.slow),
         ["generation.temperature=0.7", "generation.min_new_tokens=4"],
-        ["generation.top_k=9"],
+        pytest.param(["generation.top_k=9"], marks=pytest.mark.slow),
         ["generation.temperature=0.7", "generation.top_k=9", "generation.top_p=0.8", "generation.min_new_tokens=3"],
     ],
     ids=["temperature", "banned", "top-k", "all"],
@@ -102,10 +102,11 @@ def test_no_kl_while_the_actor_is_the_reference(sampling, old_logprobs, override
 # ---- Invariants 2, 4, 5: how the rows are cut, ordered and padded ---------------------------------------------------
 
 
-def test_invariant_2_micro_batches(overrides):
+@pytest.mark.parametrize("others", [(3, 100), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_invariant_2_micro_batches(others, overrides):
     """Two iterations with other micro-batches: the same tokens, and numbers that differ by rounding only."""
     found = {}
-    for micro_batch in (1, 3, 4, 100):
+    for micro_batch in (4, *others):
         run = RunOf(load(overrides, f"micro_batch={micro_batch}"))
         metrics = [run.iteration() for _ in range(2)]
         critic = {f"critic {name}": weight for name, weight in run.weights("critic").items()}
