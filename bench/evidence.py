@@ -23,8 +23,8 @@ def same_tokens() -> Line:
     same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
     algorithms = {row["algorithm"].partition("+")[0] for row in found}
     statement = (
-        f"Placements of {len(algorithms)} algorithms that drew the tokens of one rank, of those tested (float32); "
-        "largest relative error of losses, norms, KL and reward"
+        f"Placements that drew the tokens of one rank ({len(algorithms)} algorithms, float32); largest relative error "
+        "of losses, norms, KL and reward"
     )
     return statement, f"{len(same)} of {len(found)}; {worst:.1e}", CPU, "the-same-numbers-everywhere"
 
@@ -65,7 +65,7 @@ def against_trl() -> Line:
     least = {work: f"{min(found):.2f}" for work, found in ratios.items()}
     statement = (
         "Speed of a GRPO step with SmolLM2-135M in float32, relative to TRL (`python -m bench against-trl steps`): "
-        "responses of equal length, of spread lengths"
+        "responses of equal length, of spread lengths, each against the faster of two settings of TRL"
     )
     return statement, f"{least['full length']}, {least['spread lengths']}", CPU, "speed-of-whole-steps-against-trl"
 

@@ -1,11 +1,11 @@
 """Separation: training on some ranks; generation and inference, with shadow copies of actor and critic, on the others.
 
 Finished mini-batches stream to the trainers, which start the first PPO epoch on them while generation goes on; new
-weights return at the end of the iteration, so nothing is ever stale. Each side may be split as suits it: training into
-tp slices and pp stages, generation into tp slices inside a node, with several replicas. Where there are at least four
-generation ranks (times tp), actor, critic, reference and reward have ranks of their own there; otherwise they share
-them in the order of the calls. They wait while the trainers finish the other epochs. Separation of APP (arXiv
-2312.11819).
+weights return at the end of the iteration, so nothing is stale unless `ahead` is 1. Each side may be split as suits it:
+training into tp slices and pp stages, generation into tp slices inside a node, with several replicas. Where there are
+at least four generation ranks (times tp), actor, critic, reference and reward have ranks of their own there; otherwise
+they share them in the order of the calls. They wait while the trainers finish the other epochs. Separation of APP
+(arXiv 2312.11819).
 """
 
 from typing import Any
