@@ -85,7 +85,8 @@ def main() -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}; the parts are {' and '.join(PARTS)}")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="run_all_") as folder, closing(Warm(main="tests.warm", imports=FORKED)) as warm:
+    forks = Warm(main="tests.warm", imports=FORKED)
+    with tempfile.TemporaryDirectory(prefix="run_all_") as folder, closing(forks) as warm:
         file = Path(folder) / "durations.jsonl"
         environment = {**with_bytecode(), durations.FILE: str(file)}
         failed = []
