@@ -22,7 +22,7 @@ from pathlib import Path
 from tests import durations
 from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
-from tests.warm import ADDRESS, Warm, of_pytest
+from tests.warm import ADDRESS, IMPORTS, PROGRAM, Warm
 
 PARTS = ("unit", "mpi")
 LONG = [
@@ -35,6 +35,7 @@ LONG = [
         "kernels/test_support",
     )
 ]
+FORKED = (*IMPORTS, "pytest", PROGRAM)  # of the workers, and of the program in their tests
 SLOW_LIMIT_S = 3600  # for one slow test
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
 NUM_BUSY, MOST_BUSY_MINUTES = 6, 10  # processes beside all parts with --busy, and what these may take
@@ -84,14 +85,15 @@ def main() -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}; the parts are {' and '.join(PARTS)}")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="run_all_") as folder, closing(of_pytest("tests.warm")) as shared:
+    forks = Warm(main="tests.warm", imports=FORKED)
+    with tempfile.TemporaryDirectory(prefix="run_all_") as folder, closing(forks) as warm:
         file = Path(folder) / "durations.jsonl"
-        environment = {**with_bytecode(), durations.FILE: str(file), ADDRESS: shared.address}
+        environment = {**with_bytecode(), durations.FILE: str(file)}
         failed = []
         with busy(NUM_BUSY) if options.busy else nullcontext():
             for part in parts:
-                words = command(part, shared, slow=options.slow, busy=options.busy)
-                own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
+                words = command(part, warm, slow=options.slow, busy=options.busy)
+                own = {"OMP_NUM_THREADS": "1", ADDRESS: warm.address} if part == "unit" else {}
                 if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
                     failed.append(part)
         print(*durations.summary(file), sep="\n")

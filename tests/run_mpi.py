@@ -33,6 +33,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
+IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of forks, with warm's
 IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
 QUICK = {"ordered": ["-m", "not slow", IN_ORDER]}  # backend -> what runs on it at 4 ranks, after the tests on gloo
 SLOW = {"ordered": ["tests/mpi"], "host": [IN_ORDER]}
@@ -283,7 +284,7 @@ def main() -> int:
             sys.path.insert(0, str(REPOSITORY))
             import tests.warm
 
-            warm = tests.warm.of_pytest("mpi4py.run")
+            warm = tests.warm.Warm(main="mpi4py.run", imports=(*tests.warm.IMPORTS, *IMPORTS), processes=2)
             stack.callback(warm.close)
         totals = [launch(num, arguments, options.limit, options.backend, warm) for num in options.num_ranks]
         totals += [launch(4, chosen, options.limit, backend, warm) for backend, chosen in more.items()]

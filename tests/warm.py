@@ -4,9 +4,9 @@ Such a start is a process of its own with the exit status and the output that a 
 that mpiexec starts: mpiexec starts tests/warm_rank.py, whose connection to mpiexec the fork gets. All forks of one
 process have the same hash seed, and their command line is not the program's; tests of signals and kills, of starts that
 fail and of what depends on the surroundings start the program itself. Under an MPI other than MPICH, starts of several
-ranks do so, too. All of one `python -m tests.run_all` share one Warm; tests/run_mpi.py starts its ranks in this way,
-too, with pytest in place of the program, and so does pytest-xdist its workers. Ranks are forks of two processes in
-turn, so that an order of a set that differs between ranks is found.
+ranks do so, too. All unit and e2e tests of one `make test` share a Warm; tests/run_mpi.py starts its ranks in this way,
+too, with pytest in place of the program: they are forks of two processes in turn, so that an order of a set that
+differs between ranks is found. The workers of pytest-xdist are forks as well.
 """
 
 import atexit
@@ -34,7 +34,7 @@ ADDRESS = "TEST_WARM"  # the environment variable with the address of the proces
 IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
 IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
 IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
-OF_PYTEST = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # with IMPORTS
+OURS = ("rlhf_spmd", "kernels", "strategies", "bench", "tools", "tests")
 RANK = REPOSITORY / "tests" / "warm_rank.py"
 
 
@@ -104,11 +104,6 @@ class Warm:
         return run_limited([*self.command(ranks), *map(str, words)], limit_s=limit_s, environment=surroundings)
 
 
-def of_pytest(main: str = PROGRAM) -> Warm:
-    """Returns a Warm whose forks may be pytest as well: that at ADDRESS, else one of two processes."""
-    return Warm(os.environ.get(ADDRESS), main=main, imports=(*IMPORTS, *OF_PYTEST, PROGRAM), processes=2)
-
-
 @functools.cache
 def shared() -> Warm:
     """Returns the one Warm of this process, which ends with it."""
@@ -164,7 +159,11 @@ def serve(address: str, *imports: str) -> int:
 
 
 def main() -> None:
-    """Runs a worker of pytest-xdist: the last word is the code that starts one."""
+    """Runs a worker of pytest-xdist: the last word is the code that starts one. It imports this repository's modules
+    anew: tests/conftest.py decides whether they import Triton."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in OURS:
+            del sys.modules[name]
     exec(sys.argv[-1], {"__name__": "__main__"})
 
 
