@@ -19,7 +19,7 @@ def test_only_a_job_of_a_launcher_is_aborted(launched, did, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     read, write = os.pipe()
     monkeypatch.setattr(world.time, "sleep", lambda _: os.write(write, b"waits, "))
-    monkeypatch.setattr(world.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # pytest's thread is not in it
+    monkeypatch.setattr(world.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # its thread is pytest's
     monkeypatch.setattr(world, "_load_mpi", lambda: os.write(write, b"aborts"))
     if (child := os.fork()) == 0:
         world._end_job(3, Flight(mmap.mmap(-1, SIZE)))
