@@ -48,11 +48,12 @@ class Started:
             time.sleep(0.005)
 
     def ranks(self) -> dict[int, int]:
-        """Returns the rank of each process that is a rank; each is the child of its supervisor, and that of its
-        front."""
+        """Returns the rank of each process that is a rank; each is the child of its supervisor, and that of its front,
+        which the launcher has started. Whom a rank has just forked looks like it."""
         found = self.processes()
         parents = {pid: _parent(pid) for pid in found}
-        return {pid: rank for pid, rank in found.items() if parents.get(parents[pid]) in found}
+        fronts = {pid for pid, parent in parents.items() if parent not in found}
+        return {pid: rank for pid, rank in found.items() if parents.get(parents[pid]) in fronts}
 
     def processes(self) -> dict[int, int]:
         """Returns the rank of each process: of the ranks, their supervisors and the fronts of these."""

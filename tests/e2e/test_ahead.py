@@ -126,4 +126,4 @@ def test_six_kills(tmp_path):
 def test_the_parity_gate_ends_a_run_where_its_batch_is_drawn(tmp_path):
     status, _, stderr = trained(2, *BASE, *SMALL, "parity_tolerance=0", "--runs", tmp_path, "--name", "gate")
     assert status == 2 and "generation and training disagree" in stderr, stderr
-    assert not rows(tmp_path / "gate")
+    assert num_iterations(tmp_path / "gate") == 0
