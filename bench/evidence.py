@@ -65,7 +65,7 @@ def against_trl() -> Line:
     least = {work: f"{min(found):.2f}" for work, found in ratios.items()}
     statement = (
         "Speed of a GRPO step with SmolLM2-135M in float32, relative to TRL (`python -m bench against-trl steps`): "
-        "responses of equal length, of spread lengths, each against the faster of two settings of TRL"
+        "responses of equal length, of spread lengths, the smaller ratio to two settings of TRL"
     )
     return statement, f"{least['full length']}, {least['spread lengths']}", CPU, "speed-of-whole-steps-against-trl"
 

@@ -9,6 +9,7 @@ Ends with the slowest tests, the seconds in all and what they are allowed to be.
 """
 
 import argparse
+import glob
 import os
 import resource
 import shlex
@@ -36,27 +37,31 @@ LONG = [
     )
 ]
 FORKED = (*IMPORTS, "pytest", PROGRAM)  # of the workers, and of the program in their tests
+DRIVERS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD and WSL
 SLOW_LIMIT_S = 3600  # for one slow test
-MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
+MOST_MINUTES, MOST_PROCESSOR_S = 15, 1500  # of all parts without --slow, on two cores with nothing beside them
 NUM_BUSY, MOST_BUSY_MINUTES = 6, 10  # processes beside all parts with --busy, and what these may take
 SEARCHES = "test_misfit or no_clock_decides"  # beside the mark: seconds once stopped these
 
 
-def command(part: str, warm: Warm, *, slow: bool = False, busy: bool = False) -> list[str]:
-    """Returns the command line of one part, whose workers are forks of `warm` where there is no GPU: a fork cannot use
-    one."""
+def command(part: str, forks: Warm | None = None, *, slow: bool = False, busy: bool = False) -> list[str]:
+    """Returns the command line of one part.
+
+    forks: whose forks become pytest's workers where there is no GPU, which a fork cannot use.
+    """
     marked = ["-m", "slow" if slow else "not slow"]
     if part == "mpi":
         timed = ["2", "--", "-m", "timed and not slow", "tests/mpi"] if busy else []
         return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else timed)]
     # A file's tests share fixtures, so a file stays with one worker; the longest files come first. Some tests wait,
     # so there is one worker more than cores.
-    number, start = (os.cpu_count() or 1) + 1, shlex.join(warm.command())
-    start = "" if Path("/dev/nvidiactl").exists() else f"//python={start}"
+    number, start = (os.cpu_count() or 1) + 1, ""
+    if forks and not any(glob.glob(pattern) for pattern in DRIVERS):
+        start = f"//python={shlex.join(forks.command())}"
     workers = ["--tx", f"{number}*popen{start}", "--dist", "loadfile", "--no-loadscope-reorder"]
     # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
     hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
-    plugins = ["-p", "tests.durations", "-W", "ignore:Module already imported"]  # forks have imported others
+    plugins = ["-p", "tests.durations", "-W", "ignore:Module already imported"]  # by what forks
     pytest = [sys.executable, "-m", "pytest", *workers, *hangs, *plugins]
     if busy:
         return [*pytest, *marked, "-k", f"timed or {SEARCHES}", *busy_files()]
@@ -85,19 +90,19 @@ def main() -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}; the parts are {' and '.join(PARTS)}")
     began = time.monotonic()
-    forks = Warm(main="tests.warm", imports=FORKED)
-    with tempfile.TemporaryDirectory(prefix="run_all_") as folder, closing(forks) as warm:
+    with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
         file = Path(folder) / "durations.jsonl"
         environment = {**with_bytecode(), durations.FILE: str(file)}
         failed = []
         with busy(NUM_BUSY) if options.busy else nullcontext():
             for part in parts:
-                words = command(part, warm, slow=options.slow, busy=options.busy)
-                own = {"OMP_NUM_THREADS": "1", ADDRESS: warm.address} if part == "unit" else {}
-                if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
-                    failed.append(part)
+                with closing(Warm(main="tests.warm", imports=FORKED)) if part == "unit" else nullcontext() as forks:
+                    words = command(part, forks, slow=options.slow, busy=options.busy)
+                    own = {"OMP_NUM_THREADS": "1", ADDRESS: forks.address} if forks else {}
+                    if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
+                        failed.append(part)
         print(*durations.summary(file), sep="\n")
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # forks are counted once their Warm has ended
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime
     allowed = "" if options.slow else f" (at most {MOST_MINUTES} and {MOST_PROCESSOR_S} on two idle cores)"
     allowed = f" (at most {MOST_BUSY_MINUTES} minutes; the busy ones count as well)" if options.busy else allowed

@@ -49,7 +49,7 @@ class Started:
 
     def ranks(self) -> dict[int, int]:
         """Returns the rank of each process that is a rank; each is the child of its supervisor, and that of its front,
-        which the launcher has started. Whom a rank has just forked looks like it."""
+        which the launcher has started. A process that a rank has just forked has its command line, one level deeper."""
         found = self.processes()
         parents = {pid: _parent(pid) for pid in found}
         fronts = {pid for pid, parent in parents.items() if parent not in found}

@@ -115,6 +115,7 @@ def shared() -> Warm:
 def serve(address: str, *imports: str) -> int:
     """Forks for each connection to the socket `address` until standard input ends; a child calls `main()` of the module
     that it is asked for and returns its status. A child whose connection ends is killed, as mpiexec kills its ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends those who wait for children, and these then
     connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(address)
@@ -159,8 +160,8 @@ def serve(address: str, *imports: str) -> int:
 
 
 def main() -> None:
-    """Runs a worker of pytest-xdist: the last word is the code that starts one. It imports this repository's modules
-    anew: tests/conftest.py decides whether they import Triton."""
+    """Runs a worker of pytest-xdist: the last word is the code that starts one. It drops this repository's modules, so
+    that they are imported again after tests/conftest.py has set TRITON_INTERPRET."""
     for name in list(sys.modules):
         if name.partition(".")[0] in OURS:
             del sys.modules[name]
@@ -181,6 +182,7 @@ def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str
     from rlhf_spmd.runtime.guard import streams
 
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)

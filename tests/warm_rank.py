@@ -3,9 +3,11 @@ the process that has imported everything, and ends as the fork that becomes the 
 
 import json
 import os
+import signal
 import socket
 import sys
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 descriptors = [0, 1, 2]
 if "PMI_FD" in os.environ:  # MPICH's connection to its launcher
     descriptors.append(int(os.environ["PMI_FD"]))

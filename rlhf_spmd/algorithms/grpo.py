@@ -3,7 +3,7 @@
 Shao et al. 2024 (arXiv 2402.03300). Options make it one of
 
     Dr.GRPO   scale=none aggregation=seq-mean-token-sum-norm                    Liu et al. 2025, arXiv 2503.20783
-    DAPO      clip_high=0.28 drop_equal_groups=true overlong=shape              Yu et al. 2025, arXiv 2503.14476
+    DAPO      clip_high=0.28 drop_equal_groups=true oversampling=2 overlong=shape    Yu et al. 2025, arXiv 2503.14476
     GSPO      ratio_level=sequence aggregation=seq-mean-token-mean clip_low=3e-4 clip_high=4e-4    arXiv 2507.18071
     CISPO     surrogate=cispo clip_low=1 clip_high=4                            MiniMax 2025, arXiv 2506.13585
 

@@ -17,7 +17,7 @@ PLACEMENTS = {
     "odd": (3, ()),
     "offload": (2, ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.offload=true")),
 }
-SLOW = ("separation", "reallocation", "interleaving", "odd", "offload")
+SLOW = ("separation", "zero 3", "interleaving", "odd", "offload")
 REWARD = """
 def length(prompts, responses):
     return [float(len(text.split()) >= 6) for text in responses]

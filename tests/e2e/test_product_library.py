@@ -71,7 +71,7 @@ def test_the_same_run_anywhere(tmp_path, library):
     """On 1 to 8 ranks the tokens are those of one rank; with other instructions, too; killed and resumed, all bits."""
     words = [*write_all(tmp_path, **SIZES), f"products={library}", "iterations=6", "num_samples=0"]
     words += ["optimizer.actor_lr=1e-4", "optimizer.critic_lr=1e-4"]  # larger steps amplify rounding
-    words += ["parity_tolerance=1e-3"]  # of these random weights, by rounding, up to 1.1e-4 was seen
+    words += ["parity_tolerance=1e-3"]  # rounding with these random weights gave up to 1.1e-4
     words += ["checkpoint.every=2", "generation.max_new_tokens=24", "--runs", tmp_path]
     job(*words, "--name", "one")
     for number, (num_ranks, strategy, *options) in enumerate(PLACEMENTS):

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -401,12 +402,18 @@ def _load_mpi() -> Any:
     return MPI
 
 
+def _is_alone() -> bool:
+    MPI = sys.modules.get("mpi4py.MPI")
+    return not launcher.is_launched(os.environ) and (MPI is None or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1)
+
+
 def _end_job(status: int, flight: Flight) -> NoReturn:
-    """Ends all processes of the job with this status; the error has been reported, so MPI's output is discarded."""
+    """Ends this process, and the others of its job, with this status; the error has been reported, so MPI's output is
+    discarded."""
     try:
         flight.leave(status)
         streams.flush()
-        if launcher.is_launched(os.environ):
+        if not _is_alone():
             time.sleep(FORWARD_S)
             with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 os.dup2(nowhere.fileno(), 2)

@@ -81,12 +81,15 @@ def test_a_reward_function_takes_the_place_of_a_reward_model_without_weights():
     assert added.models["reward"] is not None
 
 
-def test_plan_and_check_place_them(capsys, tmp_path):
-    words = ["--preset", "llama-7b", "--layout", "1x4", "shape=actor=llama-13b,critic=llama-7b", "lora.rank=8"]
+@pytest.mark.parametrize(
+    ("layout", "more"), [("1x4", ["lora.rank=8"]), pytest.param("1x8", [], marks=pytest.mark.slow)]
+)
+def test_plan_and_check_place_them(layout, more, capsys, tmp_path):
+    words = ["--preset", "llama-7b", "--layout", layout, "shape=actor=llama-13b,critic=llama-7b", *more]
     out = str(tmp_path / "mixed.py")
     assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", out]) == 0
     planned = capsys.readouterr().out
-    assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 1x4" in planned
+    assert f"(actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on {layout}" in planned
     assert main(["check", out, *words, "--show-config"]) == 0
     shown = capsys.readouterr().out
     assert 'shape: "actor=llama-13b,critic=llama-7b,' in shown or "shape: actor=llama-13b,critic=llama-7b," in shown
