@@ -40,7 +40,7 @@ from rlhf_spmd.pages.strategy import load_strategy
         ("peft_config.task_type=CAUSAL_LM", "(of adapters, this program has rank, alpha"),
         ("--ranks=2", "did you mean '--layout'?"),
         ("--nproc-per-node", "did you mean '--layout'?"),
-        ("push_to_hub=true", "(uploads: send the folder"),
+        ("push_to_hub=true", "(uploads: run `hf upload`"),
         ("vllm_num_engines=4", "(one generation engine runs in the same processes)"),
         ("temprature=0.7", "did you mean 'generation.temperature'?"),
         ("generation.new_tokens=7", "did you mean 'generation.max_new_tokens' or 'generation.min_new_tokens'?"),
