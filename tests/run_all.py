@@ -61,7 +61,7 @@ def command(part: str, forks: Warm | None = None, *, slow: bool = False, busy: b
     workers = ["--tx", f"{number}*popen{start}", "--dist", "loadfile", "--no-loadscope-reorder"]
     # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
     hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
-    plugins = ["-p", "tests.durations", "-W", "ignore:Module already imported"]  # by what forks
+    plugins = ["-p", "tests.durations", "-W", "ignore:Module already imported"]  # before the fork
     pytest = [sys.executable, "-m", "pytest", *workers, *hangs, *plugins]
     if busy:
         return [*pytest, *marked, "-k", f"timed or {SEARCHES}", *busy_files()]

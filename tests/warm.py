@@ -115,7 +115,7 @@ def shared() -> Warm:
 def serve(address: str, *imports: str) -> int:
     """Forks for each connection to the socket `address` until standard input ends; a child calls `main()` of the module
     that it is asked for and returns its status. A child whose connection ends is killed, as mpiexec kills its ranks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends those who wait for children, and these then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends tests/warm_rank.py, and its child is killed
     connections: dict[int, socket.socket] = {}  # process -> that with whoever waits for its status
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(address)
