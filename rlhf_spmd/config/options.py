@@ -128,8 +128,8 @@ class Optimizer:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: BelowOne = 0.0  # last learning rate of the schedule, as a fraction of the largest; 0: it ends at zero
     beta1: BelowOne = 0.9  # decay rate of AdamW's first moment
-    beta2: BelowOne = 0.95  # decay rate of AdamW's second moment
-    eps: PositiveFloat = 1e-5  # constant added to the denominator of AdamW's update
+    beta2: BelowOne = 0.999  # decay rate of AdamW's second moment
+    eps: PositiveFloat = 1e-8  # constant added to the denominator of AdamW's update
     weight_decay: NonNegative = 0.0  # weight decay of AdamW; 0: none
     # weights that decay: all, matrices (neither norms nor biases), or linear layers (no embeddings either)
     weight_decay_on: Decaying = "all"

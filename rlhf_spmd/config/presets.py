@@ -55,7 +55,7 @@ def tiny(algorithm: Algorithm) -> Config:
         micro_batch=32,
         data=DataOptions(prompts=str(embedded.path_of(f"{rows}.jsonl")), max_prompt=32),
         generation=Generation(max_new_tokens=32 if held_out else 24),  # sampled ones get an end of sequence behind them
-        optimizer=Optimizer(lr=_rates(algorithm, **rates)),
+        optimizer=_optimizer(_rates(algorithm, **rates)),
         eval=Evaluation(prompts=held_out, every=5 if held_out else 10),
     )
 
@@ -77,7 +77,7 @@ def arithmetic(algorithm: Algorithm) -> Config:
         reward_function="rlhf_spmd.rewards:exact_answer",
         data=DataOptions(prompts=str(embedded.path_of("arithmetic/prompts.jsonl")), max_prompt=8),
         generation=Generation(max_new_tokens=4),
-        optimizer=Optimizer(lr=rates),
+        optimizer=_optimizer(rates),
         eval=Evaluation(prompts=str(embedded.path_of("arithmetic/held_out.jsonl")), every=5),
     )
 
@@ -101,7 +101,7 @@ def tools(algorithm: Algorithm) -> Config:
         data=DataOptions(prompts=str(embedded.path_of("tools/prompts.jsonl")), max_prompt=16),
         generation=Generation(max_new_tokens=64),
         episode=Episode(max_row_tokens=112, max_turns=6),
-        optimizer=Optimizer(lr=rates),
+        optimizer=_optimizer(rates),
         eval=Evaluation(prompts=str(embedded.path_of("tools/held_out.jsonl")), every=5, temperature=1.0),
     )
 
@@ -120,7 +120,7 @@ def smollm2(algorithm: Algorithm) -> Config:
         reward_function="rlhf_spmd.rewards:vader_positive",
         data=DataOptions(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
-        optimizer=Optimizer(lr=_rates(algorithm, lm=1e-5, scalar=1e-4)),
+        optimizer=_optimizer(_rates(algorithm, lm=1e-5, scalar=1e-4)),
     )
 
 
@@ -168,6 +168,11 @@ def _options(algorithm: Algorithm, **by_algorithm: Mapping[str, Any]) -> Options
 def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
     """Returns the learning rate of each role, by the head of its model."""
     return {name: by_head[role.head] for name, role in algorithm.roles.items()}
+
+
+def _optimizer(rates: Mapping[str, float]) -> Optimizer:
+    """Returns the optimizer of presets that are tuned: gradients of small models are far larger than its eps."""
+    return Optimizer(lr=rates, beta2=0.95, eps=1e-5)
 
 
 def _with_samples(config: Config) -> Config:

@@ -371,9 +371,9 @@ def each_iteration(here: Here, value: Value) -> Options:
 
 
 def learning_rate(here: Here, value: Value) -> Options:
-    """Translates the learning rate of the model that trains first."""
-    role = next(name for name, role in here.algorithm.roles.items() if role.lr is not None)
-    return {f"optimizer.{role}_lr": text_of(value)}
+    """Translates the learning rate of the model that trains first; TRL's one optimizer trains the critic, too."""
+    roles = [name for name, role in here.algorithm.roles.items() if role.lr is not None]
+    return {f"optimizer.{role}_lr": text_of(value) for role in roles[: None if here.source.program == "trl" else 1]}
 
 
 def warmup_steps(here: Here, value: Value) -> Options:

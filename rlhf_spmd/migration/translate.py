@@ -2,15 +2,26 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.config.file import to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
-from rlhf_spmd.migration.rules import ALGORITHMS, RULES, Differs, Here, Later, Options, copied, from_values, layout_of
+from rlhf_spmd.migration.rules import (
+    ALGORITHMS,
+    RULES,
+    Differs,
+    Here,
+    Later,
+    Options,
+    copied,
+    from_values,
+    has_option,
+    layout_of,
+)
 from rlhf_spmd.migration.sources import Source, Value, text_of
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.pages.other_names import PROGRAMS, Kind, find
+from rlhf_spmd.pages.other_names import PROGRAMS, Kind, defaults, find
 from rlhf_spmd.plan.workload import SHAPES
 
 MODULES = {"train_dpo": "dpo", "train_sft": "sft", "train_rm": "reward_model", "train_kd": "distill"}  # of OpenRLHF
@@ -42,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A configuration as options of this program.
+    """A configuration as options of this program, with the other program's defaults.
 
     later: options that the user must complete, with value and reason.
     chosen: options that the configuration does not have, with the reason.
@@ -59,7 +70,7 @@ class Translation:
         """Translates a configuration to a file of options, with what became of every option of `path` as comments."""
         program = PROGRAMS[self.source.program]
         parts = [f"# From {path} ({program}), by `rlhf_spmd coming-from`."]
-        parts += [f"# An option that it leaves out has its default of this program, not that of {program}.", ""]
+        parts += [f"# Where it leaves out what changes learning, {program}'s default is written.", ""]
         parts += [to_text(self._tree())]
         if self.later:
             parts += ["", "# To be completed:"]
@@ -109,11 +120,24 @@ def translate(source: Source, algorithm: str | None = None) -> Translation:
     page = load_algorithm(algorithm or algorithm_of(source))
     options: dict[str, Value] = {"algorithm": page.name}
     later: dict[str, tuple[Value, str]] = {}
-    lines = [_line(source, page, key, value, later) for key, value in source.values.items()]
+    rows, why = defaults(source.program, page.name), f"the default of {PROGRAMS[source.program]}"
+    whole = replace(source, values={row["there"]: row["value"] for row in rows if "there" in row} | {**source.values})
+    lines = [_line(whole, page, key, value, later) for key, value in whole.values.items()]
+    lines = [
+        line if line.key in source.values else replace(line, why=line.why or why)
+        for line in lines
+        if line.key in source.values or line.kind in ("option", "unavailable")
+    ]
     for line in lines:
         if line.kind == "option":
             options |= {key: value for key, value in line.options.items() if key != "algorithm" and key not in later}
-    chosen = _complete(source, options, later)
+    chosen: dict[str, str] = {}
+    for row in rows:
+        if all(text_of(options.get(key)) == value for key, value in row.get("where", {}).items()):
+            named = [key for key in row.get("ours", "").split() if has_option(page, key)]
+            left_out = {key: row["value"] for key in named if key not in options and key not in later}
+            options, chosen = options | left_out, chosen | dict.fromkeys(left_out, why)
+    chosen |= _complete(source, options, later)
     return Translation(source, page.name, options, later, chosen, tuple(lines))
 
 

@@ -45,16 +45,25 @@ class Name:
 
 
 @cache
+def _table() -> Mapping[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("other_names.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def names() -> tuple[Name, ...]:
     """Returns the table, in the order of its file."""
-    table = tomllib.loads(resources.files(__package__).joinpath("other_names.toml").read_text(encoding="utf-8"))
-    return tuple(_name(kind, row) for kind in KINDS for row in table[kind])
+    return tuple(_name(kind, row) for kind in KINDS for row in _table()[kind])
 
 
 def _name(kind: Kind, row: Mapping[str, Any]) -> Name:
     theirs = {program: tuple(row.get(program, "").split()) for program in PROGRAMS}
     ours, also = tuple(row.get("ours", "").split()), tuple(row.get("also", "").split())
     return Name(kind, ours, theirs, also, row.get("values", {}), row.get("rule", ""), row.get("why", ""))
+
+
+def defaults(program: str, algorithm: str) -> list[Mapping[str, Any]]:
+    """Returns the rows of another program's defaults that change what an algorithm learns (other_names.toml)."""
+    return [row for row in _table()["defaults"][program] if algorithm in row.get("of", algorithm).split()]
 
 
 def find(program: str, key: str) -> Name | None:

@@ -119,6 +119,11 @@ STRATEGIES = """
 Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strategy does.
 """
 HEADING = ("option", "type", "default", "meaning")
+TRAINERS = {  # program -> the algorithms here of which it has a trainer
+    "trl": ("grpo", "rloo", "ppo", "sft", "reward_model", "dpo"),
+    "verl": ("ppo", "grpo", "rloo", "remax", "reinforce_plus_plus"),
+    "openrlhf": ("ppo", "grpo", "rloo", "reinforce_plus_plus", "sft", "reward_model", "dpo"),
+}
 SHOWN_PRESETS = ("tiny", "arithmetic", "tools", "model", "smollm2", "llama-7b")
 
 
@@ -153,6 +158,30 @@ def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
         if name.kind == "option" and name.theirs[program]:
             rows.setdefault(name.ours, {"here": [*name.ours], "there": []})["there"] += name.theirs[program]
     return {other_names.PROGRAMS[program]: listed("there"), "here": listed("here")}, list(rows.values())
+
+
+def defaults_elsewhere(program: str) -> tuple[Columns, list[dict]]:
+    """Returns the defaults of another program that `coming-from` writes: columns, and a row for what is the same
+    there."""
+    found: dict[str, dict] = {}  # by the row of other_names.toml
+    for name in TRAINERS[program]:
+        ours = _values(presets.load("model", algorithm=name))
+        for row in other_names.defaults(program, name):
+            named = other_names.find(program, row["there"]) if "there" in row else None
+            keys = [one.replace("*", name) for one in (named.ours if named else row["ours"].split())]
+            if known := [key for key in keys if key in ours]:
+                cells = found.setdefault(str(row), {"options": [], "value": row["value"], "here": [], "of": []})
+                cells["options"] += [row["there"]] if named else [key.replace(f"{name}.", "*.") for key in known]
+                cells["here"] += [f"{ours[key]:g}" if type(ours[key]) is float else text_of(ours[key]) for key in known]
+                cells["of"].append(name)
+
+    def listed(key: str) -> Callable[[Mapping], str]:
+        return lambda row: ", ".join(f"`{one}`" for one in dict.fromkeys(row[key]))
+
+    columns: Columns = {"option": listed("options"), other_names.PROGRAMS[program]: lambda row: f"`{row['value']}`"}
+    every = len(TRAINERS[program])
+    columns |= {"here": listed("here"), "for": lambda row: "all" if len(row["of"]) == every else ", ".join(row["of"])}
+    return columns, [*found.values()]
 
 
 def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> list[str]:

@@ -1,13 +1,18 @@
 """The verb `coming-from`: three configurations of each other program become files that `check` takes."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.config.options import leaves
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.migration.sources import read_source
 from rlhf_spmd.migration.translate import counts, shape_near, translate
+from rlhf_spmd.pages.algorithm import algorithm_names
+from rlhf_spmd.pages.other_names import PROGRAMS, defaults, find
 
 EXAMPLES = sorted(Path(__file__).with_name("examples").iterdir())
 PROMISED = 0.9  # share of the options that are known
@@ -110,6 +115,81 @@ def test_values_of_openrlhf():
     given = options_of("openrlhf_dpo.sh")
     assert given["algorithm"] == "dpo" and float(given["optimizer.actor_lr"]) == 6e-7
     assert given["mini_batch"] == given["rollout_batch"] == "128"
+
+
+MINIMAL = {  # program, algorithm -> a configuration that sets as little as possible
+    ("trl", "grpo"): ("trl.yaml", "model_name_or_path: a-1.5B\nnum_generations: 8\n"),
+    ("trl", "rloo"): ("trl.yaml", "output_dir: rloo\nreward_funcs: [a.b]\n"),
+    ("trl", "ppo"): ("trl.yaml", "reward_model_path: a\n"),
+    ("trl", "sft"): ("trl.yaml", "model_name_or_path: a-1.5B\n"),
+    ("trl", "reward_model"): ("trl.yaml", "center_rewards_coefficient: 0.01\n"),
+    ("verl", "ppo"): ("job.sh", "python -m verl.trainer.main_ppo data.shuffle=true"),
+    ("verl", "grpo"): ("job.sh", "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"),
+    ("openrlhf", "ppo"): ("job.sh", "python -m openrlhf.cli.train_ppo_ray --pretrain a"),
+    ("openrlhf", "sft"): ("job.sh", "python -m openrlhf.cli.train_sft --pretrain a"),
+    ("openrlhf", "dpo"): ("job.sh", "python -m openrlhf.cli.train_dpo --pretrain a"),
+}
+WRITTEN = {  # of these, some of what the other program does there
+    ("trl", "grpo"): {"actor_lr": "1e-6", "schedule": "linear", "max_new_tokens": "256", "mini_batch": "64"},
+    ("trl", "rloo"): {"samples_per_prompt": "2", "rollout_batch": "32", "ratio_level": "product"},
+    ("trl", "ppo"): {"actor_lr": "3e-6", "critic_lr": "3e-6", "epochs": "4", "temperature": "0.7"},
+    ("trl", "sft"): {"actor_lr": "2e-5", "schedule": "linear", "max_prompt": "512", "max_new_tokens": "512"},
+    ("trl", "reward_model"): {"reward_lr": "1e-4"},
+    ("verl", "ppo"): {"kl_coef": "0", "lam": "1", "critic_lr": "1e-5", "weight_decay": "0.01", "truncation": "score"},
+    ("verl", "grpo"): {"dual_clip": "3", "weight_decay": "0.01", "rollout_batch": "1024", "mini_batch": "256"},
+    ("openrlhf", "ppo"): {"beta2": "0.95", "kl_coef": "0.01", "clip_value": "0.5", "min_lr_ratio": "0.1"},
+    ("openrlhf", "sft"): {"beta2": "0.95", "actor_lr": "5e-6", "warmup_ratio": "0.03", "schedule": "cosine"},
+    ("openrlhf", "dpo"): {"actor_lr": "1e-5", "max_prompt": "256"},
+}
+
+
+@pytest.mark.parametrize("case", MINIMAL, ids="-".join)
+def test_the_defaults_of_the_other_program_are_written(case, tmp_path):
+    name, text = MINIMAL[case]
+    found = translate(source_of(tmp_path, text, name))
+    by_leaf = {key.rpartition(".")[2]: value for key, value in found.options.items()}
+    assert found.algorithm == case[1] and WRITTEN[case].items() <= by_leaf.items()
+    assert not {"beta2", "eps"} & by_leaf.keys() or case[0] == "openrlhf", "TRL and verl have those of this program"
+    assert "the default of" in found.text(name)
+
+
+def test_the_table_of_defaults_says_nothing_that_is_the_default_here():
+    for program, algorithm in itertools.product(PROGRAMS, algorithm_names()):
+        ours = leaves(load("model", algorithm=algorithm)) | {"generation.max_new_tokens": "", "data.max_prompt": ""}
+        for row in defaults(program, algorithm):
+            value, keys = row["value"], [key for key in row.get("ours", "").split() if key in ours]
+            values = {ours[key] for key in keys if not key.endswith("_lr")}
+            assert not values & {value, str(float(value)) if value[0].isdigit() else value}, row
+            assert "there" not in row or find(program, row["there"]) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        ("--lr_scheduler constant", "optimizer.min_lr_ratio"),
+        ("--adam_betas 0.9 0.98 --lr_warmup_ratio 0.1 --actor_learning_rate 1e-7", ""),
+        ("--advantage_estimator group_norm", "grpo.kl_coef"),
+    ],
+)
+def test_what_a_file_sets_stays(words, absent, tmp_path):
+    found = translate(source_of(tmp_path, f"python -m openrlhf.cli.train_ppo_ray --pretrain a {words}"))
+    assert absent not in found.options
+    given = {"optimizer.beta2": "0.98", "optimizer.warmup_ratio": "0.1", "optimizer.actor_lr": "1e-7"}
+    assert given.items() <= found.options.items() or "--adam_betas" not in words
+    if "group_norm" in words:
+        assert "# init_kl_coef: 0.01 (the KL divergence of grpo is a term of the loss" in found.text("x"), "it is told"
+
+
+def test_defaults_of_verl_depend_on_its_other_options(tmp_path):
+    text = "python -m verl.trainer.main_ppo algorithm.adv_estimator="
+    gspo = translate(source_of(tmp_path, f"{text}grpo actor_rollout_ref.actor.policy_loss.loss_mode=gspo")).options
+    assert "grpo.dual_clip" not in gspo and "grpo.kl_coef" not in gspo
+    in_loss = translate(source_of(tmp_path, f"{text}grpo actor_rollout_ref.actor.use_kl_loss=True")).options
+    assert in_loss["grpo.kl_coef"] == "0.001"
+    unused = translate(source_of(tmp_path, f"{text}gae algorithm.kl_ctrl.kl_coef=0.005")).options
+    assert unused["ppo.kl_coef"] == "0", "use_kl_in_reward is off there"
+    steps = translate(source_of(tmp_path, f"{text}gae trainer.total_training_steps=7 data.train_files=x"))
+    assert steps.options["iterations"] == "7" and "data.epochs" not in {*steps.options, *steps.later}
 
 
 def test_reward_functions_of_modules_are_options(tmp_path):
