@@ -8,6 +8,7 @@ from rlhf_spmd.config.options import (
     Config,
     Evaluation,
     RolloutFiles,
+    evaluated,
     function_labels,
     prompt_files,
     split_functions,
@@ -284,7 +285,8 @@ def _of_evaluation(config: Config) -> list[Rule]:
         ]
     check_temperature("eval.temperature", evaluation.temperature)
     workflow = config.algorithm.workflow(config.options)
-    names = metric_names(evaluation.samples_per_prompt) if workflow.generate_calls else [*config.algorithm.metrics]
+    of_responses = metric_names(evaluation.samples_per_prompt, function_labels(evaluated(config)))
+    names = of_responses if workflow.generate_calls else [*config.algorithm.metrics]
     first = next(iter(names), "NAME")
     has, lacks = ("eval", "data") if evaluation.precomputed_logprobs else ("data", "eval")
     return [
@@ -300,7 +302,7 @@ def _of_evaluation(config: Config) -> list[Rule]:
             if name in changed and not workflow.generate_calls
         ),
         (
-            best and best.partition("/")[0] not in names,
+            best and best not in names and not best.startswith(tuple(f"{name}/" for name in names)),
             f"checkpoint.best={best}: the metrics of this evaluation are {', '.join(names)}, also of one data source, "
             f"as in {first}/gsm8k; choose one of them",
         ),

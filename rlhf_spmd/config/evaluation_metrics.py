@@ -1,23 +1,35 @@
-"""Metrics of an evaluation: pure functions of the scores of several responses to each prompt."""
+"""Metrics of an evaluation: pure functions of the scores of several responses to each prompt.
 
-from collections.abc import Mapping, Sequence
+`mean@1` is of the score that training uses. If that is a sum, each reward function has metrics of its own, such as
+`right/mean@1`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from math import comb, fsum
 from typing import Any
 
 PASS = "pass@"
+SUM = "weighted sum"  # of the scores of reward functions, and of a model
 
 
-def metric_names(num_samples: int, *, passes: bool = True) -> list[str]:
-    """Returns the metrics of an evaluation with so many responses to each prompt. passes: pass@k as well."""
+def metric_names(num_samples: int, functions: Sequence[str] = (), *, passes: bool = True) -> list[str]:
+    """Returns the metrics of an evaluation with so many responses to each prompt.
+
+    functions: that have metrics of their own.
+    passes: pass@k as well.
+    """
     best = [f"best@{num_samples}"] if num_samples > 1 else []
-    return [f"mean@{num_samples}", *best, *(f"{PASS}{k}" for k in _numbers(num_samples) if passes)]
+    names = [f"mean@{num_samples}", *best, *(f"{PASS}{k}" for k in _numbers(num_samples) if passes)]
+    return [*names, *(f"{function}/{name}" for function in functions for name in names)]
 
 
 def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, float]:
     """Returns the metrics of `metric_names` for the scores [prompts][samples]: means over prompts of the mean score, of
-    the best score, and of the chance that one of k responses is right, that is, has at least the score `right_at`."""
+    the best score, and of the chance that one of k responses is right, that is, has at least the score `right_at`. A
+    response whose score is NaN has none: it is not right, and counts nowhere else."""
     num_samples = len(scores[0])
-    values = [(fsum(row) / num_samples, max(row), sum(score >= right_at for score in row)) for row in scores]
+    known = [[score for score in row if score == score] for row in scores]
+    values = [(fsum(row) / len(row), max(row), sum(score >= right_at for score in row)) for row in known]
     found = {f"mean@{num_samples}": _mean([mean for mean, _, _ in values])}
     if num_samples > 1:
         found[f"best@{num_samples}"] = _mean([best for _, best, _ in values])
@@ -43,9 +55,29 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metrics without pass@k, over all prompts and of each source."""
-    return {name: value for name, value in metrics.items() if not name.startswith(PASS)}
+def without_passes(metrics: Mapping[str, Any], kept: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the metrics without pass@k, over all prompts and of each source. kept: what is before the names of those
+    that stay, such as `right/`."""
+    return {name: value for name, value in metrics.items() if PASS not in name or name.partition(PASS)[0] in kept}
+
+
+def titled(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metrics of an evaluation under names for people: those of a sum say so."""
+    is_sum = any("@" in name.partition("/")[2] for name in metrics)
+    titles = {name: f"{name} ({SUM})" if is_sum and "@" in name.partition("/")[0] else name for name in metrics}
+    return {titles[name]: value for name, value in metrics.items()}
+
+
+def told(texts: Mapping[str, str]) -> str:
+    """Returns metrics and their values as text: `mean@1 0.5`, or `mean@1 right 0.5, form 1 (weighted sum 1.5)`."""
+    functions = dict.fromkeys(name.rpartition("/")[0] for name in texts if "/" in name)
+    found = []
+    for name in dict.fromkeys(name.rpartition("/")[2] for name in texts):
+        shown = [one for one in functions if f"{one}/{name}" in texts or name == f"{PASS}1"]
+        each = ", ".join(f"{one} {texts.get(f'{one}/{name}', 'none')}" for one in shown)
+        total = f"({SUM} {texts[name]})" if each and name in texts else texts.get(name, "")
+        found.append(" ".join(filter(None, [name, each, total])))
+    return ", ".join(found)
 
 
 def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:

@@ -98,12 +98,15 @@ TABLE: dict[str, tuple[Alias, ...]] = {
 }
 
 
-def aliases_of(system: str, algorithm: str, options: Any, functions: Sequence[str] = ()) -> list[Alias]:
+def aliases_of(
+    system: str, algorithm: str, options: Any, functions: Sequence[str] = (), *, parts: bool = False
+) -> list[Alias]:
     """Returns the aliases of a run.
 
     system: a key of TABLE, or `none`.
     options: of the algorithm.
     functions: the names of its reward functions; the score of a single one is `score`.
+    parts: whether even a single one is a part of a sum.
     """
     found = []
     for alias in TABLE.get(system, ()):
@@ -115,7 +118,7 @@ def aliases_of(system: str, algorithm: str, options: Any, functions: Sequence[st
             found.append(alias)
             continue
         for function in functions:
-            there = "score" if len(functions) == 1 else f"score_{function}"
+            there = "score" if len(functions) == 1 and not parts else f"score_{function}"
             ours = tuple(name.replace(f"score_{FUNCTION}", there) for name in alias.ours)
             found.append(Alias(alias.name.replace(FUNCTION, function), ours, of=alias.of))
     return found

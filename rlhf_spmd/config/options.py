@@ -370,9 +370,10 @@ def prompt_files(config: Config) -> list[str]:
 
 
 def function_labels(config: Config) -> list[str]:
-    """Returns the names of several reward functions in the log: without their modules; none for one function."""
+    """Returns the names of reward functions whose scores are parts of a sum, in the log: without their modules; none
+    for one function that is the score."""
     found = function_names(config)
-    return found if len(found) > 1 else []
+    return found if len(found) > 1 or config.reward_function_mode == "add" else []
 
 
 def function_names(config: Config) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 from rlhf_spmd.command_line.checks import evaluate_of
 from rlhf_spmd.command_line.starts import start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
+from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.pages.strategy import load_strategy
@@ -38,7 +39,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         print(note)
     metrics = evaluate_once(config, program, world, parsed.after)
     if world.rank == 0:
-        shown = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        shown = {name: value for name, value in titled(metrics).items() if isinstance(value, int | float)}
         for name, value in shown.items():
             print(f"{name:24} {value:.6g}")
         print_json(metrics | {"ok": True}, parsed.json)

@@ -29,7 +29,8 @@ def run(parsed: argparse.Namespace) -> int:
     pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
     slowest = slowest_rank(records)
     newest = newest_checkpoint(run)
-    state, names = run_status(records, now), (*reported(run, config).headlines, "response_length")
+    parts = [name for name in (metrics or [{}])[-1] if name.startswith("score_") and not name.endswith("_std")]
+    state, names = run_status(records, now), (*reported(run, config).headlines, *parts, "response_length")
     print(f"{run}: {state}")
     of = f" of {total}" if total else ""
     left = ""

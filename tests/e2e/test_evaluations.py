@@ -1,10 +1,13 @@
 """Evaluations as a user starts them: the same numbers under every placement, none lost or repeated by a resume."""
 
 import json
+import re
 import shutil
 
+import numpy as np
 import pytest
 
+from rlhf_spmd.config.evaluation_metrics import pass_at
 from tests.folders import WORDS, write_all
 from tests.page_runs import REALLOCATION, metrics, resume, trained
 
@@ -142,7 +145,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
         (["eval.prompts=nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
         (["eval.prompts=HERE/empty.jsonl"], "empty.jsonl holds no prompt; add some, or drop eval.prompts"),
         (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
-        (["checkpoint.best=mean@3/z"], "names x, y; choose one"),
+        (["checkpoint.best=mean@3/z"], "names x, y; choose one of several, or checkpoint.best=mean@3\n"),
         (["eval.reward_function=nowhere.py:f"], "held_out.jsonl: reward function 'nowhere.py:f'"),
     ],
 )
@@ -165,6 +168,37 @@ SEPARATION = pytest.param(("--strategy", "separation"), id="separation")
 SPLIT = pytest.param(REALLOCATION, id="reallocation", marks=pytest.mark.slow)
 
 
+def test_each_of_several_functions_is_shown_and_may_choose_the_best(options, warm, tmp_path):
+    """Against counting the samples. The scores of `length` are 0 and 1, those of `vowels` are not."""
+    reward = options[0].partition("=")[2].removesuffix("actor") + "reward.py"
+    words = [*options, f"reward_function={reward}:length,{reward}:vowels", "reward_weights=1,0.2", "iterations=1"]
+    words += ["rollouts.every=1", "checkpoint.best=length/pass@2", "eval.every=1"]
+    status, stdout, stderr = warm.run(["train", *words, "--runs", tmp_path, "--name", "run"], 0)
+    assert status == 0, stderr
+    for row in evaluations(tmp_path / "run"):
+        samples = samples_of(tmp_path / "run", f"evaluation-{row['iteration']:06d}")
+        scores = {name: np.array([one[name] for one in samples], float) for name in ("scores", "score_length")}
+        assert row["mean@3"] == pytest.approx(scores["scores"].mean(), abs=1e-6)
+        assert row["length/mean@3"] == pytest.approx(scores["score_length"].mean())
+        rights = scores["score_length"].reshape(-1, 3).sum(1)
+        assert row["length/pass@2"] == pytest.approx(np.mean([pass_at(2, 3, int(right)) for right in rights]))
+        by_prompt: dict[int, list[float]] = {}
+        for one in samples:
+            by_prompt.setdefault(one["prompt_index"], []).append(one["score_vowels"])
+        means = [np.mean(known) for of_one in by_prompt.values() if (known := [x for x in of_one if x is not None])]
+        assert row["vowels/mean@3"] == pytest.approx(np.mean(means))
+        passes = {name.partition("pass@")[0] for name in row if "pass@" in name}
+        assert passes == {"length/"} and "length/mean@3/x" in row
+    text = " ".join(stdout.split())
+    mean, whole = (f"{row[name]:.4g}" for name in ("length/mean@3", "mean@3"))
+    assert f"after 1 iteration: mean@3 length {mean} (x " in text and f"(weighted sum {whole} (x " in text
+    assert ", vowels none, pass@2 length" in text, "what has no pass@k is told once"
+    said = stdout.partition("evaluation before training")[2].partition("iteration")[0].splitlines()
+    assert len(said) > 1 and max(map(len, said)) <= 80
+    status, stdout, _ = warm.run(["status", tmp_path / "run"], 0)
+    assert re.search(r"last .*reward .*, score_length [\d.]+, score_vowels [\d.]+, response_length", stdout), stdout
+
+
 @pytest.mark.parametrize("placement", [SEPARATION, SPLIT])
 def test_samples_on_disk_are_the_same_under_every_placement(placement, options, tmp_path):
     reward = options[0].partition("=")[2].removesuffix("actor") + "reward.py"
@@ -183,6 +217,10 @@ def test_samples_on_disk_are_the_same_under_every_placement(placement, options, 
             for name, value in row.items():
                 is_number = isinstance(value, float | list)
                 assert value == (pytest.approx(other[name], rel=1e-4, abs=1e-5) if is_number else other[name]), name
+    for row, other in zip(timeless(many), timeless(one), strict=True):
+        assert "length/pass@3" in row and row["length/mean@3"] == pytest.approx(row["score_length"]), "not the sum"
+        assert row.pop("tokens_sha256") == other.pop("tokens_sha256")
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
     rows = samples_of(one, "iteration-000002")
     assert metrics(one)[2]["score"] == pytest.approx(sum(row["scores"] for row in rows) / 16, abs=1e-6)
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.config.evaluation_metrics import told
 from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import command_lines, formatted
 from rlhf_spmd.runtime.guard import progress, streams, terminal
@@ -179,10 +180,8 @@ class Console:
             form, unit = self.metrics[name].form, self.metrics[name].headline
             facts[name] = f"{formatted(first, form).strip()} -> {formatted(last, form).strip()} {unit}".rstrip()
         if result.evaluation:
-            parts = (
-                f"{name} {formatted(first)} -> {formatted(last)}" for name, (first, last) in result.evaluation.items()
-            )
-            facts["evaluation"] = ", ".join(parts)
+            ends = result.evaluation.items()
+            facts["evaluation"] = told({name: " -> ".join(map(formatted, values)) for name, values in ends})
         generated = math.isfinite(result.gen_tokens_per_s)
         speed = [f"{result.gen_tokens_per_s:,.0f} tokens/s generated"] if generated else []
         if math.isfinite(result.iteration_s):

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_values
 from rlhf_spmd.files.printing import formatted, on_one_line
@@ -193,7 +194,7 @@ class RunFolder:
         if rows or (self.path / EVALUATIONS).is_file():
             self.write(EVALUATIONS, "".join(json.dumps(finite(row)) + "\n" for row in rows))
         if self.writes and rows:
-            values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
+            values = {f"eval/{name}": value for name, value in titled(rows[-1]).items() if isinstance(value, float)}
             self.curves.add(rows[-1]["iteration"], values)
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:

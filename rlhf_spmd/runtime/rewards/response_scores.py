@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.model_folders import same_tokenizer
-from rlhf_spmd.config.options import Config, split_functions
+from rlhf_spmd.config.options import Config, function_labels, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
@@ -61,7 +61,7 @@ class Scorer:
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
         columns = data.column_names if data is not None else ()
-        self.specs = split_functions(config.reward_function)
+        self.specs, self.labels = split_functions(config.reward_function), function_labels(config)
         self.functions, self.workers = [], None
         self.notes: list[str] = []  # of the functions, for the heading
         if not config.reward_workers:
@@ -81,7 +81,7 @@ class Scorer:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
     def of_functions(self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged:
-        """Returns the weighted sums of all functions, and for the log the scores of each, if there are several, and
+        """Returns the weighted sums of all functions, and for the log the scores of each that is a part of a sum, and
         whatever else they return. A function that ran out of time does not apply to the row. Raises UserError if a
         function fails (see function.py), or if none applies to a row for another reason than time.
 
@@ -95,7 +95,7 @@ class Scorer:
         logs: dict[str, list[float | None]] = {}
         by_function, late = self._by_function(rows)
         for spec, (scores, more), weight in zip(self.specs, by_function, self.weights, strict=True):
-            logs |= more | ({label_of(spec): scores} if len(self.specs) > 1 else {})
+            logs |= more | ({label_of(spec): scores} if label_of(spec) in self.labels else {})
             for row, score in enumerate(scores):
                 if score is not None:
                     total_B[row], applied_B[row] = total_B[row] + weight * score, True

@@ -6,11 +6,13 @@ of the run without a further message. The rows are in evaluations.jsonl; a run w
 
 pass@k says something only where a response is right or wrong. So an evaluation with another score than 0 and 1 has
 none, unless the user asks for it (`wants_passes`). All rows of a run have it or none has: the first such evaluation
-takes it from the rows before it, and later ones do not bring it back.
+takes it from the rows before it, and later ones do not bring it back. Where the score is a sum, this holds for each
+function; of the sum pass@k is only given where it is asked for.
 """
 
 # M mini-batches (one), C columns, N prompts
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +27,10 @@ from rlhf_spmd.config.evaluation_metrics import (
     is_better,
     measure_by_source,
     metric_names,
+    told,
     without_passes,
 )
-from rlhf_spmd.config.options import Config, evaluated
+from rlhf_spmd.config.options import Config, evaluated, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.plan.program.instructions import Program
@@ -73,10 +76,13 @@ class Evaluation:
         self.executor.begin()
         data = self._iteration(num_done)
         answers = self.executor.iteration(data)
-        said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
-        metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
+        metrics = self._metrics(self._scored(data), answers)
         if not self.scores:
             check_finite(metrics, data.title)
+        functions = function_labels(self.job.config) if self.scores else []
+        metrics = without_passes(metrics) if functions and not wants_passes(self.job.config) else metrics
+        for function in functions:
+            metrics |= _measured(self.job, self.sources, self._scored(data, function), f"{function}/")
         return metrics | {"evaluation_s": time.perf_counter() - began}, data
 
     def _iteration(self, num_done: int) -> Iteration:
@@ -98,7 +104,13 @@ class Evaluation:
             first=0,
         )
 
-    def _scored(self, data: Iteration) -> np.ndarray:
+    def _scored(self, data: Iteration, function: str = "") -> np.ndarray:
+        """Returns the scores of all ranks, or those of one function, which may not apply to each response.
+        Collective."""
+        said = self.job.world.allgather_bytes(self._reported(data, function).tobytes(), "the scores of an evaluation")
+        return np.concatenate([np.frombuffer(part, SCORED) for part in said])
+
+    def _reported(self, data: Iteration, function: str) -> np.ndarray:
         """Returns the scores that this rank reports."""
         program, rank = self.job.program, self.job.world.rank
         call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
@@ -111,26 +123,20 @@ class Evaluation:
         place = ALL, slice(columns.start, columns.stop)
         found = np.zeros(len(columns), SCORED)
         found["prompt"], found["sample"] = data.prompt_MC[place][0], data.sample_MC[place][0]
-        found["score"] = data.store.at(call.outputs[0], place)[0].cpu().numpy()
+        name, unknown_MC = call.outputs[0], np.full(data.prompt_MC.shape, np.nan)
+        of_function_MC = data.noted.get(f"{name.removesuffix('s')}_{function}", unknown_MC)
+        found["score"] = of_function_MC[place][0] if function else data.store.at(name, place)[0].cpu().numpy()
         kept_C = kept_of({key: data.store.at(key, place)[0] for key in call.inputs}, call.inputs)
-        return found if kept_C is None else found[kept_C.cpu().numpy()]
+        found = found if kept_C is None else found[kept_C.cpu().numpy()]
+        return found[~np.isnan(found["score"])] if function else found
 
     def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
         """Returns the metrics of one evaluation, from the scores of all ranks."""
-        workload = self.job.program.workload
         if not self.scores:
             return dict(combine(answers)[0])
-        scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
-        scores[scored["prompt"], scored["sample"]] = scored["score"]
-        num_scored_N = np.bincount(scored["prompt"], minlength=workload.rollout_batch)
-        kept = np.flatnonzero(num_scored_N == workload.samples_per_prompt)  # of others, an episode is dropped
-        if not len(kept):
+        metrics: dict[str, float | str] = dict(_measured(self.job, self.sources, scored))
+        if not metrics:
             raise UserError(f"an evaluation has no prompt all of whose episodes count: {ALL_BROKE}")
-        scores, sources = scores[kept], [self.sources[prompt] for prompt in kept]
-        right_at = float(np.float32(self.job.config.eval.right_at))  # scores are float32
-        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), sources, right_at))
-        if not (wants_passes(self.job.config) or np.isin(scores, (0.0, 1.0)).all()):
-            metrics = without_passes(metrics)
         logged, weights = combine(answers)
         if TIMEOUTS in logged:
             logged[TIMEOUTS] = float(round(logged[TIMEOUTS] * weights[TIMEOUTS]))
@@ -139,15 +145,33 @@ class Evaluation:
         return metrics
 
 
-def wants_passes(config: Config) -> bool:
-    """Returns whether pass@k is asked for, whatever the scores are."""
-    return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(PASS)
+def _measured(job: Job, sources: Sequence[str], scored: np.ndarray, before: str = "") -> dict[str, float]:
+    """Returns the metrics of scores, with pass@k where it is asked for or says something; none without a prompt.
+
+    sources: of the prompts.
+    scored: of all ranks. Prompts without one, such as those whose episodes are dropped, count nowhere.
+    before: what is before the names of metrics: `FUNCTION/`, or nothing for the score of the run.
+    """
+    workload = job.program.workload
+    scores = np.full((workload.rollout_batch, workload.samples_per_prompt), np.nan)
+    scores[scored["prompt"], scored["sample"]] = scored["score"]
+    if not len(kept := np.unique(scored["prompt"])):
+        return {}
+    right_at = float(np.float32(job.config.eval.right_at))  # scores are float32
+    found = measure_by_source(scores[kept].tolist(), [sources[prompt] for prompt in kept], right_at)
+    is_asked = wants_passes(job.config, before) or np.isin(scored["score"], (0.0, 1.0)).all()
+    return {f"{before}{name}": value for name, value in (found if is_asked else without_passes(found)).items()}
+
+
+def wants_passes(config: Config, before: str = "") -> bool:
+    """Returns whether pass@k is asked for, whatever the scores are. before: as in _measured."""
+    return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(f"{before}{PASS}")
 
 
 def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of a run's evaluations, all without pass@k if one has none."""
-    have = [any(name.startswith(PASS) for name in row) for row in rows]
-    return rows if all(have) else [without_passes(row) for row in rows]
+    """Returns the rows of a run's evaluations, all without pass@k (of a function) if one has none."""
+    kept = set.intersection(*({name.partition(PASS)[0] for name in row if PASS in name} for row in rows))
+    return [without_passes(row, kept) for row in rows]
 
 
 class Evaluator:
@@ -169,7 +193,7 @@ class Evaluator:
             return
         generates = bool(self.job.program.workload.workflow.generate_calls)
         always = metric_names(self.options.samples_per_prompt, passes=False) if generates else []
-        is_pass = self.best.startswith(PASS)
+        is_pass = PASS in self.best
         metrics = dict.fromkeys([*always, *filter(None, [self.best] if not is_pass else [])])
         with self.job.world.together("reading the evaluations so far"):
             found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
@@ -230,30 +254,34 @@ class Evaluator:
 
     def ends(self) -> dict[str, tuple[float, float]]:
         """Returns the first and the last value of each metric over all prompts."""
-        names = self._names if self.rows else []
+        names = [name for name in self._names if name in self.rows[0]] if self.rows else []
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
 
     @property
     def _names(self) -> list[str]:
         """The metrics that are shown."""
         if self.evaluation.scores:
-            return [name for name in metric_names(self.options.samples_per_prompt) if name in self.rows[-1]]
+            functions = function_labels(self.job.config)
+            return [name for name in metric_names(self.options.samples_per_prompt, functions) if name in self.rows[-1]]
         shown = self.job.config.algorithm.metrics.items()
         return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """Returns a line for the console."""
-        parts: list[str] = []
-        for name in self._names:
+        texts = {name: formatted(metrics[name]) for name in self._names}
+        for name in [name for name in texts if name.endswith(next(iter(texts)))]:
             of_each = [
-                f"{key.partition('/')[2]} {formatted(metrics[key])}" for key in metrics if key.startswith(f"{name}/")
+                f"{key.removeprefix(f'{name}/')} {formatted(metrics[key])}"
+                for key in metrics
+                if key.startswith(f"{name}/")
             ]
-            each = f" ({', '.join(of_each)})" if of_each and not parts else ""
-            parts.append(f"{name} {formatted(metrics[name])}{each}")
+            texts[name] += f" ({', '.join(of_each)})" if of_each else ""
         num = self.job.program.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
         rows = "prompts" if self.evaluation.scores else "rows"
-        return f"evaluation {when}: {', '.join(parts)}; {num} {rows}, {metrics['evaluation_s']:.1f} s"
+        line = f"evaluation {when}: {told(texts)}; {num} {rows}, {metrics['evaluation_s']:.1f} s"
+        is_long = any("/" in name for name in texts)  # of several functions
+        return textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) if is_long else line
 
 
 def _iterations(num: int) -> str:

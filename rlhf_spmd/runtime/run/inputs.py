@@ -151,7 +151,7 @@ def sources_of(prompts: PromptSet, num: int) -> list[str]:
 def check_best(config: Config, prompts: PromptSet, num: int) -> None:
     """Raises UserError if checkpoint.best names a source that the prompts of the evaluation do not have. num: of
     them."""
-    metric, slash, source = config.checkpoint.best.partition("/")
+    number, slash, source = config.checkpoint.best.partition("@")[2].partition("/")
     if not slash:
         return
     sources = set(sources_of(prompts, num))
@@ -159,7 +159,7 @@ def check_best(config: Config, prompts: PromptSet, num: int) -> None:
         names = ", ".join(sorted(sources - {""})) or "none"
         raise UserError(
             f"checkpoint.best={config.checkpoint.best}: the column {SOURCE} of {config.eval.prompts} names {names}; "
-            f"choose one of several, or checkpoint.best={metric}"
+            f"choose one of several, or checkpoint.best={config.checkpoint.best.removesuffix(f'/{source}')}"
         )
 
 

@@ -76,6 +76,7 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
             name = call.outputs[0].removesuffix("s")  # mean of the judge's scores
             for judge in (name, *(f"{name}_{one}" for one in (*functions, *([ENVIRONMENT] if has_turns else [])))):
                 found |= {judge: Metric(call.model), f"{judge}_std": Metric(call.model)}
+            found |= {f"{name}_{one}": Metric(call.model, one, leaves=3) for one in functions}
             found[TIMEOUTS] = Metric(call.model, "timeouts", "{:8.0f}", leaves=2)  # responses, of all ranks together
     for model in workflow.trained_models:
         advice = f"lower optimizer.{model}_lr, or look at the data"

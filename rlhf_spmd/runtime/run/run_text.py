@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.config.presets import has_adapter_rate
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
@@ -126,6 +127,10 @@ def notes(job: Job, resumed: Resumed | None) -> list[str]:
         )
     if job.evaluation is not None:
         found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
+        best, functions = job.config.checkpoint.best, function_labels(job.evaluation.config)
+        if functions and "@" in best.partition("/")[0]:
+            of_one = " or ".join(f"{function}/{best}" for function in functions)
+            found.append(f"checkpoint.best={best} is of the weighted sum of all functions; {of_one} is of one alone")
     return found
 
 

@@ -70,7 +70,7 @@ def train(
     folder = recorded.open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
-    aliases = aliases_of(*named)
+    aliases = aliases_of(*named, parts=bool(function_labels(config)))
     console = Console(known, columns_of(known, config, job.workload.workflow), enabled=world.rank == 0, as_json=as_json)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts = run_text.facts(job, folder)

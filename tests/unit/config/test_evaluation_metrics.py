@@ -1,10 +1,20 @@
 """Metrics of evaluations against counting."""
 
 import itertools
+import math
 
 import pytest
 
-from rlhf_spmd.config.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
+from rlhf_spmd.config.evaluation_metrics import (
+    best_row,
+    is_better,
+    measure,
+    measure_by_source,
+    metric_names,
+    pass_at,
+    titled,
+    told,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -22,6 +32,33 @@ def test_metrics_of_several_samples():
     assert found == pytest.approx(expected)
     assert metric_names(1) == list(measure([[2.0]], 1.0)) == ["mean@1", "pass@1"]
     assert metric_names(6) == ["mean@6", "best@6", "pass@1", "pass@2", "pass@4", "pass@6"]
+
+
+def test_each_of_several_functions_has_metrics_of_its_own():
+    assert metric_names(1, ["right", "form"]) == [
+        *("mean@1", "pass@1", "right/mean@1", "right/pass@1", "form/mean@1", "form/pass@1")
+    ]
+    assert "form/pass@1" not in metric_names(1, ["form"], passes=False)
+
+
+def test_a_response_without_a_score_is_not_right_and_counts_nowhere_else():
+    found = measure([[1.0, math.nan, 0.0, math.nan], [math.nan, 1.0, 1.0, 1.0]], 1.0)
+    assert (found["mean@4"], found["best@4"]) == ((0.5 + 1) / 2, 1.0)
+    assert found["pass@1"] == (1 / 4 + 3 / 4) / 2 and found["pass@2"] == (1 / 2 + 1) / 2
+
+
+def test_people_see_which_number_is_of_what():
+    """8.3% of right answers were shown as mean@1 0.2833."""
+    texts = {"mean@1": "0.2833", "right/mean@1": "0.0833", "right/pass@1": "0.0833", "form/mean@1": "1"}
+    assert told(texts) == "mean@1 right 0.0833, form 1 (weighted sum 0.2833), pass@1 right 0.0833, form none"
+    assert titled(texts | {"mean@1/x": "0.2", "right/mean@1/x": "0"} | {"iteration": 1}).keys() == {
+        *("mean@1 (weighted sum)", "right/mean@1", "right/pass@1", "form/mean@1"),
+        *("mean@1/x (weighted sum)", "right/mean@1/x", "iteration"),
+    }
+    one = {"mean@1": "0.5", "pass@1": "0.5", "mean@1/x": "0.2"}
+    assert titled(one) == one, "a single function is the score"
+    assert told({"mean@1": "0.5", "pass@1": "0.5"}) == "mean@1 0.5, pass@1 0.5"
+    assert told({"loss": "1 -> 2", "accuracy": "3 -> 4"}) == "loss 1 -> 2, accuracy 3 -> 4"
 
 
 def test_sources_are_told_apart_if_there_are_several():

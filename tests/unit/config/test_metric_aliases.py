@@ -70,6 +70,8 @@ def test_values():
         "train/clip_ratio/region_mean": 0.375,
         "train/completions/clipped_ratio": 0.25,
     }
+    part = aliased(aliases_of("trl", "grpo", config.options, ["f"], parts=True), {"score_f": 1.0, "score": 2.0})
+    assert part["train/rewards/f/mean"] == 1.0, "beside a reward model the score is a sum"
     two = aliased(aliases_of("trl", "grpo", config.options, ["f", "g"]), {"score_f": 1.0, "score_g": 3.0, "score": 2.0})
     assert two == {"train/rewards/f/mean": 1.0, "train/rewards/g/mean": 3.0}
 

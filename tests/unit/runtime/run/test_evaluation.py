@@ -48,3 +48,8 @@ def test_all_rows_of_a_run_have_it_or_none_has():
     assert alike(both) == both
     for rows in ([*both, {"mean@1": 0.5}], [{"mean@1": 0.5}, *both]):
         assert [set(row) for row in alike(rows)] == [{"mean@1"}] * 3
+
+
+def test_a_function_keeps_it_where_another_one_loses_it():
+    rows = [{"a/pass@1": 0.0, "b/pass@1": 0.0, "b/pass@1/x": 0.0}, {"b/pass@1": 1.0, "b/pass@1/x": 1.0}]
+    assert [set(row) for row in alike(rows)] == [{"b/pass@1", "b/pass@1/x"}] * 2
