@@ -148,7 +148,8 @@ class Checkpointing:
     # write a checkpoint every N iterations; 0: only at the end of the run, and on SIGUSR1 and SIGTERM
     every: NonNegativeInt = 10
     keep: PositiveInt = 2  # number of newest checkpoints to keep
-    # metric of the evaluation, e.g. mean@1: also keep the checkpoint with its largest value; empty: keep none
+    # metric of the evaluation, e.g. mean@1, or FUNCTION/mean@1 of one of several reward functions: also keep the
+    # checkpoint with its largest value; empty: keep none
     best: str = ""
 
 
