@@ -40,15 +40,28 @@ LOSSES = {  # of TRL's DPO and GRPO
     "dr_grpo": {"*.aggregation": "seq-mean-token-sum-norm"},
     "cispo": {"*.surrogate": "cispo"},
 }
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-SCHEDULES |= {"cosine_with_min_lr": "cosine"}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "float": "float32"}
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TRL_GENERATIONS = 8  # TRL's default of num_generations
 GPUS = 8  # of a node, where nothing says how many (OpenRLHF's default)
-MEGATRON_LAYERS = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
-MEGATRON_LAYERS |= {"linear_q": "q_proj", "linear_k": "k_proj", "linear_v": "v_proj", "linear_fc2": "down_proj"}
-MEGATRON_LAYERS |= {"linear_fc1_gate": "gate_proj", "linear_fc1_up": "up_proj"}
+MEGATRON_LAYERS = {
+    "linear_qkv": "q_proj,k_proj,v_proj",
+    "linear_q": "q_proj",
+    "linear_k": "k_proj",
+    "linear_v": "v_proj",
+    "linear_proj": "o_proj",
+    "linear_fc1": "gate_proj,up_proj",
+    "linear_fc1_gate": "gate_proj",
+    "linear_fc1_up": "up_proj",
+    "linear_fc2": "down_proj",
+}
 FREE = re.compile(r"[\w.-]+")  # names of run folders
 VERL_OPTIMIZER = "actor_rollout_ref.actor.optim"
 Options = Mapping[str, Value]

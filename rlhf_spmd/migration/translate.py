@@ -122,10 +122,9 @@ def translate(source: Source, algorithm: str | None = None) -> Translation:
     later: dict[str, tuple[Value, str]] = {}
     rows, why = defaults(source.program, page.name), f"the default of {PROGRAMS[source.program]}"
     whole = replace(source, values={row["there"]: row["value"] for row in rows if "there" in row} | {**source.values})
-    lines = [_line(whole, page, key, value, later) for key, value in whole.values.items()]
     lines = [
         line if line.key in source.values else replace(line, why=line.why or why)
-        for line in lines
+        for line in (_line(whole, page, key, value, later) for key, value in whole.values.items())
         if line.key in source.values or line.kind in ("option", "unavailable")
     ]
     for line in lines:
@@ -134,8 +133,11 @@ def translate(source: Source, algorithm: str | None = None) -> Translation:
     chosen: dict[str, str] = {}
     for row in rows:
         if all(text_of(options.get(key)) == value for key, value in row.get("where", {}).items()):
-            named = [key for key in row.get("ours", "").split() if has_option(page, key)]
-            left_out = {key: row["value"] for key in named if key not in options and key not in later}
+            left_out = {
+                key: row["value"]
+                for key in row.get("ours", "").split()
+                if has_option(page, key) and key not in options and key not in later
+            }
             options, chosen = options | left_out, chosen | dict.fromkeys(left_out, why)
     chosen |= _complete(source, options, later)
     return Translation(source, page.name, options, later, chosen, tuple(lines))

@@ -6,12 +6,12 @@ from typing import Any
 from rlhf_spmd.command_line.checks import evaluate_of
 from rlhf_spmd.command_line.starts import start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
-from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.records.evaluation_text import titled
 
 
 def run(world: Any, parsed: argparse.Namespace) -> None:

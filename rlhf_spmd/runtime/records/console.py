@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.config.evaluation_metrics import told
 from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import command_lines, formatted
 from rlhf_spmd.runtime.guard import progress, streams, terminal
+from rlhf_spmd.runtime.records.evaluation_text import told
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"

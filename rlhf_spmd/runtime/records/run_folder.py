@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_values
 from rlhf_spmd.files.printing import formatted, on_one_line
@@ -39,6 +38,7 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.pictures.timeline import write_png
+from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
 
 CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"

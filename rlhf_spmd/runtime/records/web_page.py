@@ -12,7 +12,6 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
-from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_text
 from rlhf_spmd.files.printing import formatted, printable
@@ -22,6 +21,7 @@ from rlhf_spmd.runtime.observe.trace import read_chrome
 from rlhf_spmd.runtime.pictures.curves_svg import Series, curves, finite_points
 from rlhf_spmd.runtime.pictures.palette import run_colours
 from rlhf_spmd.runtime.pictures.timeline_svg import last_iteration, timelines
+from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.run_files import Reported, Row, read_config, read_rows, reported
 from rlhf_spmd.runtime.records.run_folder import CONFIG, EVALUATIONS
 

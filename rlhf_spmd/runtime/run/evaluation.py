@@ -27,7 +27,6 @@ from rlhf_spmd.config.evaluation_metrics import (
     is_better,
     measure_by_source,
     metric_names,
-    told,
     without_passes,
 )
 from rlhf_spmd.config.options import Config, evaluated, function_labels
@@ -43,6 +42,7 @@ from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.records.evaluation_text import told
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite

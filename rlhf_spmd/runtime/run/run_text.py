@@ -129,8 +129,7 @@ def notes(job: Job, resumed: Resumed | None) -> list[str]:
         found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
         best, functions = job.config.checkpoint.best, function_labels(job.evaluation.config)
         if functions and "@" in best.partition("/")[0]:
-            of_one = " or ".join(f"{function}/{best}" for function in functions)
-            found.append(f"checkpoint.best={best} is of the weighted sum of all functions; {of_one} is of one alone")
+            found.append(f"checkpoint.best={best} is of the weighted sum; {functions[0]}/{best} is of one function")
     return found
 
 

@@ -12,8 +12,6 @@ from rlhf_spmd.config.evaluation_metrics import (
     measure_by_source,
     metric_names,
     pass_at,
-    titled,
-    told,
 )
 
 
@@ -45,20 +43,6 @@ def test_a_response_without_a_score_is_not_right_and_counts_nowhere_else():
     found = measure([[1.0, math.nan, 0.0, math.nan], [math.nan, 1.0, 1.0, 1.0]], 1.0)
     assert (found["mean@4"], found["best@4"]) == ((0.5 + 1) / 2, 1.0)
     assert found["pass@1"] == (1 / 4 + 3 / 4) / 2 and found["pass@2"] == (1 / 2 + 1) / 2
-
-
-def test_people_see_which_number_is_of_what():
-    """8.3% of right answers were shown as mean@1 0.2833."""
-    texts = {"mean@1": "0.2833", "right/mean@1": "0.0833", "right/pass@1": "0.0833", "form/mean@1": "1"}
-    assert told(texts) == "mean@1 right 0.0833, form 1 (weighted sum 0.2833), pass@1 right 0.0833, form none"
-    assert titled(texts | {"mean@1/x": "0.2", "right/mean@1/x": "0"} | {"iteration": 1}).keys() == {
-        *("mean@1 (weighted sum)", "right/mean@1", "right/pass@1", "form/mean@1"),
-        *("mean@1/x (weighted sum)", "right/mean@1/x", "iteration"),
-    }
-    one = {"mean@1": "0.5", "pass@1": "0.5", "mean@1/x": "0.2"}
-    assert titled(one) == one, "a single function is the score"
-    assert told({"mean@1": "0.5", "pass@1": "0.5"}) == "mean@1 0.5, pass@1 0.5"
-    assert told({"loss": "1 -> 2", "accuracy": "3 -> 4"}) == "loss 1 -> 2, accuracy 3 -> 4"
 
 
 def test_sources_are_told_apart_if_there_are_several():
