@@ -161,7 +161,7 @@ def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
 
 
 def defaults_elsewhere(program: str) -> tuple[Columns, list[dict]]:
-    """Returns the defaults of another program that `coming-from` writes: columns, and a row for what is the same
+    """Returns the defaults of another program that are not those here: columns, and a row for what is the same
     there."""
     found: dict[str, dict] = {}  # by the row of other_names.toml
     for name in TRAINERS[program]:
@@ -181,7 +181,15 @@ def defaults_elsewhere(program: str) -> tuple[Columns, list[dict]]:
     columns: Columns = {"option": listed("options"), other_names.PROGRAMS[program]: lambda row: f"`{row['value']}`"}
     every = len(TRAINERS[program])
     columns |= {"here": listed("here"), "for": lambda row: "all" if len(row["of"]) == every else ", ".join(row["of"])}
-    return columns, [*found.values()]
+    return columns, [row for row in found.values() if {_number(one) for one in row["here"]} != {_number(row["value"])}]
+
+
+def _number(text: str) -> float | str:
+    """Returns a value so that 1e-6 equals 1e-06."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _tables(tree: OptionTree, verb: str = "", besides: Sequence[str] = ()) -> list[str]:
