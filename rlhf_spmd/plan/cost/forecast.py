@@ -81,20 +81,19 @@ class _Costs:
         if isinstance(call, Generate):
             return self._gather_s(call, rank) + self._generate_s(call, rank, run)
         if run.phase == "update":
-            return cost.update_s(call.model, layout, rank)
+            return cost.update_s(call.model, layout, rank, usual_number(self.program, run))
         passes = self._passes(rank, run, layout)
         if run.phase:  # one micro-batch of a pipeline
             number = usual_number(self.program, run)
             tokens, length = (sum(kind) / len(passes) for kind in zip(*passes, strict=True)) if passes else (0, 0)
             tokens *= len(passes) / number
             return cost.pass_s(call, layout, rank, tokens, length, backward=run.phase == "backward")
-        gather_s = self._gather_s(call, rank)
         forward_s = sum(cost.pass_s(call, layout, rank, *one) for one in passes)
         if not isinstance(call, Train):
-            return gather_s + forward_s
+            return self._gather_s(call, rank) + forward_s
         backward_s = sum(cost.pass_s(call, layout, rank, *one, backward=True) for one in passes)
-        gathers_s = 2 * len(passes) * gather_s  # before each forward and each backward
-        return gathers_s + forward_s + backward_s + cost.update_s(call.model, layout, rank)
+        number = len(self._passes(layout.ranks[-1], run, layout))  # that shard has as many rows as any
+        return forward_s + backward_s + cost.update_s(call.model, layout, rank, number)
 
     def _gather_s(self, call: ModelCall, rank: int) -> float:
         """Returns seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
