@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
 MEASURES = {"": MEASURE, "last_": "accuracy_last"}  # what is compared, by what its differences are called
+OF_PAIR = ("page", "actor_lr", "warmup")  # what both runs of a pair have, and the seed
+OF_PLACE = (*OF_PAIR, "lag", "correction")
 NATS = {"nats": "parity_mean_abs", "largest_nats": "parity_mean_abs_largest"}  # of an iteration's lag: mean, largest
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite
@@ -40,20 +42,19 @@ def words_of(overrides: str) -> str:
 
 
 def paired(rows: Sequence[Mapping]) -> list[dict]:
-    """Returns, of every algorithm, warm-up, lag and correction that has two seeds at least: the number of seeds, the
+    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds, the
     mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
     nats, where every row has it."""
     places: dict[tuple, list[tuple[Mapping, Mapping]]] = {}
-    base = {(row["page"], row["warmup"], row["seed"]): row for row in rows if row["lag"] == 0}
+    base = {tuple(row[name] for name in (*OF_PAIR, "seed")): row for row in rows if row["lag"] == 0}
     for row in rows:
-        if row["lag"] and (alone := base.get((row["page"], row["warmup"], row["seed"]))):
-            place = tuple(row[name] for name in ("page", "warmup", "lag", "correction"))
-            places.setdefault(place, []).append((row, alone))
+        if row["lag"] and (alone := base.get(tuple(row[name] for name in (*OF_PAIR, "seed")))):
+            places.setdefault(tuple(row[name] for name in OF_PLACE), []).append((row, alone))
     made = []
-    for (page, warmup, lag, correction), pairs in places.items():
+    for place, pairs in places.items():
         if (num := len(pairs)) < 2:
             continue
-        one: dict = {"page": page, "warmup": warmup, "lag": lag, "correction": correction, "seeds": num}
+        one: dict = dict(zip(OF_PLACE, place, strict=True)) | {"seeds": num}
         for prefix, measure in MEASURES.items():
             differences = [row[measure] - alone[measure] for row, alone in pairs]
             one[f"{prefix}difference"] = statistics.fmean(differences)

@@ -3,11 +3,11 @@
 PPO and GRPO on the embedded problems; responses are drawn with the weights of `lag` iterations ago (the first ones,
 until there are so many), under each correction of the policy loss; evaluations use the newest weights. A pair is a run
 and that of the same page and seed without a lag. Rows that exist are not measured again, so it may be stopped and
-started; `--most N` measures so many and stops. The optimizer's first steps are its largest ones: an iteration of GRPO
-moves a token's logprob by 0.04 to 0.15 nats at first, and by 0.03 in the mean of a run. With `--warmup 80`, which is
-all of a run, no iteration moves it by more than 0.03.
+started; `--most N` measures so many and stops. Without a warm-up the first iterations move a token's logprob the most,
+those of GRPO by 0.04 to 0.15 nats, and by much more where nothing holds the actor near the generator. With half the
+rate, which rises over all 80 steps of a run (`--actor-lr 5e-5 --warmup 80`), none moves it by more than 0.04.
 
-Cost: 190 runs of a minute on a thread each. Command: python -m bench lag
+Cost: 190 runs of 15 s on a thread each. Command: python -m bench lag
 """
 
 import argparse
@@ -39,7 +39,7 @@ CORRECTIONS = {  # options of the page
 }
 SIZES = {"grpo": ("rollout_batch=32",), "ppo": ("rollout_batch=256",)}  # both 256 responses, in four steps
 ACTOR_LR = 1e-4  # a third of the preset's, with which an iteration moves a token's logprob by 0.2 nats
-SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4", f"optimizer.actor_lr={ACTOR_LR}")
+SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4")
 KEY = ("page", "lag", "correction", "seed")
 LIMIT_S = 3600.0
 
@@ -82,12 +82,11 @@ def measured(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as runs:
         words = ["--preset", "arithmetic", "--algorithm", page, "--runs", runs, f"seed={case['seed']}"]
         words += ["--strategy", "flattening", "parity_tolerance=1e6", *SIZES[page], *SIZE, *options, *overrides]
-        words += [f"optimizer.warmup_steps={case['warmup']}"]
+        words += [f"optimizer.actor_lr={case['actor_lr']}", f"optimizer.warmup_steps={case['warmup']}"]
         told = {"limit_s": LIMIT_S, "environment": os.environ | {"OMP_NUM_THREADS": "1"}}
         result, metrics = train(1, words, within=["bench", "lag", ON_A_RANK, str(case["lag"])], **told)
         evaluations = read_rows(Path(result["run_dir"]) / "evaluations.jsonl")
     return {
-        "actor_lr": ACTOR_LR,
         "iterations": result["iterations"],
         "accuracy_first": result["eval_mean@1_first"],
         MEASURE: statistics.fmean(row["mean@1"] for row in evaluations[1:]),
@@ -108,18 +107,20 @@ def main(arguments: list[str]) -> int:
         return program()
     parser = argparse.ArgumentParser(prog="bench lag", description=__doc__)
     parser.add_argument("--most", type=int, help="number of rows to measure now")
+    parser.add_argument("--actor-lr", type=float, default=ACTOR_LR, metavar="RATE", help="rate of the actor")
     parser.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps over which the rates rise")
     parser.add_argument("--lag", type=int, nargs="+", choices=LAGS, default=LAGS, help="only runs of these lags")
     parser.add_argument("--together", type=int, default=2, help="number of runs at a time")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
     parsed = parser.parse_args(arguments)
+    rates = {"actor_lr": parsed.actor_lr, "warmup": parsed.warmup}
     path, asked = RESULTS / "lag.jsonl", cases(parsed.lag)
-    every = [dict(zip(KEY, case, strict=True)) | {"warmup": parsed.warmup} for case in asked]
+    every = [dict(zip(KEY, case, strict=True)) | rates for case in asked]
     have = [{name: row[name] for name in every[0]} for row in (read_rows(path) if path.exists() else [])]
     now = islice((case for case in every if case not in have), parsed.most)
     rows = fill("lag", now, partial(measured, overrides=parsed.overrides), together=parsed.together)
     for one in paired(rows):
-        words = f"{one['page']} warm-up {one['warmup']} lag {one['lag']} {one['correction']}, {one['seeds']} seeds"
+        words = f"{one['page']} rate {one['actor_lr']:g} warm-up {one['warmup']} lag {one['lag']} {one['correction']}, {one['seeds']} seeds"
         last = f"last {one['last_difference']:+.3f} +- {one['last_half']:.3f}"
         print(f"{words}: mean {one['difference']:+.3f} +- {one['half']:.3f}, {last}")
     num = sum(any(case.items() <= row.items() for row in rows) for case in every)

@@ -44,7 +44,7 @@ def test_intervals_of_five_pairs():
     rows = []
 
     def add(seed, late, mean, *, warmup=0, **more) -> None:
-        case = {"page": "ppo", "seed": seed, "lag": late, "correction": "TIS", "warmup": warmup}
+        case = {"page": "ppo", "seed": seed, "lag": late, "correction": "TIS"} | {"actor_lr": 1e-4, "warmup": warmup}
         rows.append(case | {"accuracy_mean": mean, "accuracy_last": 1 - mean, "parity_mean_abs": 0.1 * seed} | more)
 
     for seed in lag.SEEDS:

@@ -68,7 +68,8 @@ def rows_of_lag(pages=PAGES, seeds=SEEDS) -> list[dict]:
     rows = []
     for page, lag, correction, seed in lag_cases():
         if page in pages and seed in seeds:
-            case = {"page": page, "seed": seed, "lag": lag, "correction": correction, "warmup": 0}
+            case = {"page": page, "seed": seed, "lag": lag, "correction": correction}
+            case |= {"actor_lr": 1e-4, "warmup": 0}
             rows.append(case | dict.fromkeys(MEASURES.values(), 0.9 - 0.1 * lag - 0.01 * seed * lag))
     return rows
 
