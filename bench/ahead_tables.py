@@ -42,8 +42,8 @@ def words_of(overrides: str) -> str:
 
 
 def paired(rows: Sequence[Mapping]) -> list[dict]:
-    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds, the
-    mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
+    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds,
+    the mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
     nats, where every row has it."""
     places: dict[tuple, list[tuple[Mapping, Mapping]]] = {}
     base = {tuple(row[name] for name in (*OF_PAIR, "seed")): row for row in rows if row["lag"] == 0}

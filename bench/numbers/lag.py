@@ -120,7 +120,8 @@ def main(arguments: list[str]) -> int:
     now = islice((case for case in every if case not in have), parsed.most)
     rows = fill("lag", now, partial(measured, overrides=parsed.overrides), together=parsed.together)
     for one in paired(rows):
-        words = f"{one['page']} rate {one['actor_lr']:g} warm-up {one['warmup']} lag {one['lag']} {one['correction']}, {one['seeds']} seeds"
+        rate = f"rate {one['actor_lr']:g}, warm-up {one['warmup']}"
+        words = f"{one['page']}, {rate}, lag {one['lag']}, {one['correction']}, {one['seeds']} seeds"
         last = f"last {one['last_difference']:+.3f} +- {one['last_half']:.3f}"
         print(f"{words}: mean {one['difference']:+.3f} +- {one['half']:.3f}, {last}")
     num = sum(any(case.items() <= row.items() for row in rows) for case in every)

@@ -131,6 +131,7 @@ def policy_loss(
     mask_BG: Tensor,
     entropy_BG: Tensor | None = None,
     generator_logprobs_BG: Tensor | None = None,
+    start_logprobs_BG: Tensor | None = None,
     *,
     clip_ratio: float = 0.2,
     entropy_coef: float = 0.0,
@@ -148,7 +149,7 @@ def policy_loss(
 
     less entropy_coef * H[pi(. | before the token)] (eq. 9) where the entropies are given. `approx_kl` sums exp(d) - 1 -
     d, which is never negative and an unbiased estimate of KL(old || new) [KL]; `approx_kl_sq` sums d^2 / 2, its
-    second-order form.
+    second-order form. Both are from start_logprobs, those with which training begins, where these are given.
     """
     old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     loss_sum, sums = surrogate_loss(
@@ -167,12 +168,15 @@ def policy_loss(
     )
     (low, num_tokens), (high, _) = sums.pop("clip_fraction_low"), sums.pop("clip_fraction_high")
     d_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0).detach().double()
+    moved_BG = d_BG
+    if start_logprobs_BG is not None:
+        moved_BG = torch.where(mask_BG, logprobs_BG - start_logprobs_BG, 0.0).detach().double()
     own: Sums = {
         "policy_loss": sums["policy_loss"],
         "clip_fraction": (low + high, num_tokens),
         "ratio": (torch.where(mask_BG, ratio_of(d_BG), 0.0).sum(), num_tokens),  # of wide numbers
-        "approx_kl": sums["approx_kl"],
-        "approx_kl_sq": (0.5 * d_BG.square().sum(), num_tokens),
+        "approx_kl": (kl_estimate(-moved_BG, "k3").sum(), num_tokens),
+        "approx_kl_sq": (0.5 * moved_BG.square().sum(), num_tokens),
     }
     if entropy_BG is not None:
         entropy_sum = torch.where(mask_BG, entropy_BG, 0.0).sum()

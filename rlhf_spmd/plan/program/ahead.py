@@ -8,32 +8,59 @@ are the list of a step, or parts of it. Rows that are drawn and rows that train 
 
 When a batch trains, its weights are no longer those that drew it, so the parity gate cannot be in training. It is an
 inference by the weights that drew, on the ranks that drew, for the first mini-batch; where old logprobs are recomputed
-with these weights anyway, for all rows.
+with these weights anyway, for all rows. A loss that reads START_LOGPROBS gets them by one more pass, which belongs to
+training: those of the generator are an iteration older.
 """
 
 from dataclasses import replace
 
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
-from rlhf_spmd.plan.runtime_words import LOGPROBS, actions_of
-from rlhf_spmd.plan.workflow import Call, Infer, Train, Workflow, trains
+from rlhf_spmd.plan.runtime_words import LOGPROBS, START_LOGPROBS, actions_of
+from rlhf_spmd.plan.workflow import Call, Infer, Train, Workflow, is_current, trains
 from rlhf_spmd.plan.workload import Workload
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """Adds the parity gates of a run that draws ahead to the workload and to the placement: they run as the generation
-    whose logprobs training reads."""
+    """Adds the passes of a run that draws ahead to the workload and to the placement: parity gates, which run as the
+    generation whose logprobs training reads, and those of `with_starts`, which run as training."""
     if not placement.ahead or not workload.workflow.train_calls:
         return workload, placement
+    workload = with_starts(workload)
     workflow, added = workload.workflow, gates(workload.workflow)
     first = workflow.calls.index(workflow.train_calls[0])
     before = [_compares(call, workflow) for call in workflow.calls[:first]]
     layouts = {gate.name: placement.layouts[name] for name, gate in added.items() if name in placement.layouts}
+    for call in before:
+        train = workflow.train_call(call.model) if is_current(call) else None
+        if train is not None and call.name not in placement.layouts and train.name in placement.layouts:
+            layouts[call.name] = replace(placement.layouts[train.name], recompute=False)
     calls = (*before, *(gate for gate in added.values() if gate.name in layouts), *workflow.calls[first:])
     made = replace(workload, workflow=replace(workflow, calls=calls))
     return made, replace(placement, layouts={**placement.layouts, **layouts})
+
+
+def with_starts(workload: Workload) -> Workload:
+    """Returns the workload of a run that draws ahead, with passes that infer the START_LOGPROBS of losses."""
+    workflow = workload.workflow
+    added, shapes, trained = [], dict(workflow.shapes), {}
+    for train in workflow.train_calls:
+        old = dict(train.arguments).get(START_LOGPROBS)
+        if old is None or is_current(workflow.producer(old)):
+            continue
+        key, wanted = f"{train.model}_{START_LOGPROBS}", (*train.tokens, train.kept)
+        inputs, outputs = tuple(name for name in train.inputs if name in wanted), (key,)
+        name, options = f"{train.model}_infer_start", (train.tokens, train.kept, True)
+        added.append(Infer(name, train.model, LOGPROBS, inputs, outputs, *options))
+        shapes[key] = shapes[old]
+        arguments = tuple((name, key if name == START_LOGPROBS else other) for name, other in train.arguments)
+        trained[train.name] = replace(train, arguments=arguments, inputs=(*train.inputs, key))
+    first = workflow.calls.index(workflow.train_calls[0]) if added else 0
+    calls = (*workflow.calls[:first], *added, *workflow.calls[first:])
+    made = replace(workflow, calls=tuple(trained.get(call.name, call) for call in calls), shapes=shapes)
+    return replace(workload, workflow=made) if added else workload
 
 
 def gates(workflow: Workflow) -> dict[str, Infer]:
