@@ -5,7 +5,7 @@ until there are so many), under each correction of the policy loss; evaluations 
 and that of the same page and seed without a lag. Rows that exist are not measured again, so it may be stopped and
 started; `--most N` measures so many and stops. Without a warm-up the first iterations move a token's logprob the most,
 those of GRPO by 0.04 to 0.15 nats, and by much more where nothing holds the actor near the generator. With half the
-rate, which rises over all 80 steps of a run (`--actor-lr 5e-5 --warmup 80`), none moves it by more than 0.04.
+rate, which rises over all 80 steps of a run (`--actor-lr 5e-5 --warmup 80`), the most is 0.04 to 0.06.
 
 Cost: 190 runs of 15 s on a thread each. Command: python -m bench lag
 """

@@ -45,7 +45,7 @@ OPTIONS = {
     # each iteration makes some of its steps
     "stopped": (
         *("ppo.old_logprobs=loglinear", "ppo.importance_weights=token", "ppo.importance_cap=none", "ppo.epochs=2"),
-        "ppo.kl_early_stop=2e-4",
+        "ppo.kl_early_stop=1e-3",
     ),
 }
 
