@@ -82,7 +82,8 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
         zero = f"the {model} learned nothing in this iteration: {IDLE[bool(workflow.generate_calls)]}"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice, zero=zero)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
-        found[f"{model}{STEPS_MADE}"] = Metric("optimizer")
+        train = workflow.train_call(model)
+        found |= {f"{model}{STEPS_MADE}": Metric("optimizer")} if train and (train.stop or train.loglinear) else {}
     return found | ({} if workflow.generate_calls else BUDGET) | SPEED
 
 

@@ -301,7 +301,7 @@ def test_kl_early_stop_skips_the_rest_of_an_iteration(overrides):
 
 def test_the_lag_is_counted_in_steps_that_were_made(overrides, monkeypatch):
     """a = (v_prox - v_mu) / (v_pi - v_mu), where v is the optimizer's own count of steps, which neither an early stop
-    nor a mini-batch without a row raises: of the 4 steps of an iteration the second has no row, and some are stopped."""
+    nor a mini-batch without a row raises: of 4 steps of an iteration the second has no row, and some are stopped."""
     monkeypatch.setattr("rlhf_spmd.plan.program.compile.validate", lambda *_: None)  # refuses loglinear without a lag
     words = ["ppo.old_logprobs=loglinear", "ppo.importance_weights=token", "ppo.kl_early_stop=1e-3", "micro_batch=100"]
     run, shares, empty = RunOf(load(overrides, *words)), [], []
