@@ -168,9 +168,8 @@ def policy_loss(
     )
     (low, num_tokens), (high, _) = sums.pop("clip_fraction_low"), sums.pop("clip_fraction_high")
     d_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0).detach().double()
-    moved_BG = d_BG
-    if start_logprobs_BG is not None:
-        moved_BG = torch.where(mask_BG, logprobs_BG - start_logprobs_BG, 0.0).detach().double()
+    start_BG = old_logprobs_BG if start_logprobs_BG is None else start_logprobs_BG
+    moved_BG = torch.where(mask_BG, logprobs_BG - start_BG, 0.0).detach().double()
     own: Sums = {
         "policy_loss": sums["policy_loss"],
         "clip_fraction": (low + high, num_tokens),
@@ -252,8 +251,8 @@ def beyond(ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_hig
     """Returns the tokens whose ratio has left the clip range on the side to which their advantage pushes it: those to
     which `clipped` gives no gradient. A token on the other side is pushed back, so it keeps its gradient; `rejection`,
     which looks at the old policy and not at the new one, leaves out both sides."""
-    above_BG, below_BG = ratio_BG > 1.0 + clip_high, ratio_BG < 1.0 - clip_low
-    return (above_BG & (advantages_BG > 0)) | (below_BG & (advantages_BG < 0))
+    above_BG = (ratio_BG > 1.0 + clip_high) & (advantages_BG > 0)
+    return above_BG | ((ratio_BG < 1.0 - clip_low) & (advantages_BG < 0))
 
 
 def cispo(

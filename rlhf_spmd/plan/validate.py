@@ -123,11 +123,10 @@ def _uncorrected(train: Train, workflow: Workflow) -> Iterator[str]:
     does not read the generator's logprobs, or an early stop that compares with the generator."""
     keys = [key for name, key in train.arguments if name != START_LOGPROBS]
     current = [one.name for one in map(workflow.producer, keys) if one is not None and is_current(one)]
-    reads_generator = GENERATOR_LOGPROBS in dict(train.arguments) if train.loglinear else train.drawn in keys
-    if train.drawn and (current or train.loglinear) and not reads_generator:
-        what = "estimates" if train.loglinear else f"compares with {current[0]}, which infers"
+    # old logprobs of loglinear are the generator's
+    if train.drawn and (current or train.loglinear) and keys.count(train.drawn) <= train.loglinear:
         yield (
-            f"ahead: {train.name} {what} the logprobs of the newest weights, so that nothing corrects that the "
+            f"ahead: {train.name} compares with {[*current, 'estimates'][0]} of the newest weights, so that nothing corrects that the "
             "generator is an iteration older; set importance_weights or rejection, or choose old_logprobs=generator"
         )
     if train.drawn and train.stop and not (current or train.loglinear or START_LOGPROBS in dict(train.arguments)):

@@ -13,6 +13,7 @@ training: those of the generator are an iteration older.
 """
 
 from dataclasses import replace
+from itertools import product
 
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
@@ -33,10 +34,12 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
     first = workflow.calls.index(workflow.train_calls[0])
     before = [_compares(call, workflow) for call in workflow.calls[:first]]
     layouts = {gate.name: placement.layouts[name] for name, gate in added.items() if name in placement.layouts}
-    for call in before:
-        train = workflow.train_call(call.model) if is_current(call) else None
-        if train is not None and call.name not in placement.layouts and train.name in placement.layouts:
-            layouts[call.name] = replace(placement.layouts[train.name], recompute=False)
+    layouts |= {
+        call.name: replace(placement.layouts[train.name], recompute=False)
+        for call, train in product(before, workflow.train_calls)
+        if is_current(call) and call.name not in placement.layouts
+        if call.model == train.model and train.name in placement.layouts
+    }
     calls = (*before, *(gate for gate in added.values() if gate.name in layouts), *workflow.calls[first:])
     made = replace(workload, workflow=replace(workflow, calls=calls))
     return made, replace(placement, layouts={**placement.layouts, **layouts})
@@ -51,16 +54,14 @@ def with_starts(workload: Workload) -> Workload:
         if old is None or is_current(workflow.producer(old)):
             continue
         key, wanted = f"{train.model}_{START_LOGPROBS}", (*train.tokens, train.kept)
-        inputs, outputs = tuple(name for name in train.inputs if name in wanted), (key,)
-        name, options = f"{train.model}_infer_start", (train.tokens, train.kept, True)
-        added.append(Infer(name, train.model, LOGPROBS, inputs, outputs, *options))
+        inputs, options = tuple(name for name in train.inputs if name in wanted), (train.tokens, train.kept, True)
+        added.append(Infer(f"{train.model}_infer_start", train.model, LOGPROBS, inputs, (key,), *options))
         shapes[key] = shapes[old]
         arguments = tuple((name, key if name == START_LOGPROBS else other) for name, other in train.arguments)
         trained[train.name] = replace(train, arguments=arguments, inputs=(*train.inputs, key))
-    first = workflow.calls.index(workflow.train_calls[0]) if added else 0
-    calls = (*workflow.calls[:first], *added, *workflow.calls[first:])
-    made = replace(workflow, calls=tuple(trained.get(call.name, call) for call in calls), shapes=shapes)
-    return replace(workload, workflow=made) if added else workload
+    before = (call for call in workflow.calls if not isinstance(call, Train))
+    calls = (*before, *added, *(trained.get(train.name, train) for train in workflow.train_calls))
+    return replace(workload, workflow=replace(workflow, calls=calls, shapes=shapes)) if added else workload
 
 
 def gates(workflow: Workflow) -> dict[str, Infer]:

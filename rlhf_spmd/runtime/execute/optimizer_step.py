@@ -44,8 +44,9 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
     or if there is no row to learn from. Collective over the Run's group."""
     number = job.state.steps.get(call.model, 0)
     job.state.steps[call.model] = number + 1
+    meter = job.meter(call, data) if call.stop or call.loglinear else Meter()
+    meter.add(call.model + STEPS_MADE, 0.0, 1)
     if call.model in data.stopped:
-        _log_made(job, call, data, 0.0)
         return None
     _, columns = job.place(run)
     source_B = data.source_EMC[run.epoch, run.mini_batch, columns]
@@ -64,23 +65,15 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
         least=optimizer.min_lr_ratio,
     )
     lag_steps = data.lag * round(num_in_iteration * data.before.get(call.model + STEPS_MADE, 1.0))
-    done = data.made.get(call.model, 0)
-    of_data = data.meter, data.stopped, data.lag, lag_steps, done
+    of_data = data.meter, data.stopped, data.lag, lag_steps, data.made.get(call.model, 0)
     step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, *of_data, number=number)
     if not step.divisor:
         step.log(0.0)
-        _log_made(job, call, data, 0.0)
         return None
-    data.made[call.model] = done + 1
-    _log_made(job, call, data, 1.0)
+    data.made[call.model] = step.done + 1
+    meter.add(call.model + STEPS_MADE, 1.0, 0)
     step.engine.begin()
     return step
-
-
-def _log_made(job: Job, call: Train, data: Iteration, share: float) -> None:
-    """Counts an optimizer step that is made or left out, where an early stop or the lag's share depends on it."""
-    if call.stop or call.loglinear:
-        job.meter(call, data).add(call.model + STEPS_MADE, share, 1)
 
 
 class OptimizerStep(Passes):

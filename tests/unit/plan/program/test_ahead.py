@@ -292,6 +292,8 @@ def test_an_early_stop_measures_from_the_start_of_training():
     assert layouts[start.name] == replace(layouts[train.name], recompute=False)
     assert (start.name, None) in calls_on(program, 0) and not draws(program, Run(start.name, None))
     assert start.name not in compile_program(workload, place(), cluster).placement.layouts
+    own = replace(program.placement, layouts={**layouts, start.name: replace(layouts[start.name], micro_batch=1)})
+    assert compile_program(workload, own, cluster).placement == own  # as a plan may have it
     for word in ("current", "loglinear"):
         words = [f"ppo.old_logprobs={word}", "ppo.importance_weights=token", "ppo.kl_early_stop=0.1"]
         other = options.make_workload(presets.load("tiny", words, algorithm="ppo"))
