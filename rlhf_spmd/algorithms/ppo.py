@@ -70,7 +70,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         sums=options.whiten == "batch",
     )
     stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
-    start = {START_LOGPROBS: old} if stop and options.old_logprobs != "loglinear" else {}
+    start: dict[str, Any] = {START_LOGPROBS: old} if stop and options.old_logprobs != "loglinear" else {}
     entropy = options.entropy_coef > 0
     actor.train(
         "surrogates.policy_loss",

@@ -126,8 +126,9 @@ def _uncorrected(train: Train, workflow: Workflow) -> Iterator[str]:
     # old logprobs of loglinear are the generator's
     if train.drawn and (current or train.loglinear) and keys.count(train.drawn) <= train.loglinear:
         yield (
-            f"ahead: {train.name} compares with {[*current, 'estimates'][0]} of the newest weights, so that nothing corrects that the "
-            "generator is an iteration older; set importance_weights or rejection, or choose old_logprobs=generator"
+            f"ahead: {train.name} compares with {[*current, 'estimates'][0]} of the newest weights, so that nothing "
+            "corrects that the generator is an iteration older; set importance_weights or rejection, or choose "
+            "old_logprobs=generator"
         )
     if train.drawn and train.stop and not (current or train.loglinear or START_LOGPROBS in dict(train.arguments)):
         yield (
