@@ -6,6 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
+MEASURES = {"": MEASURE, "last_": "accuracy_last"}  # what is compared, by what its differences are called
+OF_PAIR = ("page", "actor_lr", "warmup")  # what both runs of a pair have, and the seed
+OF_PLACE = (*OF_PAIR, "lag", "correction")
+NATS = {"nats": "parity_mean_abs", "largest_nats": "parity_mean_abs_largest"}  # of an iteration's lag: mean, largest
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 AHEAD, PLANNER, FLATTENING = "one iteration ahead", "planner", "flattening"  # strategies in rows of the suite
 
@@ -38,18 +42,25 @@ def words_of(overrides: str) -> str:
 
 
 def paired(rows: Sequence[Mapping]) -> list[dict]:
-    """Returns, of every algorithm, lag and correction that has two seeds at least, the mean difference of the measure
-    from lag 0, half of its 95% interval, and the number of seeds."""
-    base = {(row["page"], row["seed"]): row[MEASURE] for row in rows if row["lag"] == 0}
-    found: dict[tuple, list[float]] = {}
+    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds,
+    the mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
+    nats, where every row has it."""
+    places: dict[tuple, list[tuple[Mapping, Mapping]]] = {}
+    base = {tuple(row[name] for name in (*OF_PAIR, "seed")): row for row in rows if row["lag"] == 0}
     for row in rows:
-        if row["lag"] and (row["page"], row["seed"]) in base:
-            differences = found.setdefault((row["page"], row["lag"], row["correction"]), [])
-            differences.append(row[MEASURE] - base[row["page"], row["seed"]])
+        if row["lag"] and (alone := base.get(tuple(row[name] for name in (*OF_PAIR, "seed")))):
+            places.setdefault(tuple(row[name] for name in OF_PLACE), []).append((row, alone))
     made = []
-    for (page, lag, correction), differences in found.items():
-        if (num := len(differences)) > 1:
-            half = T_95[num] * statistics.stdev(differences) / math.sqrt(num)
-            case = {"page": page, "lag": lag, "correction": correction, "seeds": num}
-            made.append(case | {"difference": statistics.fmean(differences), "half": half})
+    for place, pairs in places.items():
+        if (num := len(pairs)) < 2:
+            continue
+        one: dict = dict(zip(OF_PLACE, place, strict=True)) | {"seeds": num}
+        for prefix, measure in MEASURES.items():
+            differences = [row[measure] - alone[measure] for row, alone in pairs]
+            one[f"{prefix}difference"] = statistics.fmean(differences)
+            one[f"{prefix}half"] = T_95[num] * statistics.stdev(differences) / math.sqrt(num)
+        for name, measure in NATS.items():
+            found = [row[measure] for row, _ in pairs if measure in row]
+            one[name] = statistics.fmean(found) if len(found) == num else None
+        made.append(one)
     return made

@@ -47,6 +47,7 @@ class Rules:
     importance_cap: float | None = 2.0
     rejection: str = "none"
     rejection_range: tuple[float, float] | None = None
+    generator_clip: bool = False
 
 
 def reward(sample: Sample, rules: Rules) -> float:
@@ -160,6 +161,22 @@ def weight_metrics(samples: list[Sample], rules: Rules) -> dict[str, float]:
     }
 
 
+def leveled(logs: list, level: str) -> list:
+    if level == "sequence":
+        return [sum(logs) / len(logs)] * len(logs)
+    return [sum(logs)] * len(logs) if level == "product" else logs
+
+
+def leaves_the_generator(one: Sample, rules: Rules) -> list[bool]:
+    """Returns which tokens are beyond the clip range around the generator already, and would be pushed on."""
+    logs = [float(new.detach()) - drawn for new, drawn in zip(one.logprobs, one.generator, strict=True)]
+    found = []
+    for log, a in zip(leveled(logs, rules.ratio_level), one.advantages, strict=True):
+        ratio = math.exp(log)
+        found.append((a > 0 and ratio > 1 + rules.clip_high) or (a < 0 and ratio < 1 - rules.clip_low))
+    return found
+
+
 def token_loss(one: Sample, t: int, ratio: Tensor, rules: Rules) -> Tensor:
     a, low, high = one.advantages[t], 1 - rules.clip_low, 1 + rules.clip_high
     if rules.surrogate == "cispo":
@@ -178,12 +195,10 @@ def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
     """Computes the loss of a whole mini-batch."""
     per_sequence = []
     for one in (one for group in groups for one in group if one.used):
-        logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]
-        if rules.ratio_level == "sequence":
-            logs = [sum(logs) / len(logs)] * len(logs)
-        elif rules.ratio_level == "product":
-            logs = [sum(logs)] * len(logs)
+        logs = leveled([new - old for new, old in zip(one.logprobs, one.old, strict=True)], rules.ratio_level)
         factors, tokens = weights(one, rules), []
+        if rules.generator_clip:
+            factors = [0.0 if far else f for f, far in zip(factors, leaves_the_generator(one, rules), strict=True)]
         for t, log in enumerate(logs):
             term = factors[t] * token_loss(one, t, torch.exp(log), rules)
             if rules.kl_coef:

@@ -67,7 +67,8 @@ class Slow(Table):
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
-WORDS[AHEAD] = [*WORDS["ppo"], "strategy.ahead=1", "rollouts.every=1", "ppo.old_logprobs=current"]
+WORDS[AHEAD] = [*WORDS["ppo"], "strategy.ahead=1", "rollouts.every=1"]
+WORDS[AHEAD] += ["ppo.old_logprobs=current", "ppo.importance_weights=token"]
 WORDS[AHEAD] += ["ppo.importance_weights=token"]
 CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
 CASES[ADAPTERS] = ("flattening", "separation", "reallocation")

@@ -26,7 +26,8 @@ class Options(page.Options):
     # (recompute) or those with which training begins (current; older only with strategy.ahead=1), or without a pass the
     # line from the generator's to the current ones (loglinear; with strategy.ahead=1)
     old_logprobs: Literal["generator", "recompute", "current", "loglinear"] = "generator"
-    # weight the loss by the ratio of old to generator probabilities, per token or per sequence; none: do not
+    # weight the loss by the ratio of old to generator probabilities, of a token or of its sequence (the product, or
+    # geometric: the geometric mean); none: do not
     importance_weights: ImportanceWeights = "none"
     # largest importance weight; larger ones are set to it; none: no limit
     importance_cap: PositiveFloat | None = 2.0
@@ -35,6 +36,9 @@ class Options(page.Options):
     rejection: Rejection = "none"
     # smallest and largest importance weight that `rejection` keeps; none: the usual range for it
     rejection_range: tuple[PositiveFloat, PositiveFloat] | None = None
+    # leave tokens out of the loss whose ratio of new to generator probabilities is beyond the clip range on the side of
+    # their advantage, as old_logprobs=generator does; with importance_weights or rejection
+    generator_clip: bool = False
 
 
 def corrects(options: Options) -> bool:
@@ -75,6 +79,11 @@ def problem(options: Options) -> str:
             "old_logprobs=loglinear is the proximal policy of a loss with weights; set importance_weights or "
             "rejection, or old_logprobs=generator"
         )
+    if not corrects(options) and options.generator_clip:
+        return (
+            "generator_clip=true is for a loss with importance_weights or rejection, and this one has neither; set "
+            "importance_weights=token, or old_logprobs=generator, which clips ratios to the generator itself"
+        )
     if options.rejection_range and options.rejection == "none":
         return "rejection_range is given, but rejection=none; choose rejection=token, sequence or geometric"
     if options.rejection_range and options.rejection_range[0] >= options.rejection_range[1]:
@@ -94,4 +103,5 @@ METRICS = {
     # effective sample size (sum f)^2 / (n sum f^2) of the factors f of all n tokens, which are 0 where rejected
     "importance_ess": Metric("policy"),
     "rejected": Metric("policy", limits=(0.0, 0.5), advice=FAR),  # share of the tokens that rejection leaves out
+    "generator_clip_fraction": Metric("policy"),  # share of the tokens that generator_clip leaves out
 }

@@ -42,7 +42,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-n
 RatioLevel = Literal["token", "sequence", "product"]
 Surrogate = Literal["clip", "cispo"]
 KLEstimator = Literal["k1", "k2", "k3"]
-ImportanceWeights = Literal["none", "token", "sequence"]
+ImportanceWeights = Literal["none", "token", "sequence", "geometric"]
 Rejection = Literal["none", "token", "sequence", "geometric"]
 
 

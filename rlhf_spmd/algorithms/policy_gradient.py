@@ -67,7 +67,8 @@ def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbias
     if options.ratio_level != "token" and options.importance_weights == "token":
         return (
             f"ratio_level={options.ratio_level} takes a response as a whole, importance_weights=token each of its "
-            "tokens; set importance_weights=sequence, or ratio_level=token"
+            f"tokens; set importance_weights="
+            f"{'geometric' if options.ratio_level == 'sequence' else 'sequence'}, or ratio_level=token"
         )
     if kl_estimator == "k1" and options.kl_coef > 0 and not kl_unbiased:
         others = "k2 or k3" if kl_unbiased is None else "k2 or k3, or kl_unbiased=true"

@@ -13,6 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from rlhf_spmd.algorithms import off_policy
 from rlhf_spmd.algorithms.controllers import RunningMoments, least_horizon, next_kl_coef
 from rlhf_spmd.algorithms.page import Fraction01, Metric, NonNegative
+from rlhf_spmd.plan.runtime_words import START_LOGPROBS
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role
 
 TITLE = "PPO"
@@ -45,7 +46,9 @@ class Options(off_policy.Options):
     truncation_penalty: float = -1.0  # reward of a truncated response under truncation=penalty
     clip_score: PositiveFloat | None = None  # largest absolute score; larger ones are clipped to it; none: no limit
     normalize_scores: bool = False  # subtract the running mean of the scores, and divide by their standard deviation
-    kl_early_stop: PositiveFloat | None = None  # nats per token of KL that end an iteration's actor steps; none: never
+    # KL divergence from the policy with which an iteration's training begins, in nats per token, beyond which its
+    # further actor steps are left out; with strategy.ahead=1 one more pass infers that policy; none: never
+    kl_early_stop: PositiveFloat | None = None
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
@@ -67,12 +70,14 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         sums=options.whiten == "batch",
     )
     stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
+    start: dict[str, Any] = {START_LOGPROBS: old} if stop and options.old_logprobs != "loglinear" else {}
     entropy = options.entropy_coef > 0
     actor.train(
         "surrogates.policy_loss",
         prompts,
         responses,
         **off_policy.of_loss(options, logprobs, old),
+        **start,
         advantages=advantages,
         entropy=entropy,
         stop=stop,
@@ -162,7 +167,7 @@ METRICS = {
     "entropy": Metric("policy"),  # mean per token, nats, of the distribution sampled from; with ppo.entropy_coef
     # mean of pi_new / pi_old, which is 1 while the two are close
     "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
-    # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
+    # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats; with kl_early_stop, from the start of training
     "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
     "approx_kl_sq": Metric("policy"),  # mean over tokens of d^2 / 2
     "value_loss": Metric(  # mean per token of the loss of the critic

@@ -56,6 +56,7 @@ def surrogate_loss(
     importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
+    generator_clip: bool = False,
     lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """Returns the loss, aggregated and summed, and sums for the log.
@@ -66,6 +67,7 @@ def surrogate_loss(
     kl_unbiased: the KL term is multiplied by the ratio, with its gradient; with k3 and ratios of tokens, the term's
         gradient is then that of the KL itself ([V3.2], unbiased KL estimate).
     generator_logprobs: those of sampling, where old_logprobs are others.
+    generator_clip: no loss of tokens that `beyond` finds of the ratio to the generator.
     lag_share: as in `proximal`.
     """
     old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
@@ -73,11 +75,7 @@ def surrogate_loss(
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
     log_ratio_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
     d_BG = log_ratio_BG.detach().double()
-    if ratio_level == "sequence":
-        log_ratio_BG = sequence_mean(log_ratio_BG, mask_BG)
-    elif ratio_level == "product":
-        log_ratio_BG = torch.where(mask_BG, log_ratio_BG.sum(1, keepdim=True), 0.0)
-    ratio_BG = ratio_of(log_ratio_BG)
+    ratio_BG = ratio_at(log_ratio_BG, mask_BG, ratio_level)
     below_BG, above_BG = ratio_BG < 1.0 - clip_low, ratio_BG > 1.0 + clip_high
     if surrogate == "cispo":
         loss_BG = cispo(logprobs_BG, ratio_BG, advantages_BG, mask_BG, clip_low=clip_low, clip_high=clip_high)
@@ -101,8 +99,13 @@ def surrogate_loss(
             rejection=rejection,
             rejection_range=rejection_range,
         )
-        loss_BG = loss_BG * weights_BG
         sums |= counted
+        if generator_clip:
+            drawn_BG = ratio_at((logprobs_BG - generator_logprobs_BG).detach(), mask_BG, ratio_level)
+            far_BG = beyond(drawn_BG, advantages_BG, clip_low=clip_low, clip_high=clip_high)
+            weights_BG = torch.where(far_BG, 0.0, weights_BG)
+            sums["generator_clip_fraction"] = far_BG.sum().double(), num_tokens
+        loss_BG = loss_BG * weights_BG
     if ref_logprobs_BG is not None:
         difference_BG = torch.where(mask_BG, logprobs_BG - ref_logprobs_BG, 0.0)
         penalty_BG = kl_estimate(difference_BG, kl_estimator) * (ratio_BG if kl_unbiased else 1.0)
@@ -128,6 +131,7 @@ def policy_loss(
     mask_BG: Tensor,
     entropy_BG: Tensor | None = None,
     generator_logprobs_BG: Tensor | None = None,
+    start_logprobs_BG: Tensor | None = None,
     *,
     clip_ratio: float = 0.2,
     entropy_coef: float = 0.0,
@@ -135,6 +139,7 @@ def policy_loss(
     importance_cap: float | None = 2.0,
     rejection: Rejection = "none",
     rejection_range: tuple[float, float] | None = None,
+    generator_clip: bool = False,
     lag_share: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """Returns PPO's clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log. It
@@ -144,7 +149,7 @@ def policy_loss(
 
     less entropy_coef * H[pi(. | before the token)] (eq. 9) where the entropies are given. `approx_kl` sums exp(d) - 1 -
     d, which is never negative and an unbiased estimate of KL(old || new) [KL]; `approx_kl_sq` sums d^2 / 2, its
-    second-order form.
+    second-order form. Both are from start_logprobs, those with which training begins, where these are given.
     """
     old_logprobs_BG = proximal(logprobs_BG, old_logprobs_BG, lag_share)
     loss_sum, sums = surrogate_loss(
@@ -159,15 +164,18 @@ def policy_loss(
         importance_cap=importance_cap,
         rejection=rejection,
         rejection_range=rejection_range,
+        generator_clip=generator_clip,
     )
     (low, num_tokens), (high, _) = sums.pop("clip_fraction_low"), sums.pop("clip_fraction_high")
     d_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0).detach().double()
+    start_BG = old_logprobs_BG if start_logprobs_BG is None else start_logprobs_BG
+    moved_BG = torch.where(mask_BG, logprobs_BG - start_BG, 0.0).detach().double()
     own: Sums = {
         "policy_loss": sums["policy_loss"],
         "clip_fraction": (low + high, num_tokens),
         "ratio": (torch.where(mask_BG, ratio_of(d_BG), 0.0).sum(), num_tokens),  # of wide numbers
-        "approx_kl": sums["approx_kl"],
-        "approx_kl_sq": (0.5 * d_BG.square().sum(), num_tokens),
+        "approx_kl": (kl_estimate(-moved_BG, "k3").sum(), num_tokens),
+        "approx_kl_sq": (0.5 * moved_BG.square().sum(), num_tokens),
     }
     if entropy_BG is not None:
         entropy_sum = torch.where(mask_BG, entropy_BG, 0.0).sum()
@@ -227,6 +235,24 @@ def clipped(
     if dual_clip is not None:
         loss_BG = torch.where(advantages_BG < 0, torch.minimum(loss_BG, -dual_clip * advantages_BG), loss_BG)
     return loss_BG
+
+
+def ratio_at(log_ratio_BG: Tensor, mask_BG: Tensor, level: RatioLevel) -> Tensor:
+    """Returns the ratio of each token at a level (`surrogate_loss`); 1 outside the mask."""
+    log_ratio_BG = torch.where(mask_BG, log_ratio_BG, 0.0)
+    if level == "sequence":
+        log_ratio_BG = sequence_mean(log_ratio_BG, mask_BG)
+    elif level == "product":
+        log_ratio_BG = torch.where(mask_BG, log_ratio_BG.sum(1, keepdim=True), 0.0)
+    return ratio_of(log_ratio_BG)
+
+
+def beyond(ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """Returns the tokens whose ratio has left the clip range on the side to which their advantage pushes it: those to
+    which `clipped` gives no gradient. A token on the other side is pushed back, so it keeps its gradient; `rejection`,
+    which looks at the old policy and not at the new one, leaves out both sides."""
+    above_BG = (ratio_BG > 1.0 + clip_high) & (advantages_BG > 0)
+    return above_BG | ((ratio_BG < 1.0 - clip_low) & (advantages_BG < 0))
 
 
 def cispo(

@@ -576,7 +576,7 @@ def importance_weights(here: Here, value: Value) -> Options:
         raise Differs("no_effect", "it is off")
     if {here.source.text("importance_sampling_level"), here.source.text("policy_loss_type")} & {"sequence", "gspo"}:
         raise Differs(
-            "unavailable", "weights of tokens where the ratio is a response's; importance_weights=sequence is"
+            "unavailable", "weights of tokens where the ratio is a response's; importance_weights=geometric is"
         )
     name = here.algorithm.name
     return {f"{name}.importance_weights": "token", f"{name}.old_logprobs": "recompute"}

@@ -11,8 +11,10 @@ MOST_LIKELY = "most_likely"  # in a loss: bool [B, G], whether no other token wa
 MASK, ENDED, SUMS = "mask", "ended", "sums"  # parameters of functions: bool [B, G], bool [B], sums over the batch
 GENERATOR_LOGPROBS = "generator_logprobs"  # argument of a loss that corrects differences from the generator itself
 LAG_SHARE = "lag_share"  # in a loss that interpolates old logprobs: see importance.proximal
+START_LOGPROBS = "start_logprobs"  # argument of a loss: those of the policy with which the training of a batch begins
 # in the log of steps with a budget of tokens: the share of their places that have a row, and their tokens
 PLACES_USED, STEP_TOKENS = "places_used", "step_tokens"
+STEPS_MADE = "_steps_made"  # in the log, behind a model: the share of its optimizer steps that were not left out
 ACTIONS, REWARDS, OPENED = ".actions", ".rewards", ".prompts"  # of episodes, behind a key of responses
 END = "end"  # in the rollouts: why an episode ended
 TIMEOUTS = "reward_timeouts"  # in the log: responses for which a reward function ran out of time

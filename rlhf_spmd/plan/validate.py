@@ -6,9 +6,18 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
-from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
+from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS, START_LOGPROBS
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Generate, Infer, ModelCall, Train, Workflow, is_read_by_both, trains
+from rlhf_spmd.plan.workflow import (
+    Generate,
+    Infer,
+    ModelCall,
+    Train,
+    Workflow,
+    is_current,
+    is_read_by_both,
+    trains,
+)
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -103,9 +112,29 @@ def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
                 "generated, so that it cannot see that these are an iteration old; choose old_logprobs=current or "
                 "loglinear, or drop importance_weights and rejection"
             )
+        yield from _uncorrected(train, workflow)
     for call in workflow.calls:
         if is_read_by_both(call, workflow):
             yield f"ahead: {call.name} is read by training and by calls before it, which work on two batches; drop it"
+
+
+def _uncorrected(train: Train, workflow: Workflow) -> Iterator[str]:
+    """Yields what ignores that the generator is an iteration older: a loss that compares with the newest weights and
+    does not read the generator's logprobs, or an early stop that compares with the generator."""
+    keys = [key for name, key in train.arguments if name != START_LOGPROBS]
+    current = [one.name for one in map(workflow.producer, keys) if one is not None and is_current(one)]
+    # old logprobs of loglinear are the generator's
+    if train.drawn and (current or train.loglinear) and keys.count(train.drawn) <= train.loglinear:
+        yield (
+            f"ahead: {train.name} compares with {[*current, 'estimates'][0]} of the newest weights, so that nothing "
+            "corrects that the generator is an iteration older; set importance_weights or rejection, or choose "
+            "old_logprobs=generator"
+        )
+    if train.drawn and train.stop and not (current or train.loglinear or START_LOGPROBS in dict(train.arguments)):
+        yield (
+            f"ahead: {train.name} stops by {train.stop[0]}, which counts that the generator is an iteration older; "
+            f"give the loss {START_LOGPROBS}=..., and compare with these"
+        )
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:

@@ -308,7 +308,7 @@ def trains(call: Call, workflow: Workflow) -> bool:
     return bool(readers) and all(trains(reader, workflow) for reader in readers)
 
 
-def is_current(call: Call) -> bool:
+def is_current(call: Call | None) -> bool:
     """Returns whether a call infers with the weights with which the training of its batch begins."""
     return isinstance(call, Infer) and call.current
 

@@ -42,6 +42,11 @@ OPTIONS = {
         *("grpo.old_logprobs=loglinear", "grpo.importance_weights=token", "grpo.rejection=token", "grpo.epochs=2"),
         *("grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
     ),
+    # each iteration makes some of its steps
+    "stopped": (
+        *("ppo.old_logprobs=loglinear", "ppo.importance_weights=token", "ppo.importance_cap=none", "ppo.epochs=2"),
+        "ppo.kl_early_stop=1e-3",
+    ),
 }
 
 
@@ -67,11 +72,14 @@ class LateExecutor(Executor):
     """Gives draws the weights with which the iteration before this one began."""
 
     late = now = None
+    made = 0  # steps of the actor before this iteration
 
     def iteration(self, data):
         engines = self.job.models.engines
         weights = {role: [w.detach().clone() for w in engine.model.parameters()] for role, engine in engines.items()}
         data.lag = int(self.now is not None)
+        made, self.made = self.made, engines["actor"].optimizer_state()[0]
+        data.before = {"actor_steps_made": (self.made - made) / (data.source_EMC.shape[0] * data.source_EMC.shape[1])}
         self.late, self.now = self.now or weights, weights
         return super().iteration(data)
 
@@ -164,3 +172,15 @@ def test_equals_the_twin_on_one_rank(place, case, world, overrides, alone, make_
     assert not any(name.endswith("_train") for name, *_ in drawn)
     for name, weight in weights_of(run).items():
         assert torch.allclose(weight, weights[name], rtol=0, atol=2e-5), name
+    if case == "stopped":
+        assert 0 < min(one["actor_steps_made"] for one in history) < 1
+
+
+def test_a_lag_stops_no_steps(world, overrides, make_group):
+    """An early stop measures from the policy with which training begins: the first step measures nothing, however far
+    the generator is, and the second one stops by what the first one changed."""
+    config = config_of([*overrides, "ppo.kl_early_stop=1e-9"], "ppo")
+    program = compiled(config, world.size, halves)
+    history = Ahead(config, with_groups(world, program, make_group), program).iterations()
+    assert [one["actor_steps_made"] for one in history] == [2 / 4] * 4
+    assert min(one["lag_mean_abs"] for one in history[1:]) > 1e-3

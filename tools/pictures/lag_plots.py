@@ -9,10 +9,11 @@ from bench.ahead_tables import paired
 from bench.numbers.lag import CORRECTIONS, LAGS, PAGES
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, RULE, RUNS, Style
 from rlhf_spmd.runtime.pictures.picture import MARGIN, TEXT, WIDTH, Area, Picture
-from tools.pictures.plots import MARKERS, plain
+from tools.pictures.plots import plain
 
 LEFT, HEIGHT = 0.7, 2.4  # inches beside a panel for its axis, and of a panel
-STEP = 0.09  # between the corrections of a lag, so that their intervals lie side by side
+MARKERS = "os^DvP"
+STEP = 0.06  # between the corrections of a lag, so that their intervals lie side by side
 
 
 def lag_picture(rows: Sequence[Mapping], path: Path) -> Path:
@@ -20,7 +21,7 @@ def lag_picture(rows: Sequence[Mapping], path: Path) -> Path:
 
     rows: of `bench lag`, complete or not.
     """
-    pairs = paired(rows)
+    pairs = paired([row for row in rows if not row["warmup"]])
     seeds = sorted({one["seeds"] for one in pairs})
     picture = Picture()
     picture.title(

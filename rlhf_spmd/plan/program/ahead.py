@@ -8,32 +8,60 @@ are the list of a step, or parts of it. Rows that are drawn and rows that train 
 
 When a batch trains, its weights are no longer those that drew it, so the parity gate cannot be in training. It is an
 inference by the weights that drew, on the ranks that drew, for the first mini-batch; where old logprobs are recomputed
-with these weights anyway, for all rows.
+with these weights anyway, for all rows. A loss that reads START_LOGPROBS gets them by one more pass, which belongs to
+training: those of the generator are an iteration older.
 """
 
 from dataclasses import replace
+from itertools import product
 
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
-from rlhf_spmd.plan.runtime_words import LOGPROBS, actions_of
-from rlhf_spmd.plan.workflow import Call, Infer, Train, Workflow, trains
+from rlhf_spmd.plan.runtime_words import LOGPROBS, START_LOGPROBS, actions_of
+from rlhf_spmd.plan.workflow import Call, Infer, Train, Workflow, is_current, trains
 from rlhf_spmd.plan.workload import Workload
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """Adds the parity gates of a run that draws ahead to the workload and to the placement: they run as the generation
-    whose logprobs training reads."""
+    """Adds the passes of a run that draws ahead to the workload and to the placement: parity gates, which run as the
+    generation whose logprobs training reads, and those of `with_starts`, which run as training."""
     if not placement.ahead or not workload.workflow.train_calls:
         return workload, placement
+    workload = with_starts(workload)
     workflow, added = workload.workflow, gates(workload.workflow)
     first = workflow.calls.index(workflow.train_calls[0])
     before = [_compares(call, workflow) for call in workflow.calls[:first]]
     layouts = {gate.name: placement.layouts[name] for name, gate in added.items() if name in placement.layouts}
+    layouts |= {
+        call.name: replace(placement.layouts[train.name], recompute=False)
+        for call, train in product(before, workflow.train_calls)
+        if is_current(call) and call.name not in placement.layouts
+        if call.model == train.model and train.name in placement.layouts
+    }
     calls = (*before, *(gate for gate in added.values() if gate.name in layouts), *workflow.calls[first:])
     made = replace(workload, workflow=replace(workflow, calls=calls))
     return made, replace(placement, layouts={**placement.layouts, **layouts})
+
+
+def with_starts(workload: Workload) -> Workload:
+    """Returns the workload of a run that draws ahead, with passes that infer the START_LOGPROBS of losses."""
+    workflow = workload.workflow
+    added, shapes, trained = [], dict(workflow.shapes), {}
+    for train in workflow.train_calls:
+        old = dict(train.arguments).get(START_LOGPROBS)
+        if old is None or is_current(workflow.producer(old)):
+            continue
+        key, wanted = f"{train.model}_{START_LOGPROBS}", (*train.tokens, train.kept)
+        inputs, options = tuple(name for name in train.inputs if name in wanted), (train.tokens, train.kept, True)
+        added.append(Infer(f"{train.model}_infer_start", train.model, LOGPROBS, inputs, (key,), *options))
+        shapes[key] = shapes[old]
+        arguments = tuple((name, key if name == START_LOGPROBS else other) for name, other in train.arguments)
+        trained[train.name] = replace(train, arguments=arguments, inputs=(*train.inputs, key))
+    before = (call for call in workflow.calls if not isinstance(call, Train))
+    calls = (*before, *added, *(trained.get(train.name, train) for train in workflow.train_calls))
+    return replace(workload, workflow=replace(workflow, calls=calls, shapes=shapes)) if added else workload
 
 
 def gates(workflow: Workflow) -> dict[str, Infer]:

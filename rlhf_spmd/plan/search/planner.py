@@ -17,6 +17,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.ahead import with_starts
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.search.budget import Budget
@@ -100,6 +101,7 @@ def search(
         calibration.require(device)
     if ahead and (why := "; ".join(ahead_problems(ahead, workload.workflow))):
         raise UserError(why)
+    workload = with_starts(workload) if ahead else workload
     begin_s, begin_processor_s = time.perf_counter(), time.process_time()
     say("searching placements")
     space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens, ahead))

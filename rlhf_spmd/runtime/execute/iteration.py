@@ -9,6 +9,7 @@ named by their number in the whole matrix; only `Store` knows where they are on 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,6 +138,8 @@ class Iteration:
     first: int = 1  # what messages call number 0
     lag: int = 0  # iterations that have trained between drawing it and training on it
     stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
+    made: dict[str, int] = field(default_factory=dict)  # optimizer steps of models so far, less those left out
+    before: Mapping[str, Any] = field(default_factory=dict)  # where it was drawn ahead: metrics of the iteration before
 
     @property
     def title(self) -> str:

@@ -26,7 +26,7 @@ from rlhf_spmd.model import sequences
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, SUMS
+from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS
 from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute import iteration
@@ -44,6 +44,8 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
     or if there is no row to learn from. Collective over the Run's group."""
     number = job.state.steps.get(call.model, 0)
     job.state.steps[call.model] = number + 1
+    meter = job.meter(call, data) if call.stop or call.loglinear else Meter()
+    meter.add(call.model + STEPS_MADE, 0.0, 1)
     if call.model in data.stopped:
         return None
     _, columns = job.place(run)
@@ -52,7 +54,8 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
     rows = {key: data.store.at(key, (ALL, columns))[places] for key in job.program.reads(run, job.world.rank)}
     rows[NUMBER] = source_B * job.workload.mini_batch + columns.start + places[1]
     optimizer, workload = job.config.optimizer, job.workload
-    num_steps = job.config.iterations * workload.epochs * workload.num_mini_batches
+    num_in_iteration = workload.epochs * workload.num_mini_batches
+    num_steps = job.config.iterations * num_in_iteration
     rate = learning_rate(
         number,
         peak=optimizer.lr[call.model],
@@ -61,11 +64,14 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
         decay=optimizer.schedule,
         least=optimizer.min_lr_ratio,
     )
-    of_data = data.meter, data.stopped, data.lag
+    lag_steps = data.lag * round(num_in_iteration * data.before.get(call.model + STEPS_MADE, 1.0))
+    of_data = data.meter, data.stopped, data.lag, lag_steps, data.made.get(call.model, 0)
     step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, *of_data, number=number)
     if not step.divisor:
         step.log(0.0)
         return None
+    data.made[call.model] = step.done + 1
+    meter.add(call.model + STEPS_MADE, 1.0, 0)
     step.engine.begin()
     return step
 
@@ -86,6 +92,8 @@ class OptimizerStep(Passes):
         meter: Meter,
         stopped: set[str],
         lag: int = 0,
+        lag_steps: int = 0,
+        done: int = 0,
         *,
         number: int = 0,
     ):
@@ -95,10 +103,13 @@ class OptimizerStep(Passes):
         rate: the learning rate.
         stopped: models whose further steps are left out, to which this step may add its own.
         lag: as in Iteration.
+        lag_steps: optimizer steps between drawing the rows and the beginning of training on them.
+        done: optimizer steps since then. Neither counts steps that were left out.
         number: of the step, for dropout.
         """
         super().__init__(job, call, run, engine.model, [])
         self.engine, self.rate, self.stopped, self.lag = engine, rate, stopped, lag
+        self.lag_steps, self.done = lag_steps, done
         self.reports = job.layout(call).reports(job.world.rank)
         self.meter = meter if self.reports else Meter()  # another rank reports the rows
         is_used_B = rows[call.prompts][:, 0] >= 0  # a place of a step with a budget of tokens may have no row
@@ -165,9 +176,7 @@ class OptimizerStep(Passes):
         """Returns what a loss that interpolates old logprobs gets (importance.proximal)."""
         if not self.call.loglinear:
             return {}
-        done = self.run.epoch * self.job.workload.num_mini_batches + (self.run.mini_batch or 0)
-        lag = self.lag * self.job.workload.epochs * self.job.workload.num_mini_batches  # in optimizer steps
-        return {LAG_SHARE: lag / (lag + done) if lag else 0.0}
+        return {LAG_SHARE: self.lag_steps / (self.lag_steps + self.done) if self.lag_steps else 0.0}
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
         """Implements `Passes.backward`."""

@@ -33,6 +33,7 @@ class AheadLoop(Loop):
             self.executor.iteration(self.doing)
             self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
         trained, is_last = self.in_flight, number + 1 == self.job.config.iterations
+        trained.data.before = self.history[-1] if self.history else {}
         self.now, self.in_flight = trained.data, None if is_last else Batch(make_iteration(self.job, number + 1))
         if self.in_flight is not None:
             self.in_flight.data.lag = 1

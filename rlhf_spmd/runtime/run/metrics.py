@@ -9,7 +9,7 @@ from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.options import Config, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
-from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
+from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, STEPS_MADE, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.environments.episodes import DROPPED
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
@@ -83,6 +83,8 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
         zero = f"the {model} learned nothing in this iteration: {IDLE[bool(workflow.generate_calls)]}"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice, zero=zero)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
+        train = workflow.train_call(model)
+        found |= {f"{model}{STEPS_MADE}": Metric("optimizer")} if train and (train.stop or train.loglinear) else {}
     return found | ({} if workflow.generate_calls else BUDGET) | SPEED
 
 

@@ -48,6 +48,7 @@ OF_LOSS = (
     "importance_cap",
     "rejection",
     "rejection_range",
+    "generator_clip",
 )
 OF_REWARDS = ("overlong", "overlong_buffer", "overlong_penalty")
 
@@ -184,12 +185,23 @@ VARIANTS = [
     {"importance_weights": "sequence", "rejection": "token", "rejection_range": (0.8, 1.3)},
     {"rejection": "sequence", "drop_equal_groups": True},
     {"rejection": "geometric", "rejection_range": (0.9, 1.1), "aggregation": "seq-mean-token-mean"},
+    *(
+        {"importance_weights": weights, "importance_cap": 1.3, "generator_clip": True, **surrogate}
+        for weights, surrogate in (
+            ("token", {}),
+            ("token", {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.4, "kl_coef": 0.1}),
+            ("token", {"dual_clip": 1.5, "clip_high": 0.28}),
+            ("geometric", {"ratio_level": "sequence", "aggregation": "seq-mean-token-mean", "clip_high": 0.03}),
+            ("sequence", {"ratio_level": "product", "rejection": "token", "rejection_range": (0.6, 1.6)}),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: ",".join(map(str, changes.values())) or "defaults")
 def test_grpo_is_what_the_slow_twin_computes(changes):
-    """Loss and gradients, with ratios on both sides of both clips. Dropped groups are really dropped in the twin."""
+    """Loss and gradients, with ratios on both sides of both clips, and of that around the generator. Dropped groups are
+    really dropped in the twin."""
     rules, groups = Rules(limit=LIMIT, **changes), make_groups()
     batch = make_batch(groups)
     slow.grpo_advantages(groups, rules)
@@ -202,10 +214,12 @@ CORRECTED = [
     {},
     {"importance_weights": "token", "importance_cap": 1.2, "rejection": "geometric", "rejection_range": (0.9, 1.1)},
     {"importance_weights": "sequence", "rejection": "token", "rejection_range": (0.8, 1.3)},
+    {"importance_weights": "geometric", "generator_clip": True},
 ]
+NAMES = ["plain", "by token", "by response", "by mean"]
 
 
-@pytest.mark.parametrize("changes", CORRECTED, ids=["plain", "by token", "by response"])
+@pytest.mark.parametrize("changes", CORRECTED, ids=NAMES)
 def test_rloo_is_what_the_slow_twin_computes(changes):
     rules, groups = Rules(limit=LIMIT, **changes), make_groups()
     batch = make_batch(groups)
@@ -215,7 +229,7 @@ def test_rloo_is_what_the_slow_twin_computes(changes):
     assert_same(groups, batch, fast, slow.loss(groups, rules))
 
 
-@pytest.mark.parametrize("changes", CORRECTED, ids=["plain", "by token", "by response"])
+@pytest.mark.parametrize("changes", CORRECTED, ids=NAMES)
 def test_remax_is_what_the_slow_twin_computes(changes):
     rules, groups = Rules(limit=LIMIT, **changes), make_groups()
     batch, samples = make_batch(groups), [one for group in groups for one in group]
@@ -229,7 +243,7 @@ def test_remax_is_what_the_slow_twin_computes(changes):
     assert_same(groups, batch, fast, slow.loss(groups, rules))
 
 
-@pytest.mark.parametrize("changes", CORRECTED, ids=["plain", "by token", "by response"])
+@pytest.mark.parametrize("changes", CORRECTED, ids=NAMES)
 @pytest.mark.parametrize("baseline", ["none", "group"])
 def test_reinforce_plus_plus_is_what_the_slow_twin_computes(baseline, changes):
     rules, groups = Rules(limit=LIMIT, **changes), make_groups()

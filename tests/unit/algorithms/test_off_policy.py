@@ -33,6 +33,7 @@ FORMULAS: dict[str, Callable[[float, list[float]], float]] = {
     "sequence TIS": lambda d, ds: min(math.exp(sum(ds)), 2.0),
     "decoupled PPO": lambda d, ds: math.exp(d),
     "IcePop": lambda d, ds: within(math.exp(d), 0.5, 5.0),
+    "geometric weights": lambda d, ds: min(math.exp(sum(ds) / len(ds)), 2.0),
     "sequence MIS": lambda d, ds: within(math.exp(sum(ds)), 0.5, 2.0),
     "geometric mask": lambda d, ds: float(0.999 <= math.exp(sum(ds) / len(ds)) <= 1.001),
     "seq-mask-tis": lambda d, ds: math.exp(d) * (0.999 <= math.exp(sum(ds) / len(ds)) <= 1.001),
@@ -139,16 +140,50 @@ def test_what_is_logged_of_weights_on_any_ranks(name):
         *(
             (
                 {"old_logprobs": "recompute", "importance_weights": "token", "ratio_level": level},
-                f"ratio_level={level} takes a response as a whole, .* set importance_weights=sequence",
+                f"ratio_level={level} takes a response as a whole, .* set importance_weights={own}, or",
             )
-            for level in ("sequence", "product")
+            for level, own in (("sequence", "geometric"), ("product", "sequence"))
         ),
-        ({"old_logprobs": "recompute", "importance_weights": "sequence", "ratio_level": "sequence"}, "^$"),
+        *(
+            ({"old_logprobs": "recompute", "importance_weights": weights, "ratio_level": "sequence"}, "^$")
+            for weights in ("geometric", "sequence")
+        ),
+        *(
+            ({"old_logprobs": old, "generator_clip": True}, "generator_clip=true is for a loss with importance_weights")
+            for old in ("generator", "current", "recompute")
+        ),
+        ({"old_logprobs": "current", "rejection": "token", "generator_clip": True}, "^$"),
         ({"old_logprobs": "recompute", "rejection": "geometric", "ratio_level": "sequence"}, "^$"),
     ],
 )
 def test_contradictions_are_refused(given, said):
     assert re.search(said, loss_problem(load_algorithm("grpo").options(**given)))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_clip_against_the_generator_leaves_out_one_side(level):
+    """Of tokens that have left the range around the generator those that their advantage pushes on, and no others:
+    IcePop's mask would leave out both sides. PPO's loss is that of tokens; the KL term stays."""
+    new = torch.tensor([[-1.0], [-1.0], [-1.0], [-1.0], [-1.0]], dtype=torch.float64)
+    drawn = new - torch.tensor([[0.5], [0.5], [-0.5], [-0.5], [0.1]], dtype=torch.float64)
+    advantages, mask = (
+        torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64),
+        torch.ones(5, 1, dtype=torch.bool),
+    )
+    options = {"importance_weights": "token", "generator_clip": True}
+    leaf = new.clone().requires_grad_()
+    rest = {"ratio_level": level, "ref_logprobs_BG": new - 1, "kl_coef": 0.1, "kl_estimator": "k2"}
+    total, sums = surrogate_loss(leaf, new, advantages, mask, generator_logprobs_BG=drawn, **options, **rest)
+    total.backward()
+    kept = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    weights = (new - drawn).exp().clamp(max=2.0).flatten()
+    torch.testing.assert_close(leaf.grad.flatten(), -kept * weights * advantages + 0.1)
+    assert [float(x) for x in sums["generator_clip_fraction"]] == [2.0, 5.0]
+    leaf = new.clone().requires_grad_()
+    of_ppo, sums = policy_loss(leaf, new, advantages[:, None], mask, generator_logprobs_BG=drawn, **options)
+    of_ppo.backward()
+    torch.testing.assert_close(leaf.grad.flatten(), -kept * weights * advantages)
+    assert [float(x) for x in sums["generator_clip_fraction"]] == [2.0, 5.0]
 
 
 @pytest.mark.parametrize("loss", [policy_loss, surrogate_loss])

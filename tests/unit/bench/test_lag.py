@@ -14,9 +14,10 @@ from rlhf_spmd.runtime.execute.handlers import generate
 
 def test_a_run_without_lag_is_made_once_for_each_seed():
     cases = lag.cases()
-    assert len(cases) == len(set(cases)) == 130
-    assert sum(late == 0 for _, _, late, _ in cases) == 2 * 5
-    assert {late: sum(one[2] == late for one in cases) for late in lag.LAGS} == dict.fromkeys(lag.LAGS, 40)
+    assert len(cases) == len(set(cases)) == 190
+    assert sum(late == 0 for _, late, _, _ in cases) == 2 * 5
+    assert {late: sum(one[1] == late for one in cases) for late in lag.LAGS} == dict.fromkeys(lag.LAGS, 60)
+    assert {late for _, late, _, _ in lag.cases([4])} == {0, 4}
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -38,14 +39,24 @@ def test_generation_reads_the_weights_of_so_many_iterations_ago(late, monkeypatc
 
 
 def test_intervals_of_five_pairs():
-    """Student's: of the differences 0.1 to 0.5, 0.3 +- 2.776 x 0.1581 / sqrt(5)."""
+    """Student's: of the differences 0.1 to 0.5, 0.3 +- 2.776 x 0.1581 / sqrt(5). Pairs have the same warm-up. A lag in
+    nats that some rows lack is left out."""
     rows = []
+
+    def add(seed, late, mean, *, warmup=0, **more) -> None:
+        case = {"page": "ppo", "seed": seed, "lag": late, "correction": "TIS"} | {"actor_lr": 1e-4, "warmup": warmup}
+        rows.append(case | {"accuracy_mean": mean, "accuracy_last": 1 - mean, "parity_mean_abs": 0.1 * seed} | more)
+
     for seed in lag.SEEDS:
-        rows.append({"page": "ppo", "seed": seed, "lag": 0, "correction": "none", lag.MEASURE: 0.1 * seed})
-        rows.append({"page": "ppo", "seed": seed, "lag": 2, "correction": "TIS", lag.MEASURE: 0.2 * seed + 0.1})
+        add(seed, 0, 0.1 * seed)
+        add(seed, 2, 0.2 * seed + 0.1, parity_mean_abs_largest=0.2 * seed)
+        add(seed, 2, 7.0, warmup=80)  # its runs without a lag are missing
         if seed < 4:  # not all seeds
-            rows.append({"page": "ppo", "seed": seed, "lag": 4, "correction": "TIS", lag.MEASURE: 0.0})
+            add(seed, 4, 0.0, **({"parity_mean_abs_largest": 1.0} if seed else {}))
     found, of_four = lag.paired(rows)
+    assert found["last_difference"] == pytest.approx(-0.3) and found["last_half"] == pytest.approx(found["half"])
+    assert (found["nats"], found["largest_nats"]) == pytest.approx((0.2, 0.4))
+    assert of_four["largest_nats"] is None and of_four["nats"] == pytest.approx(0.15)
     assert (found["page"], found["lag"], found["correction"]) == ("ppo", 2, "TIS")
     assert found["difference"] == pytest.approx(0.3) and found["half"] == pytest.approx(0.19629, rel=1e-3)
     assert (of_four["lag"], of_four["seeds"], found["seeds"]) == (4, 4, 5)

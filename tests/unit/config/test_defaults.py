@@ -29,6 +29,7 @@ RULES = {  # row -> option: its default
         "ppo.old_logprobs": "generator",
         "ppo.importance_weights": "none",
         "ppo.importance_cap": 2.0,
+        "ppo.generator_clip": False,
         "ppo.rejection": "none",
         "ppo.rejection_range": None,
     },
@@ -112,7 +113,15 @@ def test_the_math_has_the_same_defaults():
         advantages.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},
         advantages.gae: {"gamma": "gamma", "lam": "lam"},
         surrogates.policy_loss: {
-            name: name for name in ("clip_ratio", "entropy_coef", "importance_weights", "importance_cap", "rejection")
+            name: name
+            for name in (
+                "clip_ratio",
+                "entropy_coef",
+                "importance_weights",
+                "importance_cap",
+                "rejection",
+                "generator_clip",
+            )
         },
         surrogates.value_loss: {"clip_value": "clip_value"},
     }

@@ -13,7 +13,9 @@ from tests.unit.config.test_presets import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others
     **dict.fromkeys(("ppo.importance_weights", "ppo.rejection"), ["ppo.old_logprobs=recompute"]),
-    "ppo.rejection_range": ["ppo.old_logprobs=recompute", "ppo.rejection=token"],
+    **dict.fromkeys(
+        ("ppo.rejection_range", "ppo.generator_clip"), ["ppo.old_logprobs=recompute", "ppo.rejection=token"]
+    ),
     **dict.fromkeys(("reward_weights", "reward_workers"), ["reward_function=m:f"]),
     "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
     **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),

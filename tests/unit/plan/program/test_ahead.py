@@ -2,28 +2,36 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from rlhf_spmd.config import options, presets
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, part_of
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, part_of, with_starts
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.text.strategy_module import strategy_source
-from rlhf_spmd.plan.workflow import trains
+from rlhf_spmd.plan.validate import ahead_problems
+from rlhf_spmd.plan.workflow import Role, trace, trains
 from tests.ordered import standing
 from tests.programs import SPLIT_SHAPE, make_workload
 
 
+def old(old_logprobs: str) -> dict[str, str]:
+    """Returns the options of PPO with these old logprobs: current ones need weights."""
+    return {"old_logprobs": old_logprobs} | ({"importance_weights": "token"} if old_logprobs == "current" else {})
+
+
 def of_separation(size: int, *, old_logprobs: str = "generator", replay: bool = False, **options) -> Program:
     sizes = {"mini_batch": 8, "num_mini_batches": 3, "epochs": 2, "shape": SPLIT_SHAPE}
-    workload = make_workload(**sizes, old_logprobs=old_logprobs, replay=replay)
+    workload = make_workload(**sizes, **old(old_logprobs), replay=replay)
     cluster, options = Cluster.parse(f"1x{size}"), {"ahead": 1} | options
     return compile_program(workload, load_strategy("separation").place(workload, cluster, **options), cluster)
 
@@ -140,12 +148,12 @@ def test_drawing_ranks_never_wait_for_training_before_they_have_drawn():
         assert all(draws(program, one) for one in some[: last + 1])
 
 
-@pytest.mark.parametrize("old", ["generator", "current"])
+@pytest.mark.parametrize("name", ["generator", "current"])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_drawing_waits_for_no_trainer_where_rows_go_by_nccl(size, old):
+def test_drawing_waits_for_no_trainer_where_rows_go_by_nccl(size, name):
     """Rows for the next step move when both sides have ended: a send that waits for a trainer would stand in front of
     what a rank sends to others that draw."""
-    workload = make_workload(mini_batch=8, num_mini_batches=3, epochs=2, shape=SPLIT_SHAPE, old_logprobs=old)
+    workload = make_workload(mini_batch=8, num_mini_batches=3, epochs=2, shape=SPLIT_SHAPE, **old(name))
     workload, cluster = replace(workload, host_bytes=0), Cluster.parse(f"1x{size}", "a100-80g")
     program = compile_program(workload, load_strategy("separation").place(workload, cluster, ahead=1), cluster)
     assert errors(program) == []
@@ -219,8 +227,81 @@ def test_corrections_that_cannot_see_the_lag_are_refused(old, ahead, correction)
         assert errors(compile_program(workload, placement, cluster)) == []
 
 
+NOTHING_CORRECTS = "that nothing corrects that the generator is an iteration older; set importance_weights or rejection"
+
+
+@pytest.mark.parametrize("correction", ["importance_weights=token", "rejection=geometric", ""])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "rloo", "remax", "reinforce_plus_plus", "distill"])
+def test_a_loss_that_ignores_the_lag_is_refused(name, correction):
+    """Each algorithm, and each surrogate of GRPO: ratios to the newest weights alone correct nothing."""
+    given = ["ratio_level=sequence", "surrogate=cispo"] if name == "grpo" else []
+    for more in ["", *(given if correction != "importance_weights=token" else ())]:
+        words = [f"{name}.{word}" for word in ("old_logprobs=current", more, correction) if word]
+        needed = ["models.teacher=x"] if name == "distill" else []
+        page = load_algorithm(name)
+        workflow = page.workflow(presets.load("tiny", [*words, *needed], algorithm=name).options)
+        found = list(ahead_problems(1, workflow))
+        assert not found if correction else len(found) == 1 and NOTHING_CORRECTS in found[0]
+
+
+ROLES = {"actor": Role("lm", lr=1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ({"old": "current"}, NOTHING_CORRECTS),
+        ({"old": "current", "generator_logprobs": "mu"}, ""),
+        ({"old": "current", "behaviour": "mu"}, ""),  # a correction of its own
+        ({"old": "mu"}, ""),
+        ({"old": "mu", "loglinear": True}, NOTHING_CORRECTS),
+        ({"old": "mu", "loglinear": True, "generator_logprobs": "mu"}, ""),
+        ({"old": "mu", "stop": ("kl", 0.1)}, "stops by kl, which counts that the generator is an iteration older"),
+        ({"old": "mu", "stop": ("kl", 0.1), "start_logprobs": "mu"}, ""),
+        ({"old": "current", "stop": ("kl", 0.1), "generator_logprobs": "mu"}, ""),
+        ({"old": "current", "start_logprobs": "current", "stop": ("kl", 0.1)}, NOTHING_CORRECTS),
+    ],
+    ids=str,
+)
+def test_a_page_of_a_user_that_ignores_the_lag_is_refused(page, said):
+    def workflow(model, compute, prompts):
+        responses, mu = model("actor").generate(prompts)
+        data = {"mu": mu}
+        if "current" in page.values():
+            data["current"] = model("actor").infer("logprobs", prompts, responses, output="newest", current=True)
+        given = {name: data[of] if of in ("mu", "current") else of for name, of in page.items()}
+        model("actor").train("mine", prompts, responses, **given)
+
+    found = list(ahead_problems(1, trace(workflow, ROLES, {"prompts": "prompt"})))
+    assert len(found) == bool(said) and all(said in one for one in found)
+
+
+def test_an_early_stop_measures_from_the_start_of_training():
+    """With the generator's logprobs as old ones, one more pass runs where the actor trains, on the batch that trains;
+    with current or estimated ones, and without a lag, there is none."""
+    config = presets.load("tiny", ["ppo.kl_early_stop=0.1"], algorithm="ppo")
+    workload, cluster = options.make_workload(config), Cluster.parse("1x4")
+    place = partial(load_strategy("separation").place, workload, cluster)
+    program = compile_program(workload, place(ahead=1, recompute=True), cluster)
+    assert errors(program) == [] and compile_program(workload, program.placement, cluster) == program
+    again = compile_program(program.workload, program.placement, cluster)
+    assert again.fingerprint == program.fingerprint
+    start, train = (program.workload.workflow.placed_call(f"actor_{name}") for name in ("infer_start", "train"))
+    assert start.current and dict(train.arguments)["start_logprobs"] == start.outputs[0]
+    layouts = program.placement.layouts
+    assert layouts[start.name] == replace(layouts[train.name], recompute=False)
+    assert (start.name, None) in calls_on(program, 0) and not draws(program, Run(start.name, None))
+    assert start.name not in compile_program(workload, place(), cluster).placement.layouts
+    own = replace(program.placement, layouts={**layouts, start.name: replace(layouts[start.name], micro_batch=1)})
+    assert compile_program(workload, own, cluster).placement == own  # as a plan may have it
+    for word in ("current", "loglinear"):
+        words = [f"ppo.old_logprobs={word}", "ppo.importance_weights=token", "ppo.kl_early_stop=0.1"]
+        other = options.make_workload(presets.load("tiny", words, algorithm="ppo"))
+        assert with_starts(other) is other
+
+
 def test_joint_calls_work_on_one_batch():
-    workload, cluster = make_workload(old_logprobs="current"), Cluster.parse("1x2")
+    workload, cluster = make_workload(**old("current")), Cluster.parse("1x2")
     placement = load_strategy("separation").place(workload, cluster, ahead=1)
     with pytest.raises(UserError, match="ahead: joint actor_infer and reference_infer work on two batches"):
         compile_program(workload, replace(placement, joint=(("actor_infer", "reference_infer"),)), cluster)

@@ -112,7 +112,12 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [*((one, ()) for one in searches.METHODS), ("two_phase", ("ppo.old_logprobs=current",))]
+    ("method", "options"),
+    [
+        *((one, ()) for one in searches.METHODS),
+        ("two_phase", ("ppo.old_logprobs=current", "ppo.rejection=token")),
+        ("two_phase", ("ppo.kl_early_stop=0.1",)),
+    ],
 )
 def test_plans_one_iteration_ahead(method, options):
     """They compile and fit, and take about as long as the model of the search says; also where an inference belongs to

@@ -130,7 +130,7 @@ def test_only_the_late_rank_is_named(ranks):
 
 def test_a_run_that_draws_ahead_names_both_iterations_and_keeps_places():
     """The prologue, a step and the epilogue execute parts of one list, so one wait graph holds for all of them."""
-    workload, cluster = make_workload(old_logprobs="current"), Cluster.parse("1x2")
+    workload, cluster = make_workload(old_logprobs="current", importance_weights="token"), Cluster.parse("1x2")
     program = compile_program(workload, separation.place(workload, cluster, ahead=1), cluster)
     first, second = (Batch(iteration(number)) for number in (2, 3))
     for rank, whole in enumerate(program.instructions):

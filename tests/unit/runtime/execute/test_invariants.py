@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from rlhf_spmd.algorithms import surrogates
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.recorded import save_models
@@ -295,6 +297,46 @@ def test_kl_early_stop_skips_the_rest_of_an_iteration(overrides):
         assert run.state.steps == {"actor": 4 * (number + 1), "critic": 4 * (number + 1)}
         # skipped steps count, so that the schedules of actor and critic stay together
         assert run.meter.steps["actor"][0]["actor_lr"] == run.meter.steps["critic"][0]["critic_lr"]
+
+
+def test_the_lag_is_counted_in_steps_that_were_made(overrides, monkeypatch):
+    """a = (v_prox - v_mu) / (v_pi - v_mu), where v is the optimizer's own count of steps, which neither an early stop
+    nor a mini-batch without a row raises: of 4 steps of an iteration the second has no row, and some are stopped."""
+    monkeypatch.setattr("rlhf_spmd.plan.program.compile.validate", lambda *_: None)  # refuses loglinear without a lag
+    words = ["ppo.old_logprobs=loglinear", "ppo.importance_weights=token", "ppo.kl_early_stop=1e-3", "micro_batch=100"]
+    run, shares, empty = RunOf(load(overrides, *words)), [], []
+    of_lag, checked = OptimizerStep.of_lag, optimizer_step.checked_divisor
+
+    def made() -> int:
+        return run.job.models.engines["actor"].optimizer_state()[0]
+
+    def recorded(step):
+        if step.call.loglinear:
+            shares.append((of_lag(step)["lag_share"], made()))
+        return of_lag(step)
+
+    def divisor(found, call, name):
+        empty.append(call.model == "actor")
+        return 0.0 if empty[-1] and sum(empty) == 2 else checked(found, call, name)
+
+    monkeypatch.setattr(OptimizerStep, "of_lag", recorded)
+    monkeypatch.setattr(optimizer_step, "checked_divisor", divisor)
+    real, history, before = run.executor.iteration, [], [0]
+
+    def late(data):
+        data.lag, data.before = int(run.number > 0), history[-1] if history else {}
+        return real(data)
+
+    run.executor.iteration = late
+    for _ in range(3):
+        shares.clear(), empty.clear()
+        history.append(run.iteration())
+        drawn, start = [before[0], *before][-2:]
+        wanted = [(start - drawn) / (now - drawn) if start > drawn else 0.0 for _, now in shares]
+        assert [share for share, _ in shares] == pytest.approx(wanted, rel=1e-12)
+        assert history[-1]["actor_steps_made"] == (made() - start) / 4 < 1
+        before.append(made())
+    assert len({later - sooner for sooner, later in itertools.pairwise(before)}) > 1
 
 
 def test_learning_rates(overrides):

@@ -255,7 +255,7 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
     by_group = {
         "reward": "reward reward_std score score_std kl kl_per_token kl_coef reward_timeouts",
         "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq importance_weight rejected "
-        "importance_max importance_truncated importance_ess",
+        "importance_max importance_truncated importance_ess generator_clip_fraction",
         "value": "value_loss value_clip_fraction value_error_sq value return",
         "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr",
         "generation": "response_length ended_fraction parity_max_abs parity_mean_abs lag lag_max_abs "
