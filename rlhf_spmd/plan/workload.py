@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import fsum, prod
+from math import exp, fsum, prod
+from statistics import NormalDist
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
@@ -12,6 +14,9 @@ from rlhf_spmd.plan.workflow import Call, Compute, Workflow, is_current
 
 HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
+P95 = NormalDist().inv_cdf(0.95)
+ROUNDED = 1e-9
+MOST_P95 = exp(P95**2 / 2)  # 95th percentile of a lognormal / its mean, at most: 3.868
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +121,21 @@ class Answers:
 
     turns: of an episode.
     tokens: of all answers of an episode, which are a part of its response.
-    mean_s, p95_s: mean and 95th percentile of the seconds between two turns.
+    mean_s, p95_s: mean and 95th percentile of the seconds between two turns, which are lognormal.
     """
 
     turns: float
     tokens: float
     mean_s: float
     p95_s: float
+
+    def check(self) -> None:
+        """Raises UserError if there is no lognormal with this mean and 95th percentile."""
+        if not (1 - ROUNDED) * self.mean_s <= self.p95_s <= (MOST_P95 + ROUNDED) * self.mean_s:
+            raise UserError(
+                f"no lognormal has a mean of {self.mean_s:g} s and a 95th percentile of {self.p95_s:g} s; give a "
+                f"percentile of 1 to 3.868 means, here {self.mean_s:g} to {3.868 * self.mean_s:g} s"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def test_the_forecast_is_for_the_lengths_of_the_run():
 
 
 def test_episodes_stand_beside_their_forecast():
-    expected, found = Answers(2, 48, 0.1, 0.5), Answers(3.5, 13, 0.06, 0.12)
+    expected, found = Answers(2, 48, 0.1, 0.3), Answers(3.5, 13, 0.06, 0.12)
     program = example("flattening", 1)
     program = replace(program, workload=replace(program.workload, answers=expected))
     hands = AtHand(machine(), machine(), HERE)
@@ -87,5 +87,5 @@ def test_episodes_stand_beside_their_forecast():
     compared = compare(program, hands, records, ((5, 5), (7, 9)), found)
     assert compared.to_json()["episodes"]["measured"]["turns"] == 3.5
     measured, _, forecast_text = compared.note.partition("; forecast: ")
-    assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.5 s" in forecast_text
+    assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.3 s" in forecast_text
     assert not compare(program, hands, records, ((5,), (7,))).note
