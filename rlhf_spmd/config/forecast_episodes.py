@@ -35,10 +35,8 @@ def read_forecast_episodes(text: str, drawn: float, length: float) -> Answers:
             f"forecast_episodes={text}: answers of {found.tokens:g} tokens have no room in an episode of {length:g} "
             "(forecast_lengths, episode.max_row_tokens); give fewer, or longer episodes"
         )
-    try:
-        found.check()
-    except UserError as error:
-        raise UserError(f"forecast_episodes={text}: {error}") from None
+    if found.problem:
+        raise UserError(f"forecast_episodes={text}: {found.problem}; give TURNS,TOKENS,MEAN_S,P95_S with such a P95_S")
     return found
 
 

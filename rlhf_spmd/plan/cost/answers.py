@@ -69,9 +69,9 @@ def longest_s(answers: Answers, num_rows: int) -> float:
 
 
 def _sigma(answers: Answers) -> float:
-    """Returns the standard deviation of a wait's logarithm: the smaller root of p95 = mean exp(sigma z - sigma^2 / 2).
-    Raises UserError if there is none."""
-    answers.check()
+    """Returns the standard deviation of a wait's logarithm: the smaller root of p95 = mean exp(sigma z - sigma^2 /
+    2)."""
+    assert not answers.problem, answers.problem
     ratio = answers.p95_s / answers.mean_s if answers.mean_s else 1.0
     return P95 - math.sqrt(max(0.0, P95**2 - 2 * math.log(ratio)))  # rounded at the limit
 
