@@ -219,10 +219,11 @@ def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, t
     )
     message = refusal(capsys, "--cluster", str(path), "--calibration", "a100-80g", "--preset", "llama-7b")
     assert "a100-80g does not know devices of type h100-80g, only a100-80g; choose another one, or measure" in message
-    message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
-    assert "no calibration of a100-80g, h100-80g is shipped" in message
     message = refusal(capsys, "--cluster", str(path), "--layout", "2x8")
     assert "drop --layout and --device-type" in message
+    path.write_text(path.read_text(encoding="utf-8").replace("h100-80g", "h200-141g"), encoding="utf-8")
+    message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
+    assert "no calibration of h200-141g is shipped" in message
 
 
 def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
