@@ -45,7 +45,7 @@ def _of_numbers(text: str) -> Answers | None:
         turns, tokens, mean_s, p95_s = map(float, text.split(","))
     except ValueError:
         return None
-    possible = 1 <= turns < math.inf and 0 <= tokens and 0 <= mean_s <= p95_s < math.inf
+    possible = 1 <= turns < math.inf and tokens >= 0 and 0 <= mean_s <= p95_s < math.inf
     return Answers(turns, tokens, mean_s, p95_s) if possible else None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from rlhf_spmd.plan.adapters import NUMBER_BYTES, WITH_ONE_INPUT, B
+from rlhf_spmd.plan.adapters import WITH_ONE_INPUT, B
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run, keys_made, keys_read, merged

@@ -80,12 +80,8 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     if all(machine == calibration.machine for machine in every):
         return unscaled
     if world.computes.index is not None:
-        is_of_type = calibration.machine is None
-        return (
-            unscaled
-            if is_of_type
-            else replace(unscaled, why_not="the calibration was made elsewhere, and GPUs are not probed")
-        )
+        why_not = "the calibration was made elsewhere, and GPUs are not probed" if calibration.machine else ""
+        return replace(unscaled, why_not=why_not)
     types = program.cluster.device_types
     if len(types) > 1:
         return replace(unscaled, why_not="the devices are of several types")
