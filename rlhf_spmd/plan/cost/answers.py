@@ -50,8 +50,8 @@ def generate_s(
 
 @lru_cache(maxsize=4096)
 def longest_s(answers: Answers, num_rows: int) -> float:
-    """Returns the expected seconds for which the row that waits longest does so. If waits are no whole number, some
-    rows have one more than others."""
+    """Returns the expected seconds for which the row that waits longest does so. If their number is not
+    whole, some rows have one more."""
     sigma, (waits, more) = _sigma(answers), divmod(answers.turns - 1, 1)
     if waits + more <= 0 or not answers.mean_s:
         return 0.0

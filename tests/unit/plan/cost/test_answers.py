@@ -26,7 +26,7 @@ def drawn_waits(answers: Answers, sigma: float, size: tuple[int, ...]) -> np.nda
 @pytest.mark.parametrize("rows", [8, 64, 512])
 @pytest.mark.parametrize(("sigma", "turns"), [(0.6, 2), (1.0, 4), (0.9, 8), (0.7, 4.5)])
 def test_the_row_that_waits_longest(sigma, turns, rows):
-    """Against 4000 iterations that are drawn; of turns that are no whole number, each row has one more or fewer."""
+    """Against 4000 iterations that are drawn; where their number is not whole, rows differ by one."""
     answers, whole = of_sigma(0.3, sigma, turns), math.ceil(turns)
     waits = drawn_waits(answers, sigma, (4000, rows, whole - 1))
     waits[..., 0] *= np.random.default_rng(1).random((4000, rows)) <= 1 - (whole - turns)
