@@ -12,48 +12,58 @@ from rlhf_spmd.plan.workload import Answers
 
 TURNS, TOKENS, MEAN_S, P95_S = "turns", "answer_tokens", "tool_s", "tool_p95_s"  # in the log
 PROMPT_LENGTH = "prompt_length"  # there, as environments open them
-DEFAULT = Answers(2.0, 0.0, 0.1, 0.5)  # but for the tokens
+DEFAULT = Answers(2.0, 0.0, 0.1, 0.3)  # but for the tokens
 
 
-def read_forecast_episodes(text: str, most_drawn: int, limit: int) -> Answers:
+def read_forecast_episodes(text: str, drawn: float, length: float) -> Answers:
     """Reads the answers that a text names: TURNS,TOKENS,MEAN_S,P95_S or a run, whose iterations are averaged; if it is
     empty, two turns, and as many tokens of answers as there is room for. Raises UserError.
 
-    most_drawn, limit: tokens of an episode that are drawn at most, and all.
+    drawn, length: tokens of an episode that are drawn, and all.
     """
-    room = float(limit - most_drawn)
     if not text:
-        return Answers(DEFAULT.turns, room, DEFAULT.mean_s, DEFAULT.p95_s)
-    if is_folder(text):
-        return _of_run(text)
+        return Answers(DEFAULT.turns, length - drawn, DEFAULT.mean_s, DEFAULT.p95_s)
+    found = _of_run(text) if is_folder(text) else _of_numbers(text)
+    if found is None:
+        raise UserError(
+            f"forecast_episodes={text} is neither TURNS,TOKENS,MEAN_S,P95_S nor the folder of a run: give at least 1 "
+            "turn, the tokens of an episode's answers, and the mean and the 95th percentile of the seconds of an "
+            "answer, e.g. 4,200,0.5,1.5"
+        )
+    if found.tokens >= length:
+        raise UserError(
+            f"forecast_episodes={text}: answers of {found.tokens:g} tokens have no room in an episode of {length:g} "
+            "(forecast_lengths, episode.max_row_tokens); give fewer, or longer episodes"
+        )
+    if found.problem:
+        raise UserError(f"forecast_episodes={text}: {found.problem}; give TURNS,TOKENS,MEAN_S,P95_S with such a P95_S")
+    return found
+
+
+def _of_numbers(text: str) -> Answers | None:
     try:
         turns, tokens, mean_s, p95_s = map(float, text.split(","))
     except ValueError:
-        turns = tokens = mean_s = p95_s = math.nan
-    if not (1 <= turns < math.inf and 0 <= tokens < limit and 0 <= mean_s <= p95_s < math.inf):
-        raise UserError(
-            f"forecast_episodes={text} is neither TURNS,TOKENS,MEAN_S,P95_S nor the folder of a run: give at least 1 "
-            f"turn, the tokens of an episode's answers (fewer than {limit}), and the mean and the 95th percentile of "
-            "the seconds of an answer, e.g. 4,200,0.5,3"
-        )
-    return Answers(turns, tokens, mean_s, p95_s)
+        return None
+    possible = 1 <= turns < math.inf and tokens >= 0 and 0 <= mean_s <= p95_s < math.inf
+    return Answers(turns, tokens, mean_s, p95_s) if possible else None
 
 
 def measured(history: Sequence[Mapping[str, Any]]) -> Answers | None:
     """Averages how episodes of some iterations were answered, by the log; None without episodes. A turn may have
     several calls, which wait together."""
     rows = [row for row in history if isinstance(row.get(TURNS), float)]
+    answered = [row for row in rows if isinstance(row.get(MEAN_S), float)]
     if not rows:
         return None
 
-    def mean(name: str) -> float:
-        found = [row[name] for row in rows if isinstance(row.get(name), float)]
+    def mean(name: str, of: Sequence[Mapping[str, Any]] = rows) -> float:
+        found = [row[name] for row in of if isinstance(row.get(name), float)]
         return math.fsum(found) / len(found) if found else 0.0
 
     turns, calls = max(1.0, mean(TURNS)), mean("answers")
     each = calls / (turns - 1) if turns > 1 else 0.0  # calls of a turn that is answered
-    mean_s = each * mean(MEAN_S)
-    return Answers(turns, mean(TOKENS), mean_s, max(mean_s, each * mean(P95_S)))
+    return Answers(turns, mean(TOKENS), each * mean(MEAN_S), each * mean(P95_S, answered))
 
 
 def _of_run(text: str) -> Answers:

@@ -212,7 +212,7 @@ class Config(OptionTree):
     # lengths of responses that forecasts assume: MEAN,SIGMA (lognormal) or the rollouts of a run; empty: the limit
     forecast_lengths: str = ""
     # episodes that forecasts assume: TURNS,TOKENS,MEAN_S,P95_S (tokens and seconds of answers) or the folder of a run;
-    # empty: 2 turns, answers that fill the row, 0.1 s and 0.5 s
+    # empty: 2 turns, answers that fill the row, 0.1 s and 0.3 s
     forecast_episodes: str = ""
     # fraction of a GPU's memory to keep free; none: that of the calibration, at least 0.06
     reserve: BelowOne | None = None
@@ -476,6 +476,7 @@ def make_workload(config: Config) -> Workload:
     if adds_adapters and not any((one := shapes[call.model]) and one.adapters for call in workflow.generate_calls):
         raise UserError("lora.generate=joined: no model with adapters generates responses; drop the option")
     _refuse_dropout(config, workflow)
+    lengths = read_forecast_lengths(config.forecast_lengths, config.row_tokens)
     return Workload(
         workflow=workflow,
         models=shapes,
@@ -490,10 +491,10 @@ def make_workload(config: Config) -> Workload:
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
-        forecast_lengths=read_forecast_lengths(config.forecast_lengths, config.row_tokens),
+        forecast_lengths=lengths,
         bases=bases(shapes, roles, config.folder, same_model),
         adds_adapters=adds_adapters,
-        answers=_forecast_answers(config),
+        answers=_forecast_answers(config, lengths.mean if lengths else config.row_tokens),
     )
 
 
@@ -509,11 +510,13 @@ def _refuse_dropout(config: Config, workflow: Workflow) -> None:
             )
 
 
-def _forecast_answers(config: Config) -> Answers | None:
-    """Returns how episodes are forecast to be answered; None without an environment. Raises UserError."""
+def _forecast_answers(config: Config, length: float) -> Answers | None:
+    """Returns how episodes of a length in tokens are forecast to be answered; None without an environment. Raises
+    UserError."""
     if not config.environment:
         return None
-    return read_forecast_episodes(config.forecast_episodes, config.generation.max_new_tokens, config.row_tokens)
+    drawn = length * config.generation.max_new_tokens / config.row_tokens
+    return read_forecast_episodes(config.forecast_episodes, drawn, length)
 
 
 def _known_folder(config: Config, role: str) -> str:

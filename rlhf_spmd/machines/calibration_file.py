@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, is_folder, read_bytes
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.plan.cost.calibration import HOST_LINK, VERSION, Calibration, Device, Link, Machine
+from rlhf_spmd.plan.cost.calibration import HOST_LINK, SOURCES, VERSION, Calibration, Device, Link, Machine
 
 MAY_BE_ZERO = (
     "seconds",
@@ -51,8 +51,9 @@ NETWORKS = {  # between nodes: of one device while all devices of its node send
 
 
 def load_calibration(name: str) -> Calibration:
-    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`); `+NETWORK` after it replaces the link
-    between nodes (`a100-80g+200g-per-node`). Raises UserError naming the error."""
+    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`), or those of several types of device, with
+    commas; `+NETWORK` after it replaces the link between nodes (`a100-80g+200g-per-node`). Raises UserError naming the
+    error."""
     machine, plus, network = name.rpartition("+")
     if plus and (network in NETWORKS or not name.endswith(".json")):
         if network not in NETWORKS:
@@ -61,6 +62,8 @@ def load_calibration(name: str) -> Calibration:
         found = load_calibration(machine)
         sources = dict(found.sources) | {f"between.{one}": "data sheet" for one in ("bytes_per_s", "latency_s")}
         return replace(found, name=f"{found.name}+{network}", between=NETWORKS[network], sources=sources)
+    if "," in name and not is_file(name):
+        return joined([load_calibration(one) for one in name.split(",")])
     if name.endswith(".json"):
         return read_calibration(name)
     known = sorted(path.stem for path in SHIPPED.glob("*.json"))
@@ -68,6 +71,33 @@ def load_calibration(name: str) -> Calibration:
         hint = did_you_mean(name, known)
         raise UserError(f"unknown calibration {name!r}{hint}; known: {', '.join(known)}, or give a file mine.json")
     return read_calibration(str(SHIPPED / f"{name}.json"))
+
+
+def joined(parts: Sequence[Calibration]) -> Calibration:
+    """Returns one calibration of the devices of several. What belongs to a device stays with it; a link has the lowest
+    bandwidth and the highest latency of all, also inside a node, and a source is the least certain. Raises UserError if
+    two know the same type."""
+    devices: dict[str, Device] = {}
+    for part in parts:
+        if twice := devices.keys() & part.devices.keys():
+            names = ", ".join(one.name for one in parts)
+            raise UserError(f"calibrations {names}: two of them know {min(twice)}; name one for each type of device")
+        devices |= part.devices
+    every = [{name: getattr(part, name) for name in ("inside", "between", "host")} for part in parts]
+    links = {
+        name: Link(min(one[name].bytes_per_s for one in every), max(one[name].latency_s for one in every))
+        for name in every[0]
+    }
+    told = [(name, source) for part in parts for name, source in part.sources.items()]
+    told.sort(key=lambda pair: SOURCES.index(pair[1]))  # of two for one name, the later counts
+    return Calibration(
+        name=",".join(part.name for part in parts),
+        devices=devices,
+        provenance=" ".join(f"{part.name}: {part.provenance}" for part in parts),
+        pipelined_prefill=all(part.pipelined_prefill for part in parts),
+        sources=dict(told),
+        **links,
+    )
 
 
 def read_calibration(path: str) -> Calibration:

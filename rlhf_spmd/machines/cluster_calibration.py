@@ -9,17 +9,17 @@ CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 
 
 def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
-    """Returns the named calibration, else the shipped one of this program on the cluster's devices; None if none is
-    shipped or the devices are of several types, unless it is required. Raises UserError, also if the calibration lacks
-    a device type."""
+    """Returns the named calibration, else those of this program that are shipped for the cluster's types of device,
+    joined; None if one is missing, unless it is required. Raises UserError, also if the calibration lacks a device
+    type."""
     if name is None:
-        first, *more = cluster.device_types
-        name = CPU_CALIBRATION if first == "cpu" else f"{first}-derived"
-        if more or not (SHIPPED / f"{name}.json").is_file():
-            if required:
-                kinds = ", ".join(cluster.device_types)
-                raise UserError(f"no calibration of {kinds} is shipped; give --calibration FILE.json")
+        names = {one: CPU_CALIBRATION if one == "cpu" else f"{one}-derived" for one in cluster.device_types}
+        missing = [device for device, one in names.items() if not (SHIPPED / f"{one}.json").is_file()]
+        if missing and required:
+            raise UserError(f"no calibration of {', '.join(missing)} is shipped; give --calibration FILE.json")
+        if missing:
             return None
+        name = ",".join(names.values())
     found = load_calibration(name)
     for device in cluster.device_types:
         found.require(device)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import fsum, prod
+from math import exp, fsum, prod
+from statistics import NormalDist
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
 from rlhf_spmd.plan.cluster import Cluster
@@ -12,6 +13,9 @@ from rlhf_spmd.plan.workflow import Call, Compute, Workflow, is_current
 
 HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
+P95 = NormalDist().inv_cdf(0.95)
+ROUNDED = 1e-9
+MOST_P95 = exp(P95**2 / 2)  # 95th percentile of a lognormal / its mean, at most: 3.868
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +120,23 @@ class Answers:
 
     turns: of an episode.
     tokens: of all answers of an episode, which are a part of its response.
-    mean_s, p95_s: mean and 95th percentile of the seconds between two turns.
+    mean_s, p95_s: mean and 95th percentile of the seconds between two turns, which are lognormal.
     """
 
     turns: float
     tokens: float
     mean_s: float
     p95_s: float
+
+    @property
+    def problem(self) -> str:
+        """What is wrong if there is no lognormal with this mean and 95th percentile; empty if there is one."""
+        if (1 - ROUNDED) * self.mean_s <= self.p95_s <= (MOST_P95 + ROUNDED) * self.mean_s:
+            return ""
+        return (
+            f"no lognormal has a mean of {self.mean_s:g} s and a 95th percentile of {self.p95_s:g} s, which is between "
+            f"the mean and 3.868 means ({3.868 * self.mean_s:g} s)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

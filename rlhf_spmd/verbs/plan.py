@@ -38,6 +38,7 @@ from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.printing import command_lines
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import table
@@ -137,6 +138,7 @@ def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
 def measure(world: Any, parsed: argparse.Namespace) -> None:
     """Runs the best plans for a few iterations on the ranks of a world; the fastest wins. Rank 0 plans and prints.
     Raises UserError as run() does."""
+    from rlhf_spmd.runtime.profile.calibration_probe import at_hand
     from rlhf_spmd.runtime.world.devices import check_program, describe_device
 
     told: list[list[Any]] = []
@@ -165,21 +167,27 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
     seconds = [iteration_s(config, program, world) for program in programs]
+    here = at_hand(world, config, programs[0], calibration, COUNTED * sum(seconds))
     if world.rank > 0:
         return
     first = min(range(len(told)), key=seconds.__getitem__)
+    beside: list[float | None] = [None for _ in best]
+    if not here.why_not:
+        beside = [forecast(row.program, here.calibration).makespan_s for row in best]
     with_forecast: list[tuple[str, ...]] = [("plan", "forecast s", "measured s")]
-    for (name, _), row, measured_s in zip(told, best, seconds, strict=True):
-        with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
+    for (name, _), forecast_s, measured_s in zip(told, beside, seconds, strict=True):
+        with_forecast.append((name, f"{forecast_s:.4g}" if forecast_s else "-", f"{measured_s:.4g}"))
     save(out, lambda path: path.write_text(told[first][1], encoding="utf-8"))
     where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast, table_width())}")
+    if here.why_not:
+        print(f"No forecast beside the seconds: {here.why_not}")
     print(f"\nThe fastest, {told[first][0]}, is written to {out}")
     measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}
     result = {
         "name": told[first][0],
         "out": str(out),
-        "forecast_s": best[first].forecast.makespan_s,
+        "forecast_s": beside[first],
         "measured_s": seconds[first],
         "gap": found.gap,
         "plans": measured,

@@ -77,6 +77,18 @@ def test_a_job_of_many_ranks(layout, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"timeline.json", "timeline.png"}
 
 
+@pytest.mark.slow
+def test_two_types_of_devices(tmp_path):
+    """Without a calibration: those that are shipped are joined."""
+    types = "".join(f'[[nodes]]\ndevices = 4\ndevice = "{one}"\n' for one in ("a100-80g", "h100-80g"))
+    (tmp_path / "mixed.toml").write_text(types, encoding="utf-8")
+    words = ["--cluster", str(tmp_path / "mixed.toml"), "--preset", "qwen2.5-7b", "--iterations", "1", "--seconds", "1"]
+    status, out, err = command(["heterogeneous", *words, "strategy.zero=3"])
+    assert status == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["ok"] and result["rehearsed_s"][0] > 0.99 * result["forecast_s"]
+
+
 def test_one_iteration_ahead(tmp_path):
     """A first batch, steps, and a last batch; stages are rehearsed in their batch, and training beside drawing."""
     more = ["--seconds", "1", "--out", str(tmp_path / "out"), "strategy.ahead=1", "strategy.training_pp=2"]

@@ -122,8 +122,10 @@ def lognormal(mean: float, sigma: float, limit: float) -> LengthDistribution:
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if mean_of_cut_lognormal(middle, sigma, limit) < mean else (low, middle)
-    cells = min(CELLS, math.ceil(limit))
-    step = limit / cells
+    far = low + (5 + sigma) * sigma  # beyond it, nothing counts
+    most = math.exp(far) if far < math.log(limit) else limit
+    cells = min(CELLS, math.ceil(most))
+    step = most / cells
     survival = np.array([_above(math.log((cell + 0.5) * step), low, sigma) for cell in range(cells)])
     survival[0] = 1.0  # a response has a token
     return LengthDistribution(mean / float(survival.sum()), survival)

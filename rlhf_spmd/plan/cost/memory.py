@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from rlhf_spmd.plan.adapters import NUMBER_BYTES, B
+from rlhf_spmd.plan.adapters import WITH_ONE_INPUT, B
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run, keys_made, keys_read, merged
@@ -311,34 +311,47 @@ def _room(program: Program, call: Generate, rank: int) -> int:
 def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """Returns the most bytes of activations that training keeps for its backward passes on a rank.
 
-    Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
-    no scores): sequence parallelism splits everything by tp except the gathered inputs of a block. Recomputation keeps
-    only the input of each layer and works on one layer at a time. The last stage also needs `logits_bytes`.
+    Recomputation keeps only the input of each layer and works on one layer at a time, else a layer keeps
+    `layer_numbers`. The last stage also has the final norm's input, what the head reads, and `logits_bytes`.
     """
     shape, c = workload.shape(call.model), workload.param_bytes
-    shard = layout.shard(rank)
+    shard, h = layout.shard(rank), shape.hidden_size
     num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = (layout.micro_batch or workload.micro_batch) * longest
     if layout.tokens:  # a row is never cut, and there may be fewer rows than the budget has room for
         tokens = min(max(layout.tokens, longest), -(-workload.mini_batch // layout.dp) * longest)
-    h, d = shape.hidden_size, shape.head_dim
-    heads, kv_heads, intermediate = shape.slice_sizes(shard.tp, shard.tp_index)
-    # a slice of inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product
-    kept = 2 * h / layout.tp + 2 * (heads + kv_heads) * d + 4 * intermediate
-    if shape.adapters is not None:  # the products with A, in float32
-        kept += len(shape.adapters.targets) * shape.adapters.rank * NUMBER_BYTES / c
-    gathered = 2 * h  # the norms' outputs, which all slices of q, k, v and of gate and up read: whole on each
-    per_layer = h / layout.tp if layout.recompute else kept + gathered
+    kept = layer_numbers(shape, shard.tp, shard.tp_index)
     passes = layout.pp - shard.stage  # micro-batches in the pipeline under 1F1B
-    once = kept + gathered if layout.recompute else 0.0
-    numbers = tokens * (per_layer * num_layers * passes + once)
+    numbers = tokens * (h / layout.tp if layout.recompute else kept) * num_layers * passes
+    numbers += tokens * kept if layout.recompute else 0
     logits = 0
-    if shard.stage == shard.pp - 1 and not shape.scalar_head:
+    if shard.stage == shard.pp - 1:
         responses = math.ceil(tokens * workload.max_response * call.num_sequences / longest)
+        numbers += tokens * h / layout.tp + (tokens if shape.scalar_head else responses) * h
+    if shard.stage == shard.pp - 1 and not shape.scalar_head:
         logits = logits_bytes(responses, math.ceil(shape.vocab_size / layout.tp), h, c)
     passed = 2 * pass_bytes(layout, workload, call) if layout.pp > 1 else 0
     return int(numbers * c) + logits + passed
+
+
+def layer_numbers(shape: ModelShape, tp: int, index: int) -> float:
+    """Returns numbers in the compute precision that a forward pass of training keeps per token of a layer, in a slice.
+
+    As Korthikanti et al. (arXiv 2205.05198, table 2) without dropout, with attention that stores no scores and SwiGLU:
+    sequence parallelism splits everything by tp except the gathered inputs of a block. Counted are the operations of a
+    GPU. On a CPU a norm whose weight trains keeps its rows before the product with it, too.
+    """
+    h, adapters = shape.hidden_size, shape.adapters
+    heads, kv_heads, intermediate = shape.slice_sizes(tp, index)
+    wide = (heads + kv_heads) * shape.head_dim
+    # slices of the inputs of two norms; q, k, v and the attention's output; inputs of norms of q and k; gate and up
+    kept = 2 * h / tp + 2 * wide + shape.qk_norm * wide + 2 * intermediate
+    if adapters is None:  # what down_proj reads, and what q, k, v and gate, up read: whole on each slice
+        return kept + intermediate + 2 * h
+    gathered = sum(h for some in WITH_ONE_INPUT if len(some) > 1 and any(map(adapters.has, some)))
+    # the products with A; what layers read is computed again, unless other slices have a part of it
+    return kept + len(adapters.targets) * adapters.rank + (gathered if tp > 1 else 0)
 
 
 def chunk_columns(num_rows: int, vocab_size: int) -> int:

@@ -8,8 +8,8 @@ most a tenth of the time of the iterations, and at most LIMIT_S.
 
 Only this forecast is scaled. `plan` is about a described cluster, and runs without torch. `--strategy auto` uses the
 calibration unscaled: a run's plan must not depend on other processes at its start, and a common factor would not change
-the choice (`plan --measure-top` decides by measurement). A calibration of GPUs would be scaled only on ranks that
-compute on GPUs, and if it had tables of measured shapes; no shipped one has.
+the choice (`plan --measure-top` decides by measurement). GPUs are not probed: a calibration of a type of GPU holds for
+all of them.
 """
 
 import time
@@ -57,7 +57,7 @@ class AtHand:
     """A calibration for the current machine, and the given one.
 
     scale: the factors of its seconds, after a probe of probe_s seconds; None: it was not scaled, because it was made on
-        this machine or for the reason why_not.
+        this machine, or has constants alone, of no one machine, or for the reason why_not: then nothing is forecast.
     """
 
     given: Calibration
@@ -80,16 +80,19 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     if all(machine == calibration.machine for machine in every):
         return unscaled
     if world.computes.index is not None:
-        return replace(unscaled, why_not="GPUs are not probed")
+        why_not = "the calibration was made elsewhere, and GPUs are not probed" if calibration.machine else ""
+        return replace(unscaled, why_not=why_not)
     types = program.cluster.device_types
     if len(types) > 1:
         return replace(unscaled, why_not="the devices are of several types")
+    pieces = pieces_of(calibration.devices[types[0]])
+    if pieces is None and calibration.machine is None and types[0] == "cpu":
+        return unscaled
     workflow = program.workload.workflow
     if not any(workflow.heads[model] == "lm" for model in workflow.trained_models):
         return replace(unscaled, why_not="the probe trains a language model, and this run trains none")
-    pieces = pieces_of(calibration.devices[types[0]])
     if pieces is None:
-        return replace(unscaled, why_not="it has no tables of a model small enough for a probe")
+        return replace(unscaled, why_not="the calibration has no tables of a model small enough for a probe")
     if limit_s < LEAST_S:
         return replace(unscaled, why_not="the run was too short for a probe")
     table, grid, rows = pieces

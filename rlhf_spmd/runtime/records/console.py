@@ -185,7 +185,8 @@ class Console:
         generated = math.isfinite(result.gen_tokens_per_s)
         speed = [f"{result.gen_tokens_per_s:,.0f} tokens/s generated"] if generated else []
         if math.isfinite(result.iteration_s):
-            speed.append(f"{result.iteration_s:.3g} s per iteration (forecast: {result.forecast_s:.3g} s)")
+            beside = f" (forecast: {result.forecast_s:.3g} s)" if math.isfinite(result.forecast_s) else ""
+            speed.append(f"{result.iteration_s:.3g} s per iteration{beside}")
         facts["speed"] = ", ".join([*speed, f"{result.wall_s:.1f} s in all"])
         if math.isfinite(result.parity_max_abs):
             facts["parity"] = f"{result.parity_max_abs:.2g} nats at most between generation and training"

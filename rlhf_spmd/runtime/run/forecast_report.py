@@ -30,10 +30,10 @@ FIRST_ROWS = 1000  # of a data set, whose lengths are taken
 
 @dataclass(frozen=True, slots=True)
 class CallSeconds:
-    """Seconds per iteration of one call, or of the whole iteration."""
+    """Seconds per iteration of one call, or of the whole iteration. forecast_s: None if there is no forecast."""
 
     call: str
-    forecast_s: float
+    forecast_s: float | None
     measured_s: float
 
 
@@ -63,11 +63,11 @@ def given_counts(data: PromptSet, used: float = 1.0) -> tuple[tuple[int, ...], t
 @dataclass(frozen=True, slots=True)
 class Compared:
     """A row for every call that takes time, in the order of the workflow, and one for the whole iteration. as_given_s:
-    forecast seconds of an iteration by the unscaled calibration."""
+    forecast seconds of an iteration by the unscaled calibration, if one is forecast."""
 
     rows: Sequence[CallSeconds]
     found: AtHand
-    as_given_s: float
+    as_given_s: float | None
     episodes: tuple[Answers, Answers] | None = None  # how they were forecast to be answered, and how they were
 
     @property
@@ -76,9 +76,10 @@ class Compared:
         return self.rows[-1]
 
     @property
-    def scaled_by(self) -> float:
+    def scaled_by(self) -> float | None:
         """Forecast seconds of an iteration by the scaled calibration / those by the unscaled one."""
-        return self.whole.forecast_s / self.as_given_s
+        forecast_s = self.whole.forecast_s
+        return forecast_s / self.as_given_s if forecast_s and self.as_given_s else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON-able values."""
@@ -101,12 +102,13 @@ class Compared:
         }
 
     @property
-    def note(self) -> str:
-        """For the end of a run: how episodes were answered, beside the forecast; empty without episodes."""
-        if self.episodes is None:
-            return ""
-        forecast, measured = (_of_answers(one) for one in self.episodes)
-        return f"episodes, measured: {measured}; forecast: {forecast}"
+    def notes(self) -> list[str]:
+        """For the end of a run: why there is no forecast; how episodes were answered, beside the forecast."""
+        notes = [f"no forecast beside the seconds: {self.found.why_not}"] if self.found.why_not else []
+        if self.episodes is not None:
+            forecast, measured = (_of_answers(one) for one in self.episodes)
+            notes.append(f"episodes, measured: {measured}; forecast: {forecast}")
+        return notes
 
 
 def _of_answers(answers: Answers) -> str:
@@ -123,15 +125,19 @@ def compare(
     lengths: Sequence[tuple[int, ...]],
     answers: Answers | None = None,
 ) -> Compared:
-    """Compares the iterations in `records` (of every rank) with their forecast by a calibration. Medians over the
-    iterations, without the run's first one if there are others.
+    """Compares the iterations in `records` (of every rank) with their forecast by a calibration, unless this says
+    nothing of these ranks. Medians over the iterations, without the run's first one if there are others.
 
     lengths: from token_counts.
     answers: of the run's episodes.
     """
     prompts, responses = lengths
+    expected = program.workload.answers
+    if answers is not None and answers.problem:
+        found = replace(found, why_not=f"episodes were not answered as forecasts assume: {answers.problem}")
     met_lengths = ResponseLengths.of(responses, prompts)
-    met = replace(program, workload=replace(program.workload, forecast_lengths=met_lengths, answers=answers))
+    met_answers = expected if found.why_not else answers
+    met = replace(program, workload=replace(program.workload, forecast_lengths=met_lengths, answers=met_answers))
     here = forecast(met, found.calibration)
     as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s
     all_lanes = lanes(records)
@@ -146,10 +152,10 @@ def compare(
     measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
     forecast_s = call_s(here) | {WHOLE: here.makespan_s}
     seconds = {name: statistics.median(one[name] for one in measured) for name in forecast_s if measured}
-    rows = [CallSeconds(name, s, seconds[name]) for name, s in forecast_s.items() if name in seconds]
-    expected = program.workload.answers
+    shown = {name: None if found.why_not else s for name, s in forecast_s.items() if s > 0 and name in seconds}
+    rows = [CallSeconds(name, s, seconds[name]) for name, s in shown.items()]
     episodes = (expected, answers) if expected is not None and answers is not None else None
-    return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s, episodes)
+    return Compared(rows, found, None if found.why_not else as_given_s, episodes)
 
 
 def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:
@@ -210,5 +216,5 @@ def compared_run(
     if not compared.rows:  # no iteration had all calls
         return None
     folder.write_values("forecast.json", compared.to_json())
-    folder.notes += [compared.note] if compared.note else []
+    folder.notes += compared.notes
     return compared

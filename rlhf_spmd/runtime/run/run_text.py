@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.records.console import Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.rewards.response_scores import how_read
-from rlhf_spmd.runtime.run.forecast_report import Compared
+from rlhf_spmd.runtime.run.forecast_report import CallSeconds, Compared
 from rlhf_spmd.runtime.world.devices import describe_device
 
 
@@ -172,11 +172,19 @@ def result(
         headlines={name: (first.get(name, math.nan), last[name]) for name in headlines},
         gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds if generates else math.nan,
         parity_max_abs=max((metrics.get("parity_max_abs", math.nan) for metrics in history), default=math.nan),
-        iteration_s=compared.whole.measured_s if compared else math.nan,
-        forecast_s=compared.whole.forecast_s if compared else math.nan,
-        scaled_by=compared.scaled_by if compared else math.nan,
+        **forecast_seconds(compared),
         wall_s=wall_s,
         run_dir=str(folder.shown),
         reward_timeouts=num_late,
         saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
     )
+
+
+def forecast_seconds(compared: Compared | None) -> dict[str, float]:
+    """Returns the fields of a Result that compare a run with its forecast; NaN without one."""
+    whole, scaled_by = (compared.whole, compared.scaled_by) if compared else (CallSeconds("", None, math.nan), None)
+    return {
+        "iteration_s": whole.measured_s,
+        "forecast_s": math.nan if whole.forecast_s is None else whole.forecast_s,
+        "scaled_by": math.nan if scaled_by is None else scaled_by,
+    }

@@ -111,6 +111,24 @@ def test_a_network_by_name_replaces_the_link_between_nodes(tmp_path):
         load_calibration("a100+200g-per-node")
 
 
+def test_calibrations_of_several_types_are_joined(tmp_path):
+    names = ("a100-80g-derived", "h100-80g-derived")
+    slow, fast = map(load_calibration, names)
+    found = load_calibration(",".join(names))
+    assert found.devices == {**slow.devices, **fast.devices} and found.name == ",".join(names)
+    assert (found.inside, found.between, found.host) == (slow.inside, slow.between, slow.host)
+    assert found.inside.bytes_per_s < fast.inside.bytes_per_s and found.sources == slow.sources == fast.sources
+    assert found.pipelined_prefill and slow.provenance in found.provenance and fast.provenance in found.provenance
+    (tmp_path / "mine.json").write_text(SMALLEST.replace('"latency_s": 0', '"latency_s": 3'), encoding="utf-8")
+    mixed = load_calibration(f"{tmp_path}/mine.json,{names[0]}+200g-per-node")
+    assert (mixed.inside.bytes_per_s, mixed.inside.latency_s, mixed.between.latency_s) == (1, 3, 1e-5)
+    assert not mixed.pipelined_prefill and mixed.sources["layer_s"] == "derived"
+    (tmp_path / "a,b.json").write_text(SMALLEST, encoding="utf-8")
+    assert load_calibration(str(tmp_path / "a,b.json")).name == "a,b"
+    with pytest.raises(UserError, match="two of them know a100-80g; name one for each"):
+        load_calibration("a100-80g,a100-80g-derived")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -13,13 +13,15 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line import plans
 from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.fitting_strategies import COMPARED
+from rlhf_spmd.command_line.plans import auto
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.machines.cluster_file import read_cluster
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.verbs.plan import _check_words
@@ -217,10 +219,11 @@ def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, t
     )
     message = refusal(capsys, "--cluster", str(path), "--calibration", "a100-80g", "--preset", "llama-7b")
     assert "a100-80g does not know devices of type h100-80g, only a100-80g; choose another one, or measure" in message
-    message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
-    assert "no calibration of a100-80g, h100-80g is shipped" in message
     message = refusal(capsys, "--cluster", str(path), "--layout", "2x8")
     assert "drop --layout and --device-type" in message
+    path.write_text(path.read_text(encoding="utf-8").replace("h100-80g", "h200-141g"), encoding="utf-8")
+    message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
+    assert "no calibration of h200-141g is shipped" in message
 
 
 def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
@@ -278,7 +281,36 @@ def test_plans_stand_beside_the_strategies(planned):
 def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
     assert calibration_for(None, Cluster.parse("1x8", "a100-80g")).name == "a100-80g-derived"
     assert calibration_for(None, Cluster.parse("1x8", "h200-141g")) is None
+    assert calibration_for(None, Cluster((Node(2, "a100-80g"), Node(2, "h200-141g")))) is None
+    with pytest.raises(UserError, match="no calibration of h200-141g is shipped"):
+        calibration_for(None, Cluster((Node(2, "a100-80g"), Node(2, "h200-141g"))), required=True)
     assert calibration_for(cpu_file, Cluster.parse("1x2")).name == "mine"
     with pytest.raises(UserError, match="does not know devices of type h100-80g"):
         calibration_for(cpu_file, Cluster.parse("1x2", "h100-80g"))
     assert parse(["train", "--calibration", "x"]).calibration == "x"
+
+
+MIXED = "".join(f'[[nodes]]\ndevices = 2\ndevice = "{one}"\n' for one in ("a100-80g", "h100-80g"))
+
+
+def test_a_cluster_of_two_types_is_planned_for_and_forecast_without_a_calibration(tmp_path, capsys):
+    """By the shipped ones of both types, joined; a named one counts as ever."""
+    (tmp_path / "mixed.toml").write_text(MIXED, encoding="utf-8")
+    words = ["--cluster", str(tmp_path / "mixed.toml"), "--preset", "qwen2.5-0.5b"]
+    both = ",".join(f"{one}-derived" for one in ("a100-80g", "h100-80g"))
+    told = {}
+    for name, more in (("joined", []), ("named", ["--calibration", both])):
+        assert main(["forecast", "heterogeneous", *words, *more]) == 0
+        told[name] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["joined"] == told["named"] and told["joined"]["calibration"] == both
+    assert main(["forecast", "heterogeneous", *words, "--calibration", "a100-80g"]) == 2
+    assert "does not know devices of type h100-80g" in capsys.readouterr().err
+    out = tmp_path / "planned.py"
+    assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["forecast", str(out), *words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["forecast_s"] == result["forecast_s"]
+    cluster = read_cluster(str(tmp_path / "mixed.toml"))
+    config = load("qwen2.5-0.5b")
+    planned = auto(config, make_workload(config), cluster, calibration_for(None, cluster, required=True))
+    assert planned.compile(make_workload(config), cluster, {}).cluster == cluster

@@ -90,6 +90,16 @@ def test_exponential_rows():
         assert decode(lengths, rows, places).steps == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(("mean", "sigma", "limit"), [(50, 1.0, 32768), (10, 1.0, 8192), (50, 0.5, 32768)])
+def test_responses_far_below_the_limit(mean, sigma, limit):
+    """A limit that no response reaches changes nothing."""
+    normal = np.random.default_rng(0).standard_normal((4000, 64))
+    drawn = mean * np.exp(sigma * normal - sigma**2 / 2)
+    found = lognormal(mean, sigma, limit)
+    assert found.mean == pytest.approx(mean) and found.longest(64) == pytest.approx(drawn.max(1).mean(), rel=0.02)
+    assert found.middle == pytest.approx((drawn**2).mean() / (2 * drawn.mean()), rel=0.03)
+
+
 @pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize(("rows", "places"), [(16, 16), (12, 8), (40, 16), (60, 4), (20, 1)])
 def test_rows_that_take_turns(sigma, rows, places):

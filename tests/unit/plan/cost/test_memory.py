@@ -3,15 +3,21 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rlhf_spmd.config.options import make_workload as workload_of
 from rlhf_spmd.config.presets import load
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import (
     activation_bytes,
     cache_bytes,
     caches_alive,
     call_bytes,
+    layer_numbers,
     logits_bytes,
     most_alive_bytes,
     most_rows_bytes,
@@ -27,6 +33,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding, memory
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.strategies import flattening as flattening_strategy
 from rlhf_spmd.strategies import interleaving2, separation
 from tests.programs import make_workload, place_models
@@ -189,3 +196,80 @@ def test_long_rows_of_a_large_batch_may_be_what_does_not_fit():
     assert found > 5 * 2**30
     (error, *_) = memory(replace(program, workload=many))
     assert f"rows {found / 2**30:.1f} GiB" in error.message
+
+
+KEPT = {  # hidden, intermediate, heads, key-value heads, head_dim, vocabulary
+    "as many key-value heads": ModelShape(3, 64, 176, 4, 4, 16, 256),
+    "grouped, with biases": ModelShape(4, 96, 256, 6, 2, 16, 320, qkv_bias=True),
+    "tied, few tokens": ModelShape(3, 80, 208, 5, 1, 32, 64, tied=True),
+    "wide, with norms of q and k": ModelShape(2, 128, 1024, 4, 2, 32, 128, qk_norm=True),
+}
+SOME = Adapters(3, 6.0, ("v_proj", "o_proj", "up_proj"))
+
+
+@pytest.mark.parametrize("adapters", [None, Adapters(4, 8.0), SOME], ids=["full", "all", "some"])
+@pytest.mark.parametrize("which", [*KEPT, "critic"])
+def test_activations_are_what_a_forward_pass_keeps(which, adapters):
+    """Each storage that autograd saves once, without parameters and the batch; recomputation also has a layer at a
+    time. On a CPU a norm whose weight trains keeps its rows before the product with it, too."""
+    name, critic = ("tied, few tokens", True) if which == "critic" else (which, False)
+    shape = replace(KEPT[name], scalar_head=critic, adapters=adapters)
+    rows, prompt, response = 4, 6, 14
+    workload = replace(make_workload(shape=shape), param_bytes=4, max_prompt=prompt, max_response=response)
+    call = workload.workflow.train_call("critic" if critic else "actor")
+    workload = replace(workload, models={**workload.models, call.model: shape})
+    sizes = (rows, prompt, response)
+    whole, deeper = (kept_bytes_of(replace(shape, num_layers=shape.num_layers + more), *sizes) for more in (0, 1))
+    wide = 2 * shape.hidden_size + shape.qk_norm * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    for recompute, found in (
+        (False, whole),
+        (True, kept_bytes_of(shape, *sizes, recompute=True) + deeper - whole),
+    ):
+        layout = Layout.data_parallel(range(1), micro_batch=rows, recompute=recompute)
+        counted = activation_bytes(workload, call, layout, 0)
+        if not critic:  # the gradient of logits is no part of the forward pass
+            counted -= 4 * rows * response * shape.vocab_size
+        if adapters is None:
+            layers = 1 if recompute else shape.num_layers
+            counted += 4 * rows * (prompt + response) * (layers * wide + shape.hidden_size)
+        assert found == pytest.approx(counted, rel=0.03), recompute
+
+
+def kept_bytes_of(shape: ModelShape, rows: int, prompt: int, response: int, *, recompute: bool = False) -> int:
+    """Returns the bytes that autograd saves of the forward pass of a model."""
+    sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads")}
+    sizes |= {name: getattr(shape, name) for name in ("num_kv_heads", "head_dim", "vocab_size", "qk_norm")}
+    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+    sizes |= {"attention_bias": shape.qkv_bias, "tie_embeddings": shape.tied}
+    config = ModelConfig(model_type=family, **sizes)
+    head = "scalar" if shape.scalar_head else "lm"
+    model, kept = Transformer(config, head=head, adapters=shape.adapters, recompute=recompute), dict[int, int]()
+    for name, one in model.named_parameters():
+        one.requires_grad_(name in model.trained_names())
+    batch = Sequences.join(*(torch.ones(rows, num, dtype=torch.int32) for num in (prompt, response)))
+    weights, alive = {one.untyped_storage().data_ptr() for one in model.parameters()}, []
+
+    def noted(one: torch.Tensor) -> torch.Tensor:
+        kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        alive.append(one)  # or another would lie at its place
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, noted):
+        output = forward(model, batch)
+        if head == "lm":
+            response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0)
+        else:
+            model.scalar(output)
+    of_batch = [one for one in alive if not one.dtype.is_floating_point]
+    left_out = weights | {one.untyped_storage().data_ptr() for one in of_batch}
+    return sum(num_bytes for at, num_bytes in kept.items() if at not in left_out)
+
+
+@pytest.mark.parametrize("adapters", [None, Adapters(4, 8.0), SOME, Adapters(4, 8.0, ("down_proj",))])
+def test_slices_keep_what_a_whole_layer_does(adapters):
+    """But what all of them read they each have; with adapters, only where a layer with one reads it."""
+    shape = replace(KEPT["as many key-value heads"], adapters=adapters)
+    ranks = 0 if adapters is None else len(adapters.targets) * adapters.rank
+    whole, slices = layer_numbers(shape, 1, 0), [layer_numbers(shape, 2, index) for index in range(2)]
+    shared = {None: 2, SOME: 2}.get(adapters, 2 if adapters and len(adapters.targets) > 1 else 0)
+    assert sum(slices) == whole + ranks + 64 * shared * (1 if adapters is None else 2)

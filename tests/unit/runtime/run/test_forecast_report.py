@@ -1,6 +1,7 @@
 """A run compared with its forecast."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from rlhf_spmd.plan.workload import Answers, ResponseLengths
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.run import run_text
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from tests.unit.plan.cost.test_seconds import machine
 from tests.unit.verbs.test_plan import example
@@ -64,8 +66,37 @@ def test_the_file_says_how_the_calibration_was_scaled(tmp_path):
     written = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))
     assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
     assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")
-    short = replace(compared, found=AtHand(replace(given, machine=None), given, HERE, why_not="the run was too short"))
-    assert short.to_json()["why_not"] == "the run was too short" and short.to_json()["made_on"] is None
+    assert not compared.notes
+
+
+def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
+    """The seconds of another machine stand nowhere beside the measured ones, and the reason is printed."""
+    program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other"))
+    why = "this machine was too slow, or too busy, for a probe"
+    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
+    records, lengths = [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,))
+    compared = compare(program, AtHand(given, given, HERE, why_not=why), records, lengths)
+    shown = compare(program, AtHand(given, given, HERE), records, lengths)
+    assert [(row.call, row.measured_s) for row in compared.rows] == [(row.call, row.measured_s) for row in shown.rows]
+    written = compared.to_json()
+    assert {row["forecast_s"] for row in written["rows"]} == {None} and written["why_not"] == why
+    assert written["scaled_by"] is written["as_given_s"] is None
+    assert compared.notes == [f"no forecast beside the seconds: {why}"]
+    seconds = run_text.forecast_seconds(compared)
+    assert [math.isnan(one) for one in seconds.values()] == [False, True, True]
+    assert not any(math.isnan(one) for one in run_text.forecast_seconds(shown).values())
+    assert all(math.isnan(one) for one in run_text.forecast_seconds(None).values())
+
+
+def test_episodes_that_forecasts_cannot_assume():
+    program = example("flattening", 1)
+    program = replace(program, workload=replace(program.workload, answers=Answers(2, 4, 0.1, 0.3)))
+    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
+    hands, records = AtHand(machine(), machine(), HERE), [{"rank": 0, "host": "", "spans": spans}]
+    compared = compare(program, hands, records, ((5, 5), (7, 9)), Answers(3.5, 2, 0.1, 0.9))
+    assert compared.whole.forecast_s is None and compared.whole.measured_s == 1.0
+    assert "no lognormal has a mean of 0.1 s and a 95th percentile of 0.9 s" in compared.notes[0]
+    assert "95th percentile 0.9 s" in compared.notes[1]
 
 
 def test_the_forecast_is_for_the_lengths_of_the_run():
@@ -78,7 +109,7 @@ def test_the_forecast_is_for_the_lengths_of_the_run():
 
 
 def test_episodes_stand_beside_their_forecast():
-    expected, found = Answers(2, 48, 0.1, 0.5), Answers(3.5, 13, 0.06, 0.12)
+    expected, found = Answers(2, 48, 0.1, 0.3), Answers(3.5, 13, 0.06, 0.12)
     program = example("flattening", 1)
     program = replace(program, workload=replace(program.workload, answers=expected))
     hands = AtHand(machine(), machine(), HERE)
@@ -86,6 +117,7 @@ def test_episodes_stand_beside_their_forecast():
     records = [{"rank": 0, "host": "", "spans": spans}]
     compared = compare(program, hands, records, ((5, 5), (7, 9)), found)
     assert compared.to_json()["episodes"]["measured"]["turns"] == 3.5
-    measured, _, forecast_text = compared.note.partition("; forecast: ")
-    assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.5 s" in forecast_text
-    assert not compare(program, hands, records, ((5,), (7,))).note
+    (note,) = compared.notes
+    measured, _, forecast_text = note.partition("; forecast: ")
+    assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.3 s" in forecast_text
+    assert not compare(program, hands, records, ((5,), (7,))).notes
