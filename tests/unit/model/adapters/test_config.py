@@ -104,7 +104,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(key):
         ({"r": 0}, r"the rank of an adapter is 0 \(r\)"),
         ({"rank_pattern": {"q_proj": 1.5}}, r"the rank of an adapter is 1.5 \(q_proj\)"),
         ({"lora_alpha": None}, "the alpha of an adapter is None"),
-        ({"alpha_pattern": {"(": 1}}, r"'\(' is not a regular expression"),
+        ({"alpha_pattern": {"(": 1}}, r"\(\(\)' is not a regular expression"),
         ({"target_modules": "("}, "not a regular expression"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\], but must be an object"),
         ({"target_modules": [1]}, "1 is none; correct target_modules"),
