@@ -153,11 +153,11 @@ def write_texts(folder: Path, config: ModelConfig, texts: Texts) -> ModelConfig:
             shutil.copyfile(source / name, folder / name)
     if texts.chat_template:
         _replace_template(folder, texts.chat_template)
-    ends = texts.ends or config.eos_token_ids
-    if {*ends} != {*config.eos_token_ids}:
-        config = dataclasses.replace(config, eos_token_ids=tuple(ends))
     given = Path(texts.generation or source) / GENERATION
     before = read_json(given) if given.is_file() else {}
+    ends = texts.ends or model_config.token_ids(before.get("eos_token_id")) or config.eos_token_ids
+    if {*ends} != {*config.eos_token_ids}:
+        config = dataclasses.replace(config, eos_token_ids=tuple(ends))
     values = before or {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     if {*ends} != {*model_config.token_ids(values.get("eos_token_id"))}:
         values = values | {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}

@@ -51,7 +51,6 @@ def test_the_folder_has_the_tokenizer_and_the_tokens_that_are_never_drawn(tmp_pa
     assert values == json.loads((base / "generation_config.json").read_text(encoding="utf-8")) | {
         "suppress_tokens": [61, 62]
     }
-    assert not (tmp_path / "scalar" / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("index", [0, 1])
