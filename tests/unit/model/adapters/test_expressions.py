@@ -62,8 +62,6 @@ def test_an_expression_that_re_would_try_for_ever(expression):
 
 @pytest.mark.parametrize("wrong", ["(", r"(a)\1", "(?>a)", "(" * 3000 + ")" * 3000, "a{99999999999}"])
 def test_what_is_not_read_is_named(wrong):
-    with pytest.raises(
-        UserError, match=r"^the pattern '.{,99}' is not a regular expression that is read here \(.*name"
-    ):
+    with pytest.raises(UserError, match=r"^the pattern '.{,99}' is not a regular expression that is read here \("):
         matches(wrong, "ab")
     assert not matches(".*", "a" * 10**6)
