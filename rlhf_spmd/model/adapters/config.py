@@ -239,8 +239,9 @@ def is_target(values: Mapping[str, Any], path: str) -> bool:
     patterns = values.get("layers_pattern") or ()
     patterns = [patterns] if isinstance(patterns, str) else patterns
     number = re.search(r"\.(\d{1,9})\.", path)
-    inside = number and (not patterns or any(matches(rf"(.*\.)?{one}", path[: number.start()]) for one in patterns))
-    return bool(number and inside) and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
+    if number is None or int(number[1]) not in ([layers] if isinstance(layers, int) else layers):
+        return False
+    return not patterns or any(matches(rf"(.*\.)?{one}", path[: number.start()]) for one in patterns)
 
 
 def _by_pattern(pattern: Mapping[str, Any], path: str, otherwise: Any) -> Any:

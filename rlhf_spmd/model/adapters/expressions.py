@@ -59,7 +59,7 @@ class _Match:
     def _found(self, part: Any, flags: int, start: int) -> set[int]:
         kind, value = str(part[0]), part[1]
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeated(*value, flags, start)
+            return self._repeated(value, flags, start)
         if kind == "BRANCH":
             return {end for one in value[1] for end in self.after(one, flags, start)}
         if kind == "SUBPATTERN":
@@ -76,7 +76,8 @@ class _Match:
         match = self._single[id(part)].match(self.text, start)
         return {match.end()} if match else set()
 
-    def _repeated(self, least: int, most: int, inner: Any, flags: int, start: int) -> set[int]:
+    def _repeated(self, repeat: Any, flags: int, start: int) -> set[int]:
+        least, most, inner = repeat
         places, found, times = {start}, set[int](), 0
         while times <= most and not (places <= found if times >= least else not places):
             found |= places if times >= least else set()

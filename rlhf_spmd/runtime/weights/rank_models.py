@@ -71,8 +71,8 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
 def _texts(config: Config, role: str) -> Texts:
     """Returns what belongs to the model of a role beside its weights, as the run has it. Raises UserError."""
     files, template = config.texts(role), config.data.chat_template
-    folders = [Path(folder).absolute() for folder in (files.source, files.generation)]
-    return Texts(*folders, read_template(template) if template else "", stop=config.generation.stop)
+    source, generation = (Path(folder).absolute() for folder in (files.source, files.generation))
+    return Texts(source, generation, read_template(template) if template else "", stop=config.generation.stop)
 
 
 class RankModels:

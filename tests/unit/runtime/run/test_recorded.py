@@ -40,9 +40,9 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
 
 
 def test_every_folder_has_what_the_model_was_trained_with(tmp_path):
-    """Whole models, critics, the best ones, adapters, their merges and what goes on from them, as transformers reads
+    """The best whole models, adapters, their merges and what goes on from them, as transformers reads
     them: texts of conversations with and without tools, ends, and tokens that are never drawn."""
-    words = [*write_all(tmp_path, vocab_size=66, eos_token_ids=(1, 7)), "generation.stop=[ba]"]
+    words = [*write_all(tmp_path, vocab_size=66, eos_token_ids=(1, 7)), "generation.stop=ba"]
     base, given = tmp_path / "actor", tmp_path / "t.jinja"
     named = base / "additional_chat_templates"
     named.mkdir()
@@ -62,7 +62,7 @@ def test_every_folder_has_what_the_model_was_trained_with(tmp_path):
         recorded.save_models(run.job, RunFolder(tmp_path / name), "best")
         (tmp_path / "gone").rename(given) if more[:1] == asked else None
         expected = [rendered.render("", chat, tools=one) for one in (None, tools)]
-        folders |= {tmp_path / name / "best" / role: expected for role in ("actor", "critic")}
+        folders[tmp_path / name / "best" / "actor"] = expected
     merge(tmp_path / "on" / "best" / "actor", tmp_path / "merged", base=base)
     folders[tmp_path / "merged"] = expected
     for folder, expected in folders.items():
@@ -70,11 +70,10 @@ def test_every_folder_has_what_the_model_was_trained_with(tmp_path):
         options = {"tokenize": False, "add_generation_prompt": True}
         found = [tokenizer.apply_chat_template(chat, tools=one, **options) for one in (None, tools)]
         assert found == expected, folder
-        if "reward" not in tokenizer.name_or_path and folder.name != "critic":
-            assert tokenizer.get_chat_template("rag") == "named"
+        assert tokenizer.get_chat_template("rag") == "named"
         generation = GenerationConfig.from_pretrained(folder)
         assert ({*generation.eos_token_id}, generation.stop_strings) == ({1, 7}, ["ba"]), folder
-        assert generation.suppress_tokens == (None if folder.name == "critic" else [63, 64, 65]), folder
+        assert generation.suppress_tokens == [63, 64, 65], folder
 
 
 class TwoHosts(OneRank):
