@@ -7,6 +7,7 @@ import torch
 
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import save_state
+from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Transformer
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in "aeiou"]  # 60 words
@@ -54,7 +55,7 @@ def write_model(folder: Path, *, head: str = "lm", seed: int = 0, **sizes) -> Pa
     model = Transformer(ModelConfig(**(shape | sizes)), head=head, dtype=torch.float32)
     model.init_weights(seed, std=0.2, score_std=0.3)
     write_tokenizer(folder)
-    save_model(model, folder, source=folder)
+    save_model(model, folder, beside=Texts(folder))
     return folder
 
 

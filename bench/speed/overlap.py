@@ -58,6 +58,7 @@ def write_models(folder: Path, num_kv_heads: int = 1) -> None:
     """Writes a small actor and reward model with random weights and the embedded tokenizer."""
     from rlhf_spmd import embedded
     from rlhf_spmd.model.hf import load_model, save_state
+    from rlhf_spmd.model.texts.tokenizer_files import Texts
     from rlhf_spmd.model.transformer import Transformer
 
     for name, head in (("actor", "lm"), ("reward", "scalar")):
@@ -66,7 +67,7 @@ def write_models(folder: Path, num_kv_heads: int = 1) -> None:
         shape = dataclasses.replace(load_model(source, head=head).config, **sizes, num_kv_heads=num_kv_heads)
         model = Transformer(shape, head=head)
         model.init_weights(seed=0)
-        save_state(model.state_dict(), shape, head, folder / name, source=source)
+        save_state(model.state_dict(), shape, head, folder / name, Texts(source))
 
 
 def slow_s(program: Program, step: Run, scale: float = 1.0) -> float:

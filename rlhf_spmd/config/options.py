@@ -24,9 +24,10 @@ from rlhf_spmd.model.adapters.uniform import (
     base_folder,
     is_adapter,
     same_model,
-    tokenizer_folder,
+    texts_of,
     tokenizer_warning,
 )
+from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_tree import (
     ByName,
@@ -337,11 +338,15 @@ class Config(OptionTree):
         roles = self.algorithm.roles
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles, self._whole)
 
+    def texts(self, role: str = "") -> Texts:
+        """Returns what belongs to the model of a role (default: the first) beside its weights."""
+        role = role or self.main_role
+        return texts_of(self.adapter(role) or self.folder(role), self.folder(role))
+
     def tokenizer_folder(self, role: str = "") -> str:
         """Returns the folder with the tokenizer of a role (default: the first): of one with an adapter that of the
         adapter, if it has one, else that of the base."""
-        role = role or self.main_role
-        return tokenizer_folder(self.adapter(role) or self.folder(role), self.folder(role))
+        return str(self.texts(role).source)
 
     @property
     def tokenizer_folders(self) -> list[str]:

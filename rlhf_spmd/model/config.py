@@ -292,13 +292,13 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     return values
 
 
-def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """Converts Hugging Face's eos_token_id (none, one or several ids) to a tuple."""
-    if eos is None:
+def token_ids(given: int | list[int] | None, key: str = "eos_token_id") -> tuple[int, ...]:
+    """Converts what Hugging Face has under a key, none, one or several ids, to a tuple. Raises UserError."""
+    if given is None:
         return ()
-    ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise UserError(f"eos_token_id is {eos!r}, but must be one or several whole numbers")
+    ids = tuple(given) if isinstance(given, list) else (given,)
+    if not all(type(token_id) is int for token_id in ids):  # True is no token
+        raise UserError(f"{key} is {given!r}, but must be one or several whole numbers")
     return ids
 
 

@@ -7,7 +7,7 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import is_folder, read_bytes, why_no_file
+from rlhf_spmd.files.reading import is_folder, refuse_pipes, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import stored_names, weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
@@ -24,15 +24,30 @@ from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
-from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, no_chat_template
+from rlhf_spmd.model.texts.tokenizer_files import (
+    CONFIG,
+    GENERATION,
+    NAMED_TEMPLATES,
+    OF_TOOLS,
+    TEMPLATE,
+    TOKENIZER_FILES,
+    Texts,
+    named_templates,
+    no_chat_template,
+    read_template,
+    tokenizer_files,
+)
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
+IN_PLACE = Texts()
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path, texts: Texts = IN_PLACE) -> ModelConfig:
     """Reads the shape of the model in a folder, from config.json; end-of-sequence ids from generation_config.json, if
     given.
+
+    texts: of the adapter whose base it is.
 
     Raises UserError for a missing folder or file, and for an unsupported family or feature.
     """
@@ -40,11 +55,13 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not is_folder(folder):
         raise UserError(f"{folder} is not a folder; give a local model folder in Hugging Face's format")
     config = model_config.read_config_json(folder / "config.json")
-    generation = folder / "generation_config.json"
+    generation = Path(texts.generation or folder) / GENERATION
     if generation.exists():
-        eos = read_json(generation).get("eos_token_id")
+        values = read_json(generation)
         with naming(generation):
-            config = dataclasses.replace(config, eos_token_ids=model_config.token_ids(eos) or config.eos_token_ids)
+            ends = model_config.token_ids(values.get("eos_token_id"))
+            model_config.token_ids(values.get("suppress_tokens"), "suppress_tokens")  # which the trained model has, too
+        config = dataclasses.replace(config, eos_token_ids=ends or config.eos_token_ids)
     return config
 
 
@@ -99,17 +116,13 @@ def save_state(
     config: ModelConfig,
     head: Head,
     folder: str | Path,
+    beside: Texts = IN_PLACE,
     *,
-    tokenizer: Tokenizer | None = None,
-    source: str | Path | None = None,
-    suppressed: Sequence[int] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes weights with our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
 
-    source: the folder the model came from; its tokenizer files and generation_config.json are copied.
-    tokenizer: replaces the tokenizer files of `source`.
-    suppressed: tokens that are never drawn, for `suppress_tokens` of generation_config.json.
+    beside: what belongs to the model, see write_texts.
 
     AutoModelForSequenceClassification pools at the last token that is not padding. If a model with a scalar head pads
     with its end-of-sequence token, config and tokenizer therefore get another special token for padding, so that a
@@ -119,37 +132,60 @@ def save_state(
     shapes = {name: weight.shape for name, weight in Transformer(config, head=head, device="meta").state_dict().items()}
     assert {name: tensor.shape for name, tensor in state.items()} == shapes, "state does not fit the config"
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer_folder = tokenizer.folder if tokenizer is not None else source
-    if tokenizer_folder is not None:
-        copy_tokenizer(tokenizer_folder, folder)
+    config = write_texts(folder, config, beside)
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     weights.write_weights(folder, {to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
-    write_generation_config(folder, config, source=source, suppressed=suppressed)
 
 
-def write_generation_config(
-    folder: Path, config: ModelConfig, *, source: str | Path | None, suppressed: Sequence[int] = ()
-) -> None:
-    """Writes generation_config.json: that of `source`, if it has one, with `suppressed` as `suppress_tokens`."""
-    path = folder / "generation_config.json"
-    if source is not None and (Path(source) / path.name).exists():
-        _copy(Path(source), folder, (path.name,))
+def write_texts(folder: Path, config: ModelConfig, texts: Texts) -> ModelConfig:
+    """Writes what belongs to a model beside its weights: the files of its tokenizer, chat templates among them, and
+    generation_config.json -> its configuration with the tokens that end responses. Every folder that this program
+    writes has them from here."""
+    source, path = Path(texts.source or folder), folder / GENERATION
+    if source.resolve() != folder.resolve():
+        for name in {*tokenizer_files(folder)} - {*tokenizer_files(source)}:  # of an earlier save
+            (folder / name).unlink()
+        for name in tokenizer_files(source):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+    if texts.chat_template:
+        _replace_template(folder, texts.chat_template)
+    given = Path(texts.generation or source) / GENERATION
+    before = read_json(given) if given.is_file() else {}
+    ends = texts.ends or model_config.token_ids(before.get("eos_token_id")) or config.eos_token_ids
+    if {*ends} != {*config.eos_token_ids}:
+        config = dataclasses.replace(config, eos_token_ids=tuple(ends))
+    values = before or {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    if {*ends} != {*model_config.token_ids(values.get("eos_token_id"))}:
+        values = values | {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
+    if texts.suppressed:
+        values = values | {"suppress_tokens": sorted({*texts.suppressed, *(values.get("suppress_tokens") or ())})}
+    if texts.stop:
+        values = values | {"stop_strings": list(texts.stop)}
+    if values != before:
+        weights.write_json(path, {name: value for name, value in values.items() if value is not None or name in before})
+    elif given.resolve() != path.resolve():
+        shutil.copyfile(given, path)
+    return config
+
+
+def _replace_template(folder: Path, text: str) -> None:
+    """Writes a chat template in the place of a tokenizer's own and of that for conversations with tools, wherever
+    versions of transformers look for it."""
+    settings = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    own, replaced = settings.get("chat_template"), ("default", OF_TOOLS)
+    if isinstance(own, list) and not (named_templates(folder) or (folder / TEMPLATE).is_file()):  # the files win
+        others = [one for one in own if one.get("name") not in replaced]
+        own = [{"name": name, "template": text} for name in replaced[:1]] + others
     else:
-        values: dict[str, Any] = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-        values["eos_token_id"] = model_config.to_hf(config, head="lm", dtype="float32")["eos_token_id"]
-        weights.write_json(path, {name: value for name, value in values.items() if value is not None})
-    if suppressed:
-        values = read_json(path)
-        values["suppress_tokens"] = sorted({*suppressed, *(values.get("suppress_tokens") or ())})
-        weights.write_json(path, values)
-
-
-def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copies the files of a tokenizer, those that are there."""
-    _copy(Path(source), folder, TOKENIZER_FILES)
+        own = text
+        (folder / TEMPLATE).write_text(text, encoding="utf-8", newline="")
+        (folder / NAMED_TEMPLATES / f"{OF_TOOLS}.jinja").unlink(missing_ok=True)
+    if settings:
+        weights.write_json(folder / CONFIG, settings | {"chat_template": own})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -158,6 +194,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises UserError if the folder has no readable tokenizer.
     """
     folder = Path(folder)
+    for read in (folder, folder / NAMED_TEMPLATES):
+        refuse_pipes(read)
     if (folder / "tokenizer.json").exists():
         return Tokenizer.from_json(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -194,10 +232,7 @@ class ChatTemplate:
         self._tokenizer: Any = None
         self._template: str | None = None
         if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
-            try:
-                self._template = read_bytes(file).decode()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"data.chat_template={file} can't be read: {error}") from None
+            self._template = read_template(file)
 
     def render(
         self,
@@ -324,7 +359,8 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
     values = read_json(folder / "tokenizer_config.json")
     own = {key: value for key, value in values.items() if key not in ("is_local", "local_files_only")}
     weights.write_json(folder / "tokenizer_config.json", own)
-    save_state(state, config, "lm", folder)
+    own_end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    save_state(state, config, "lm", folder, Texts(ends=config.eos_token_ids or own_end))
 
 
 def to_hf_name(name: str) -> str:
@@ -422,10 +458,3 @@ def _check_tied(
 
 def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _copy(source: Path, folder: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        path = source / name
-        if path.is_file() and path.resolve() != (folder / name).resolve():
-            shutil.copyfile(path, folder / name)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.stored_names import TABLES
 
@@ -53,7 +54,7 @@ def locate(folder: Path) -> dict[str, Path]:
                 f"{folder / INDEX} places tensor {name} in {shard!r}, which is outside the folder; do not trust this "
                 "download, or fix the index"
             )
-    missing = sorted({shard for shard in weight_map.values() if not (folder / shard).is_file()})
+    missing = sorted({shard for shard in weight_map.values() if not is_file(folder / shard)})
     if missing:
         raise UserError(f"{folder / missing[0]} is missing ({INDEX} lists {len(missing)} such files); copy it there")
     return {name: folder / shard for name, shard in weight_map.items()}

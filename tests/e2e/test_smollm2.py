@@ -67,13 +67,13 @@ def test_round_trip(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     mine = hf.load_model(FOLDER, head="lm")
-    save_model(mine, tmp_path / "lm", source=FOLDER, max_shard_bytes=200 * 2**20)
+    save_model(mine, tmp_path / "lm", beside=hf.Texts(FOLDER), max_shard_bytes=200 * 2**20)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "lm")
     assert torch.equal(model.model.embed_tokens.weight, mine.embed_tokens.weight)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lm")
     for text in TEXTS:
         assert tokenizer.encode(text) == hf.load_tokenizer(Path(FOLDER)).encode(text)
-    save_model(hf.load_model(FOLDER, head="scalar"), tmp_path / "reward", source=FOLDER)
+    save_model(hf.load_model(FOLDER, head="scalar"), tmp_path / "reward", beside=hf.Texts(FOLDER))
     padding = AutoTokenizer.from_pretrained(tmp_path / "reward").pad_token_id
     assert padding == hf.read_config(tmp_path / "reward").pad_token_id
     assert padding not in mine.config.eos_token_ids

@@ -29,6 +29,7 @@ from rlhf_spmd.config.evaluation_metrics import measure
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, load_tokenizer, save_state
+from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.generation import random_streams
@@ -119,7 +120,7 @@ def new_actor(folder: Path, recipe: Recipe) -> Transformer:
     model = Transformer(config, head="lm", dtype=torch.float32)
     model.init_weights(SEEDS["weights"], std=0.02)
     write_tokenizer(folder)
-    save_state(model.state_dict(), config, "lm", folder, source=folder)
+    save_state(model.state_dict(), config, "lm", folder, Texts(folder))
     return model
 
 
@@ -168,7 +169,7 @@ def make(out: Path, recipe: Recipe, *, ranks: int) -> dict:
         new_actor(runs / "random", recipe)
         made_by = runs / "supervised"
         model = load_model(str(train(runs / "random", data, made_by, recipe, ranks)), head="lm", dtype=torch.bfloat16)
-        save_state(model.state_dict(), model.config, "lm", out / "actor", source=runs / "random")
+        save_state(model.state_dict(), model.config, "lm", out / "actor", Texts(runs / "random"))
         losses = [row["loss"] for row in metrics(made_by)]
     made = {
         "recipe": asdict(recipe),

@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_model, load_tokenizer, save_state
+from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
 from tools.embedded import grammar, pairs
 from tools.embedded.responses import continuations
@@ -153,7 +154,7 @@ def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
 
 def save(model: Transformer, head: str, folder: Path, tokenizer) -> Path:
     """Writes a model with its tokenizer."""
-    save_state(model.state_dict(), model.config, head, folder, tokenizer=tokenizer)
+    save_state(model.state_dict(), model.config, head, folder, Texts(tokenizer.folder))
     return folder
 
 

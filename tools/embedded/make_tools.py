@@ -28,6 +28,7 @@ from rlhf_spmd.embedded.table_tools import OPERATIONS, Table
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, load_tokenizer, save_state
+from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.generation import random_streams
@@ -175,7 +176,7 @@ def new_actor(folder: Path, recipe: Recipe) -> Transformer:
     model = Transformer(config, head="lm", dtype=torch.float32)
     model.init_weights(SEEDS["weights"], std=0.02)
     write_tokenizer(folder)
-    save_state(model.state_dict(), config, "lm", folder, source=folder)
+    save_state(model.state_dict(), config, "lm", folder, Texts(folder))
     return model
 
 
@@ -245,7 +246,7 @@ def make(out: Path, recipe: Recipe, *, ranks: int) -> dict:
         new_actor(runs / "random", recipe)
         made_by = runs / "supervised"
         model = load_model(str(train(runs / "random", data, made_by, recipe, ranks)), head="lm", dtype=torch.bfloat16)
-        save_state(model.state_dict(), model.config, "lm", out / "actor", source=runs / "random")
+        save_state(model.state_dict(), model.config, "lm", out / "actor", Texts(runs / "random"))
         losses = [one["loss"] for one in metrics(made_by)]
     sampled = episodes(out / "actor", held_out, samples=8, temperature=1.0)
     alone = episodes(out / "actor", held_out, samples=8, temperature=1.0, tools=False)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeGuard
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder
+from rlhf_spmd.model.adapters.expressions import matches
 
 CONFIG = "adapter_config.json"
 TASKS = ("CAUSAL_LM", "SEQ_CLS")
@@ -29,13 +30,19 @@ INERT = (  # they say what made the adapter, how it was trained, or what other k
     *("qalora_group_size", "runtime_config"),
 )
 INITIAL = (None, True, False, "gaussian", "orthogonal")  # ways to begin that leave the base as it is
-EXPRESSION_OF_ALL = "all-linear"
+EXPRESSION_OF_ALL = "all-linear"  # of which peft leaves out the output
+OUTER = ("model.embed_tokens", "lm_head")  # what can be adapted outside the layers
 
 
 def merge_with_peft(folder: Path | str) -> str:
     """Advises how to make a whole model of an adapter that is not supported here."""
     load = f"AutoPeftModelForCausalLM.from_pretrained('{folder}')"
     return f"merge it with peft: {load}.merge_and_unload().save_pretrained('MERGED'), and give that folder"
+
+
+def merge_here(folder: Path | str) -> str:
+    """Advises how to make a whole model of an adapter that a run does not have."""
+    return f"merge it: python -m rlhf_spmd convert {folder} MERGED --merge, and give MERGED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,8 @@ class AdapterConfig:
     targets: paths of layers, or their last parts.
     rank_pattern, alpha_pattern: regular expressions for the end of a path -> the rank or alpha of these layers; the
         first that matches counts.
-    modules_to_save: modules, named as targets are, of which a trained copy is stored as a whole.
+    modules_to_save: ends of the paths of modules of which a trained copy is stored as a whole; an end need not be a
+        whole part of a path (`norm` means input_layernorm, too).
     base: the folder of its base, as peft wrote it.
     """
 
@@ -66,14 +74,10 @@ class AdapterConfig:
                 raise UserError(f"the rank of an adapter is {rank!r} ({name}), but must be a whole number from 1 on")
         for name, alpha in {"lora_alpha": self.alpha, **self.alpha_pattern}.items():
             if not _is_number(alpha):
-                raise UserError(f"the alpha of an adapter is {alpha!r} ({name}), but must be a number")
+                raise UserError(f"the alpha of an adapter is {alpha!r} ({name}), but must be a number of float32")
         if not _is_number(self.dropout) or not 0 <= self.dropout <= 1:
             raise UserError(f"lora_dropout is {self.dropout!r}, but must be a number from 0 to 1")
-        for pattern in (*self.rank_pattern, *self.alpha_pattern):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise UserError(f"the pattern {pattern!r} is not a regular expression ({error}); correct it") from None
+        self.rank_of(""), self.alpha_of("")  # so that wrong patterns are named
         if self.task_type not in TASKS:
             raise UserError(f"task_type is {self.task_type!r}, but must be {' or '.join(TASKS)}")
 
@@ -103,7 +107,7 @@ class AdapterConfig:
         """Returns whether a tensor belongs to a module that is stored as a whole."""
         parts = tensor.split(".")
         known = (*self.modules_to_save, *(SCORES if self.task_type == "SEQ_CLS" else ()))
-        return any(named(".".join(parts[:length]), known) for length in range(1, len(parts)))
+        return any(".".join(parts[:length]).endswith(known) for length in range(1, len(parts)))
 
 
 def named(path: str, names: Collection[str]) -> bool:
@@ -120,11 +124,7 @@ def from_peft(values: Mapping[str, Any], paths: Sequence[str], folder: Path | st
     """
     _refuse(values, folder)
     targets = values.get("target_modules") or ()
-    try:
-        outside = [path for path in paths if not is_target(values, path)]
-    except re.error as error:
-        raise UserError(f"target_modules or another key is not a regular expression ({error}); correct it") from None
-    if outside:
+    if outside := [path for path in paths if not is_target(values, path)]:
         raise UserError(f"target_modules does not name {outside[0]}, whose factors are stored beside it; {_AGAIN}")
     listed = not isinstance(targets, str) and not any(values.get(key) for key in ("exclude_modules", "layers_pattern"))
     if not listed or values.get("layers_to_transform") is not None:
@@ -223,12 +223,12 @@ _WORDS: dict[type, str] = {list: "a list", dict: "an object", str: "a text"}
 def is_target(values: Mapping[str, Any], path: str) -> bool:
     """Returns whether peft adapts a layer (check_target_module_exists of its tuners_utils.py)."""
     targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
-    if isinstance(excluded, str) and re.fullmatch(excluded, path):
+    if isinstance(excluded, str) and excluded and matches(excluded, path):
         return False
     if not isinstance(excluded, str) and named(path, excluded):
         return False
     if isinstance(targets, str):
-        return targets == EXPRESSION_OF_ALL or bool(re.fullmatch(targets, path))
+        return path not in OUTER if targets.lower() == EXPRESSION_OF_ALL else matches(targets, path)
     if path in targets:
         return True
     if not named(path, targets):
@@ -237,15 +237,17 @@ def is_target(values: Mapping[str, Any], path: str) -> bool:
     if layers is None or layers == []:
         return True
     patterns = values.get("layers_pattern") or ()
-    before = [rf"(?:^|.*?\.){pattern}" for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
-    found = next((match for text in before or [r".*?\.[^.]*"] if (match := re.match(rf"{text}\.(\d+)\.", path))), None)
-    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    number = re.search(r"\.(\d{1,9})\.", path)
+    if number is None or int(number[1]) not in ([layers] if isinstance(layers, int) else layers):
+        return False
+    return not patterns or any(matches(rf"(.*\.)?{one}", path[: number.start()]) for one in patterns)
 
 
 def _by_pattern(pattern: Mapping[str, Any], path: str, otherwise: Any) -> Any:
     """Returns the value of the first expression that matches the end of a path (get_pattern_key of peft's other.py)."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), otherwise)
+    return next((value for key, value in pattern.items() if matches(rf"(.*\.)?({key})", path)), otherwise)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**128  # of float32

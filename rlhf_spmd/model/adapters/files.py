@@ -10,12 +10,14 @@ from pathlib import Path
 from torch import Size, Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import refuse_pipes
 from rlhf_spmd.model import weights
-from rlhf_spmd.model.adapters.config import CONFIG, AdapterConfig, from_peft, merge_with_peft, to_peft
+from rlhf_spmd.model.adapters.config import CONFIG, OUTER, AdapterConfig, from_peft, merge_with_peft, to_peft
 from rlhf_spmd.model.config import naming, read_json
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+OF_EMBEDDINGS = {".lora_embedding_A": B, ".lora_embedding_B": A}
 Factors = dict[str, tuple[Tensor, Tensor]]  # by path: A [r, in], B [out, r]
 
 
@@ -31,18 +33,28 @@ def read_adapter(folder: str | Path) -> tuple[AdapterConfig, Factors, dict[str, 
             f"{folder / PICKLED} is a pickle, which this program never opens; load it with peft and save it to a new "
             "folder with save_pretrained()"
         )
+    refuse_pipes(folder)
     values = read_json(folder / CONFIG)
     tensors = weights.read_file(path)
+    if wrong := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), ""):
+        raise UserError(f"{path}: tensor {wrong} has numbers that are not finite; take an earlier state of the adapter")
     names = {name.removeprefix(PREFIX): name for name in tensors}
+    for end, of_layer in OF_EMBEDDINGS.items():  # transposed, A and B the other way round
+        if name := names.pop(f"{OUTER[0]}{end}", ""):
+            names[f"{OUTER[0]}{of_layer}"], tensors[name] = name, tensors[name].T
     paths = sorted({name.removesuffix(A).removesuffix(B) for name in names if name.endswith((A, B))})
     with naming(folder / CONFIG):
         config = from_peft(values, paths, folder)
-    saved = {name: tensors[names[name]] for name in names if not name.endswith((A, B))}
+    of_base = {f"{layer}.base_layer.weight": f"{layer}.weight" for layer in paths}
+    of_base |= {f"{end}.weight": f"{end}.weight" for end in OUTER}  # peft stores these whenever it adapts one of them
+    others = [name for name in names if not name.endswith((A, B))]
+    saved = {of_base.get(name, name): tensors[names[name]] for name in others}
     for name, stored in names.items():
-        if not stored.startswith(PREFIX) or (name in saved and (".lora_" in name or not config.saves(name))):
+        known = name not in others or name in of_base or (".lora_" not in name and config.saves(name))
+        if not stored.startswith(PREFIX) or not known:
             raise UserError(
                 f"{path} holds tensor {stored}, which is neither a factor of a linear layer nor part of a module in "
-                f"modules_to_save (adapters of embeddings and of MoE experts are such); {merge_with_peft(folder)}"
+                f"modules_to_save (adapters of MoE experts are such); {merge_with_peft(folder)}"
             )
     factors: Factors = {}
     for layer in paths:
@@ -84,6 +96,7 @@ def check_base(
     """Checks that an adapter fits a base, given the shapes of its tensors by Hugging Face's names: those of the model
     with the adapter's head. Raises UserError, to which the caller prefixes the folders."""
     layers = {name.removesuffix(".weight"): shape for name, shape in base.items() if _is_layer(name, shape)}
+    layers |= {path: base[f"{path}.weight"] for path in OUTER if path in factors and f"{path}.weight" in base}
     for path, (a, b) in factors.items():
         if path not in layers:
             raise UserError(

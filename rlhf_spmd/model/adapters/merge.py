@@ -4,6 +4,7 @@ The result has the dtype of the base. Where that is bfloat16, whose steps around
 can give back the weight of the base; such weights are counted.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf, weights
-from rlhf_spmd.model.adapters.config import AdapterConfig, base_of
+from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, base_of
 from rlhf_spmd.model.adapters.files import check_base, read_adapter
-from rlhf_spmd.model.adapters.uniform import is_whole
+from rlhf_spmd.model.adapters.uniform import is_whole, texts_of
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.transformer import Transformer
 
@@ -31,8 +32,14 @@ class Merged:
 
 
 def merge(folder: str | Path, out: str | Path, *, base: str | Path | None = None) -> Merged:
-    """Writes a whole model, as a Hugging Face folder with the tokenizer of the base. base: its folder; None: that which
-    the adapter names. Raises UserError."""
+    """Writes a whole model as a Hugging Face folder, with what lies beside the adapter, else the base. Raises
+    UserError.
+
+    base: its folder; None: that which the adapter names.
+
+    If the adapter changes the embeddings or the output of a base that ties them, the model has both apart, as peft
+    does.
+    """
     folder, out = Path(folder), Path(out)
     if is_whole(folder):
         raise UserError(f"{folder} holds a whole model, and --merge is for an adapter: give the folder of the adapter")
@@ -42,9 +49,12 @@ def merge(folder: str | Path, out: str | Path, *, base: str | Path | None = None
         raise UserError(f"{out} is a folder that is read; give another one for the merged model")
     dtype = weights.widest_dtype(base)
     model = hf.load_model(base, head=config.head, fresh_head="score.weight" in saved, dtype=dtype)
+    changed = {*factors, *(name.removesuffix(".weight") for name in saved)}
+    if model.config.tie_embeddings and model.head == "lm" and not changed.isdisjoint(OUTER):
+        model = _untied(model)
     with naming(f"{folder} does not fit {base}"):
         merged = merge_into(model, config, factors, saved)
-    hf.save_state(model.state_dict(), model.config, model.head, out, source=base)
+    hf.save_state(model.state_dict(), model.config, model.head, out, texts_of(str(folder), str(base)))
     return merged
 
 
@@ -58,17 +68,26 @@ def merge_into(
     """Merges an adapter into a whole model in memory. Raises UserError if it does not fit."""
     state = {hf.to_hf_name(name): weight for name, weight in model.state_dict().items()}
     check_base(config, factors, saved, {name: weight.shape for name, weight in state.items()})
-    if model.config.tie_embeddings and "model.embed_tokens.weight" in saved:
-        raise UserError("it stores embeddings of its own, and the base ties them to its output; untie them in the base")
     num_updated = num_lost = 0
     dtype = next(iter(state.values())).dtype
+    for name, tensor in saved.items():
+        state[name].copy_(tensor)
     for path, (a, b) in factors.items():
         weight = state[f"{path}.weight"]
         updated, lost = _add(weight, a, b, config.scale_of(path))
         num_updated, num_lost = num_updated + updated, num_lost + lost
-    for name, tensor in saved.items():
-        state[name].copy_(tensor)
+    if wrong := next((name for name, weight in state.items() if not weight.isfinite().all()), ""):
+        raise UserError(f"with it {wrong} has numbers that are not finite in {dtype}; give a base of a wider type")
     return Merged(num_updated, num_lost, dtype)
+
+
+def _untied(model: Transformer) -> Transformer:
+    """Returns a language model with a copy of its embeddings as its output."""
+    weights, config = model.state_dict(), dataclasses.replace(model.config, tie_embeddings=False)
+    embeddings = weights["embed_tokens.weight"]
+    copy = Transformer(config, head=model.head, dtype=embeddings.dtype, device="meta")
+    copy.take({**weights, "lm_head.weight": embeddings.clone()})
+    return copy
 
 
 def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[int, int]:

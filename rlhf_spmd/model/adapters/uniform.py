@@ -5,10 +5,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import fingerprint
-from rlhf_spmd.model.adapters.config import CONFIG, SCORES, AdapterConfig, base_of, from_peft, is_target
+from rlhf_spmd.files.reading import fingerprint, refuse_pipes
+from rlhf_spmd.model.adapters.config import (
+    CONFIG,
+    OUTER,
+    SCORES,
+    AdapterConfig,
+    base_of,
+    from_peft,
+    is_target,
+    merge_here,
+)
 from rlhf_spmd.model.config import naming, read_config_json, read_json
-from rlhf_spmd.model.texts.tokenizer_files import BACKEND, same_behaviour
+from rlhf_spmd.model.texts.tokenizer_files import GENERATION, Texts, has_tokenizer, same_behaviour
 from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 
 FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
@@ -31,6 +40,7 @@ def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER"
     may give it. Raises UserError."""
     if not folder or not is_adapter(folder):
         return folder
+    refuse_pipes(Path(folder))
     named = read_json(Path(folder) / CONFIG).get("base_model_name_or_path")
     config = AdapterConfig(base=named if isinstance(named, str) else "")
     return str(base_of(Path(folder), config, base, option=option))
@@ -59,6 +69,7 @@ def same_model(one: str, other: str) -> bool:
 
 
 def _weights(folder: Path) -> list[Path]:
+    refuse_pipes(folder)
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -77,7 +88,12 @@ def whole_folder(folder: str) -> str:
 def tokenizer_folder(folder: str, base: str) -> str:
     """Returns the folder that holds the tokenizer of a model: of an adapter its own, if there is one beside it, else
     that of its base."""
-    return folder if folder != base and (Path(folder) / BACKEND).is_file() else base
+    return folder if folder != base and has_tokenizer(Path(folder)) else base
+
+
+def texts_of(folder: str, base: str) -> Texts:
+    """Returns what belongs to a model beside its weights: what lies beside an adapter, else what its base has."""
+    return Texts(tokenizer_folder(folder, base), folder if (Path(folder) / GENERATION).is_file() else base)
 
 
 def tokenizer_warning(folder: str, base: str) -> str:
@@ -106,16 +122,18 @@ def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
         layer_paths(read_config_json(Path(base) / "config.json").num_layers),
     )
     with naming(Path(folder) / CONFIG):
-        every = [path for some in paths.values() for path in some]
+        every = [*OUTER, *(path for some in paths.values() for path in some)]
         config = from_peft(values, [path for path in every if is_target(values, path)], folder)
         return as_of_run(config, paths, folder), config
 
 
 def as_of_run(config: AdapterConfig, paths: Mapping[str, list[str]], folder: str) -> Adapters:
     """Converts an adapter to the options with which a run describes it. Raises UserError if they cannot."""
+    merge = merge_here(folder)
+    if end := next(filter(config.adapts, OUTER), ""):
+        raise UserError(f"it adapts {end}, which a run can't; {merge}")
     targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
     adapted = [path for name in targets for path in paths[name]]
-    merge = f"merge it: python -m rlhf_spmd convert {folder} MERGED --merge, and give MERGED"
     if without := next((path for path in adapted if not config.adapts(path)), ""):
         raise UserError(f"it adapts {without.rpartition('.')[2]} in some layers alone ({without} has none); {merge}")
     found = {(config.rank_of(path), config.alpha_of(path)) for path in adapted}

@@ -1,6 +1,6 @@
 """Adapters beside the weights of a model, as runs have them: to peft's folder, and from it into a shard of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,23 +8,21 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
-from rlhf_spmd.model.adapters.config import AdapterConfig
+from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, merge_here
 from rlhf_spmd.model.adapters.files import check_base, read_adapter, write_adapter
 from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter, whole_folder
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
+from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Head, Transformer
 from rlhf_spmd.plan.adapters import A, B
 
 
-def save_adapter(
-    state: Mapping[str, Tensor], model: Transformer, folder: Path, *, base: Path, files: Path, suppressed: Sequence[int]
-) -> None:
+def save_adapter(state: Mapping[str, Tensor], model: Transformer, folder: Path, beside: Texts, *, base: Path) -> None:
     """Writes what trains of a model with adapters, by parameter name, as peft's folder.
 
+    beside: what belongs to the model, see hf.write_texts.
     base: the folder that it names.
-    files: the folder whose tokenizer is copied beside it.
-    suppressed: as in hf.save_state.
     """
     adapters, head = model.adapters, model.head
     assert adapters is not None, "the model has adapters"
@@ -42,9 +40,7 @@ def save_adapter(
         dropout=adapters.dropout,
     )
     write_adapter(folder, config, factors, saved)
-    hf.copy_tokenizer(files, folder)
-    if head == "lm":
-        hf.write_generation_config(folder, model.config, source=base, suppressed=suppressed)
+    hf.write_texts(folder, model.config, beside)
 
 
 @torch.no_grad()
@@ -53,6 +49,8 @@ def take_adapter(model: Transformer, folder: str | Path) -> None:
     config, factors, saved = read_adapter(folder)
     whole = Transformer(model.config, head=model.head, device="meta")
     with naming(f"{folder} does not fit its base"):
+        if other := next(iter(({*OUTER} & {*factors}) | ({*saved} - {"score.weight"})), ""):
+            raise UserError(f"it changes {other}, which a run can't; {merge_here(folder)}")
         if config.head == "scalar" and model.head == "lm":
             raise UserError("it is of a critic or reward model (SEQ_CLS), and a language model is wanted")
         check_base(config, factors, saved, {hf.to_hf_name(name): one.shape for name, one in whole.state_dict().items()})

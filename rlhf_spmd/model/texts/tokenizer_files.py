@@ -8,11 +8,13 @@ replace those in tokenizer_config.json. Names of special tokens (`eos_token`, ..
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.reading import paths_in, read_bytes
 from rlhf_spmd.model.config import read_json
 
 TOKENIZER_FILES = (
@@ -27,10 +29,52 @@ TOKENIZER_FILES = (
 )
 BACKEND, CONFIG, NAMES, ADDED = TOKENIZER_FILES[:4]
 VOCABULARIES, TEMPLATE = TOKENIZER_FILES[4:7], TOKENIZER_FILES[7]
+GENERATION = "generation_config.json"
+NAMED_TEMPLATES, OF_TOOLS = "additional_chat_templates", "tool_use"  # which conversations with tools are written by
 LISTED = "added_tokens_decoder"
 FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 OF_CLASS = ("tokenizer_class", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy")  # without tokenizer.json
 Flags = dict[str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What belongs to a model beside its weights, as it was trained.
+
+    source: the folder with the files of its tokenizer; empty: they are in place.
+    generation: the folder with its generation_config.json, if there is one; empty: `source`.
+    chat_template: what stood in the place of the tokenizer's own; empty: nothing did.
+    ends: the tokens that ended responses; empty: those of its configuration.
+    stop: the texts that ended them.
+    suppressed: tokens that were never drawn.
+    """
+
+    source: str | Path = ""
+    generation: str | Path = ""
+    chat_template: str = ""
+    ends: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    suppressed: Sequence[int] = ()
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Returns the names of the files that a tokenizer is read from, those that are there; chat templates with a name of
+    their own come last."""
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()] + named_templates(folder)
+
+
+def named_templates(folder: Path) -> list[str]:
+    """Returns the names of the files with chat templates that have a name of their own, such as tool_use."""
+    paths = paths_in(folder / NAMED_TEMPLATES, "*.jinja")
+    return [f"{NAMED_TEMPLATES}/{path.name}" for path in paths if path.is_file()]
+
+
+def read_template(file: str | Path) -> str:
+    """Reads data.chat_template. Raises UserError."""
+    try:
+        return read_bytes(file).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 
 
 def special_names(folder: Path) -> dict[str, str]:
@@ -81,7 +125,7 @@ def same_behaviour(one: Path, other: Path) -> bool:
     """Returns whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, and how
     texts become tokens and tokens texts. How the files are written, chat templates and the names of special tokens
     (`eos_token`) do not count, as they change no token. False for a folder without a tokenizer."""
-    if not (_has_tokenizer(one) and _has_tokenizer(other)):
+    if not (has_tokenizer(one) and has_tokenizer(other)):
         return False
     if one.resolve() == other.resolve() or _hash(one) == _hash(other):
         return True
@@ -91,10 +135,9 @@ def same_behaviour(one: Path, other: Path) -> bool:
 def files_hash(folder: Path) -> str:
     """Returns the SHA-256 of everything that a tokenizer is read from."""
     digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            content = (folder / name).read_bytes()
-            digest.update(f"{name} {len(content)} ".encode() + content)
+    for name in tokenizer_files(folder):
+        content = (folder / name).read_bytes()
+        digest.update(f"{name} {len(content)} ".encode() + content)
     about = _read(folder / "config.json")  # transformers chooses a class by them
     digest.update(repr([about.get(key) for key in ("model_type", "tokenizer_class")]).encode())
     return digest.hexdigest()
@@ -202,13 +245,13 @@ def _by_name(folder: Path, own: Mapping[str, Flags], listed: Mapping[str, Flags]
 # ---- what tells two tokenizers apart --------------------------------------------------------------------------------
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (BACKEND, *VOCABULARIES))
 
 
 def _stamp(folder: Path) -> tuple:
     """Changes with the files of a tokenizer."""
-    paths = [folder / name for name in (*TOKENIZER_FILES, "config.json")]
+    paths = [folder / name for name in (*tokenizer_files(folder), "config.json")]
     states = [(path.name, path.stat()) for path in paths if path.is_file()]
     return tuple((name, state.st_mtime_ns, state.st_size, state.st_ino) for name, state in states)
 

@@ -57,7 +57,10 @@ STARTED = "started"  # in PROGRAM: the time of the first start of the run, which
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 BASE = "base below the adapters of the "  # an input: the sum of all bits of a frozen base
 # Beginnings of the names of inputs that checkpoints of earlier versions do not have.
-LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm", "reward function rlhf_spmd.", BASE)
+LATER_INPUTS = (
+    *("columns of the prompts in ", "tokenizer files in ", "named chat templates in ", "algorithm"),
+    *("reward function rlhf_spmd.", BASE),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def prepare(
         tokenizer = load_tokenizer(config.tokenizer_folder())
         known = shared_vocabulary(config, tokenizer)
         notes = [*filter(None, [config.tokenizer_warning]), *tokenizer_notes(world, config.tokenizer_folders)]
-        model = read_config(config.main_folder)
+        model = read_config(config.main_folder, config.texts())
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
         budget = config.mini_batch_tokens

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_spmd.model.adapters.merge import bit_sum
 from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.model.parallel import is_split
-from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES
+from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, named_templates
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import (
@@ -91,9 +91,11 @@ def inputs(job: Job) -> dict[str, str]:
     for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
         found[f"model in {folder}"] = folder_fingerprint(Path(folder))
     for folder in dict.fromkeys(filter(None, [*map(config.folder, config.algorithm.roles), config.tokenizer_folder()])):
-        others = [Path(folder) / name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
-        parts = [f"{path.name} ".encode() + path.read_bytes() for path in others if path.is_file()]
-        found[f"tokenizer files in {folder}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()
+        others = [name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
+        for kind, names in (("tokenizer files", others), ("named chat templates", named_templates(Path(folder)))):
+            paths = [Path(folder) / name for name in names]
+            parts = [f"{path.name} ".encode() + path.read_bytes() for path in paths if path.is_file()]
+            found[f"{kind} in {folder}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return found
 
 
@@ -288,9 +290,10 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    model, head, source = job.models.engines[role].model, roles[role].head, job.models.folders[role]
+                    model, head = job.models.engines[role].model, roles[role].head
                     missing = job.known.missing(model.config.vocab_size) if head == "lm" else ()
+                    beside = replace(job.models.texts[role], ends=job.eos_ids, suppressed=missing)
                     if model.adapters is not None:
-                        save_adapter(state, model, path, base=source, files=job.models.files[role], suppressed=missing)
+                        save_adapter(state, model, path, beside, base=job.models.folders[role])
                     else:
-                        save_state(state, model.config, head, path, source=source, suppressed=missing)
+                        save_state(state, model.config, head, path, beside)

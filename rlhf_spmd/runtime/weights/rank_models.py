@@ -19,6 +19,7 @@ from rlhf_spmd.model.adapters.unmerged import take_adapter
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
+from rlhf_spmd.model.texts.tokenizer_files import Texts, read_template
 from rlhf_spmd.model.transformer import Head, Transformer
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import leaves_device
@@ -67,6 +68,13 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
     return known
 
 
+def _texts(config: Config, role: str) -> Texts:
+    """Returns what belongs to the model of a role beside its weights, as the run has it. Raises UserError."""
+    files, template = config.texts(role), config.data.chat_template
+    source, generation = (Path(folder).absolute() for folder in (files.source, files.generation))
+    return Texts(source, generation, read_template(template) if template else "", stop=config.generation.stop)
+
+
 class RankModels:
     """This rank's models. Loading is local; `start` is collective, in workflow order on all ranks.
 
@@ -79,7 +87,7 @@ class RankModels:
         self.program, self.config, self.world = program, config, world
         # absolute, since user code may change the working folder before a model is written with files of its first one
         self.folders = {name: Path(path).absolute() for name in config.algorithm.roles if (path := config.folder(name))}
-        self.files = {name: Path(config.tokenizer_folder(name)).absolute() for name in self.folders}
+        self.texts = {name: _texts(config, name) for name in self.folders}
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[tuple[str, Shard], Transformer] = {}
         self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}

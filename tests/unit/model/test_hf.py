@@ -168,7 +168,7 @@ def test_a_reward_folder_pads_with_what_no_sequence_ends_with(pad, tmp_path):
     theirs("llama", pad_token_id=2).save_pretrained(tmp_path / "source")
     mine = hf.load_model(tmp_path / "source", head="scalar")
     mine.score.weight.data.normal_()
-    save_model(mine, tmp_path / "out", source=tmp_path / "source")
+    save_model(mine, tmp_path / "out", beside=hf.Texts(tmp_path / "source"))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
@@ -346,7 +346,7 @@ def test_tokenizer_equals_transformers(folder, tmp_path):
     got = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size)
     assert got == (1, 2, 3, 61)
 
-    save_model(hf.load_model(folder, head="lm"), tmp_path, tokenizer=tokenizer)
+    save_model(hf.load_model(folder, head="lm"), tmp_path, beside=hf.Texts(tokenizer.folder))
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
     wrapped = hf.Tokenizer.from_transformers(expected, folder)
     assert wrapped.encode(text) == tokenizer.encode(text) and wrapped.decode(ids) == tokenizer.decode(ids)
@@ -359,7 +359,7 @@ def test_several_end_tokens(broken, tmp_path):
     mine = hf.load_model(broken, head="lm")
     assert mine.config.eos_token_ids == (2, 3)
     save_model(mine, tmp_path / "a")
-    save_model(mine, tmp_path / "b", source=broken)
+    save_model(mine, tmp_path / "b", beside=hf.Texts(broken))
     for name in ("a", "b"):
         assert hf.read_config(tmp_path / name).eos_token_ids == (2, 3)
     assert json.loads((tmp_path / "b" / "generation_config.json").read_text(encoding="utf-8"))["temperature"] == 0.7

@@ -103,8 +103,10 @@ def test_what_changes_the_mathematics_is_refused_by_name(key):
         ({"task_type": "SEQ_2_SEQ_LM"}, "task_type is 'SEQ_2_SEQ_LM', but must be CAUSAL_LM or SEQ_CLS"),
         ({"r": 0}, r"the rank of an adapter is 0 \(r\)"),
         ({"rank_pattern": {"q_proj": 1.5}}, r"the rank of an adapter is 1.5 \(q_proj\)"),
+        ({"lora_alpha": 1e308}, "the alpha of an adapter is 1e[+]?308 .* number of float32"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "but must be a number of float32"),
         ({"lora_alpha": None}, "the alpha of an adapter is None"),
-        ({"alpha_pattern": {"(": 1}}, r"'\(' is not a regular expression"),
+        ({"alpha_pattern": {"(": 1}}, r"\(\(\)' is not a regular expression"),
         ({"target_modules": "("}, "not a regular expression"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\], but must be an object"),
         ({"target_modules": [1]}, "1 is none; correct target_modules"),
@@ -125,6 +127,17 @@ def test_there_and_back():
     again = from_peft(json.loads(json.dumps(to_peft(config))), [Q.format(0)])
     assert again == config and list(again.alpha_pattern) == ["b", "a"]
     assert config.head == "scalar" and config.saves("score.weight") and not config.saves("model.norm.weight")
+
+
+def test_modules_to_save_are_ends_of_names():
+    """As in peft (_set_trainable of its utils/other.py), where targets are whole parts."""
+    config = AdapterConfig(modules_to_save=("norm", "lm_head"))
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"):
+        assert config.saves(name), name
+    assert not config.saves("model.layers.0.self_attn.q_proj.weight") and not AdapterConfig().saves("score.weight")
+    with pytest.raises(UserError, match="does not name"):
+        from_peft(LEAST | {"target_modules": ["proj"]}, [Q.format(0)])
+    assert from_peft(LEAST | {"target_modules": "All-Linear"}, [Q.format(0)]).adapts(Q.format(0))
 
 
 def test_a_score_makes_a_reward_model_where_no_task_is_named():

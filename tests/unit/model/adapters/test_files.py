@@ -2,6 +2,7 @@
 named."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -61,6 +62,18 @@ def replace(folder, change):
     save_file({new: tensor for name, tensor in load_file(path).items() if (new := change(name))}, path)
 
 
+def spoil(folder, number):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(tensor for name, tensor in tensors.items() if "lora_A" in name)[0, 0] = number
+    save_file(tensors, path)
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize("theirs", FOLDERS, ids=lambda path: path.name)
 def test_what_peft_wrote_is_read_and_written_again(theirs, tmp_path):
     config, factors, saved = read_adapter(theirs)
@@ -108,6 +121,10 @@ def test_what_the_folders_hold():
             lambda folder: replace(folder, lambda name: name.replace("up_proj", "gate_proj")),
             "does not name .*gate_proj",
         ),
+        (lambda folder: spoil(folder, float("nan")), r"adapter_model.safetensors: tensor .*lora_A.* are not finite"),
+        (lambda folder: spoil(folder, float("inf")), r"adapter_model.safetensors: tensor .*lora_A.* are not finite"),
+        (lambda folder: pipe(folder / "adapter_model.safetensors"), "adapter_model.safetensors is a pipe"),
+        (lambda folder: pipe(folder / "adapter_config.json"), "adapter_config.json is a pipe"),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "holds no factors"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"abc"), "truncated"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing; copy"),
@@ -133,9 +150,9 @@ def test_another_base():
     wide = {path: (torch.zeros(9, 8), torch.zeros(16, 9)) for path in factors}
     for factors_here, saved, words in (
         (
-            {"lm_head": factors[Q.format(0)]},
+            {"model.norm": factors[Q.format(0)]},
             {},
-            "adapts lm_head, which is not a linear layer of the base; give the base",
+            "adapts model.norm, which is not a linear layer of the base; give the base",
         ),
         (factors | {Q.format(2): factors[Q.format(0)]}, {}, "model.layers.2.self_attn.q_proj, which is no"),
         ({Q.format(0): (torch.zeros(2, 16), torch.zeros(8, 2))}, {}, "from 16 to 8 numbers, and the base has 8 and 16"),

@@ -8,13 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.config import AdapterConfig
-from rlhf_spmd.model.adapters.files import read_adapter, write_adapter
+from rlhf_spmd.model.adapters.files import PREFIX, read_adapter, write_adapter
 from rlhf_spmd.model.adapters.merge import bit_sum, merge, merge_into
-from tests.folders import write_model
-from tests.unit.model.adapters.test_files import ADAPTERS, FOLDERS, logits_of
+from rlhf_spmd.model.adapters.uniform import texts_of
+from rlhf_spmd.model.texts.tokenizer_files import tokenizer_files
+from tests.folders import write_all, write_model, write_tokenizer
+from tests.runs import load
+from tests.unit.model.adapters.test_files import ADAPTERS, FOLDERS, change, logits_of
 
 BIAS = {"model_type": "qwen2", "attention_bias": True, "tie_embeddings": True}
 FAMILIES = {"llama": {"mlp_bias": True}, "mistral": {"model_type": "mistral"}, "qwen2 tied": BIAS}
@@ -102,7 +106,6 @@ def test_mistakes(tmp_path, capsys):
     shutil.copytree(tmp_path / "adapter", tmp_path / "reward")
     write_adapter(tmp_path / "reward", AdapterConfig(3, targets=config.targets, task_type="SEQ_CLS"), factors, saved)
     small = write_model(tmp_path / "small", hidden_size=16, head_dim=4)
-    tied = write_model(tmp_path / "tied", tie_embeddings=True)
     for words, told in (
         (["adapter", "base", "--merge"], "base is a folder that is read; give another one"),
         (["adapter", "out", "--merge", "--base", "small"], "small: it adapts model.layers.0.mlp.down_proj as a layer"),
@@ -118,10 +121,66 @@ def test_mistakes(tmp_path, capsys):
         notes = 1 + error.count("note: ")  # of another base
         assert error.count("\n") == notes and told in error, error
     assert not (tmp_path / "out").exists() and small
-    saves = AdapterConfig(3, targets=config.targets, modules_to_save=("embed_tokens",), base=str(tied))
-    write_adapter(tmp_path / "adapter", saves, factors, {"model.embed_tokens.weight": torch.zeros(63, 32)})
-    with pytest.raises(UserError, match="the base ties them to its output"):
+    in_half = {name: weight.half() for name, weight in load_file(base / "model.safetensors").items()}
+    save_file(in_half, base / "model.safetensors")
+    write_adapter(tmp_path / "adapter", config, {path: (a * 1e8, b) for path, (a, b) in factors.items()}, saved)
+    with pytest.raises(UserError, match=r"proj.weight has numbers that are not finite in torch.float16; give a"):
         merge(tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kind", ["lm_head", "embed_tokens", "saved lm_head", "saved embed_tokens"])
+def test_embeddings_and_output(tie, kind, tmp_path, capsys):
+    """An adapter changes the one that it names alone, even if the base ties them, as in peft. A run says to merge it,
+    and has what that gives."""
+    words, out, draw = write_all(tmp_path, tie_embeddings=tie), tmp_path / "out", torch.Generator().manual_seed(0)
+    base, folder, name = tmp_path / "actor", tmp_path / "adapter", kind.rpartition(" ")[2]
+    path = name if name == "lm_head" else f"model.{name}"
+    config, _, _ = make_adapter(folder, base)
+    tensors, about = load_file(folder / "adapter_model.safetensors"), {"modules_to_save": [name]}
+    old = hf.load_model(base, head="lm").state_dict()
+    old = {"lm_head.weight": old["embed_tokens.weight"]} | old
+    a, b, expected = (torch.randn(shape, generator=draw) for shape in ((3, 32), (63, 3), (63, 32)))
+    stored = {"weight": expected}
+    if not kind.startswith("saved"):
+        stored = {"lora_A.weight": a, "lora_B.weight": b}
+        if name == "embed_tokens":
+            stored = {"lora_embedding_A": b.T.contiguous(), "lora_embedding_B": a.T.contiguous()}
+        old_one = old[path.removeprefix("model.") + ".weight"]
+        stored["base_layer.weight"] = old_one.clone()
+        expected, about = (old_one.double() + 2.0 * b.double() @ a.double()).float(), {}
+        about["target_modules"] = [*config.targets, name]
+    save_file(
+        tensors | {f"{PREFIX}{path}.{end}": one for end, one in stored.items()}, folder / "adapter_model.safetensors"
+    )
+    change(folder, **about)
+    with pytest.raises(UserError, match=f"merge it: python -m rlhf_spmd convert {folder} MERGED --merge"):
+        make_workload(load(words, f"models.actor={folder}"))
+    assert main(["convert", str(folder), str(out), "--merge"]) == 0, capsys.readouterr()
+    new = hf.load_model(out, head="lm")
+    assert not new.config.tie_embeddings
+    for key in ("lm_head.weight", "embed_tokens.weight"):
+        wanted = expected if key == f"{name}.weight" else old[key]
+        torch.testing.assert_close(new.state_dict()[key], wanted, atol=1e-5, rtol=0)
+    make_workload(load(words, f"models.actor={out}"))
+
+
+def test_the_merged_model_has_what_lies_beside_the_adapter(tmp_path):
+    """Its tokenizer, chat templates and generation_config.json, not those of the base, nor of an earlier merge."""
+    base, folder, out = write_model(tmp_path / "base"), tmp_path / "adapter", tmp_path / "out"
+    make_adapter(folder, base)
+    (base / "chat_template.jinja").write_text("base", encoding="utf-8")
+    merge(folder, out)
+    assert (out / "chat_template.jinja").read_text(encoding="utf-8") == "base"
+    write_tokenizer(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag", encoding="utf-8")
+    about = {"eos_token_id": [1, 7], "suppress_tokens": [5], "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(about), encoding="utf-8")
+    merge(folder, out)
+    assert tokenizer_files(out) == tokenizer_files(folder)
+    assert json.loads((out / "generation_config.json").read_text(encoding="utf-8")) == about
+    assert hf.read_config(base, texts_of(str(folder), str(base))).eos_token_ids == (1, 7), "also where it is not merged"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

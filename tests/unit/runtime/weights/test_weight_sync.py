@@ -58,8 +58,8 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     models, states = run.job.models, {}
     for train in run.program.workload.workflow.train_calls:
         states[train.model] = whole_state(models, train)
-        folder, files, trained = tmp_path / train.model, models.files[train.model], models.engines[train.model].model
-        save_adapter(states[train.model], trained, folder, base=models.folders[train.model], files=files, suppressed=[])
+        folder, trained = tmp_path / train.model, models.engines[train.model].model
+        save_adapter(states[train.model], trained, folder, models.texts[train.model], base=models.folders[train.model])
     given = [f"models.{role}={tmp_path / role}" for role in states]
     plain = [word for word in WORDS if "lora" not in word]
     again = RunOf(load(words, *plain, *given))
