@@ -295,8 +295,10 @@ def places_of(program: Program, call: Generate) -> dict[int, int]:
 
 
 def room(program: Program, call: Generate, rank: int, resident: Program | None = None) -> int:
-    """Returns how many sequences of a call have room on a rank beside all else, at least one. resident: as in
-    `least_bytes`."""
+    """Returns how many sequences of a call have room on a rank beside all else, at least one.
+
+    resident: as in `least_bytes`.
+    """
     limit, workload = program.cluster.usable_bytes(rank), program.workload
     if limit is None or workload.models[call.model] is None:
         return workload.max_sequences

@@ -53,7 +53,7 @@ def test_what_fits_takes_as_long_as_that_limit(preset, algorithm, words, device,
     assert forecast(program, calibration).makespan_s == forecast(fewer, calibration).makespan_s
     roomy = Cluster(tuple(replace(node, device_bytes=None) for node in cluster.nodes))
     whole = compile_program(workload, program.placement, roomy)
-    assert forecast(whole, calibration).makespan_s < 0.95 * forecast(program, calibration).makespan_s
+    assert forecast(whole, calibration).makespan_s < 0.97 * forecast(program, calibration).makespan_s
 
 
 def test_a_placement_with_a_warning_is_not_named_fastest():
@@ -62,5 +62,7 @@ def test_a_placement_with_a_warning_is_not_named_fastest():
     rows, _ = alternatives(workload, cluster, calibration, top=1)
     (warned,) = [row for row in rows if isinstance(row, Alternative) and memory(row.program)]
     assert warned.name == "reallocation" and warned.forecast.makespan_s == pytest.approx(100.1, rel=0.01)
-    quick = replace(warned, forecast=replace(warned.forecast, makespan_s=1.0))
-    assert fastest([*rows, quick], cluster).name.startswith("plan 1")
+    (plan,) = [row for row in rows if row.name.startswith("plan 1")]
+    assert fastest([warned, replace(plan, forecast=warned.forecast)], cluster).name == plan.name  # as quick
+    quick = replace(plan, name="quick", program=warned.program)  # less seconds, but with the warning
+    assert fastest([quick, replace(plan, forecast=warned.forecast)], cluster).name == plan.name
