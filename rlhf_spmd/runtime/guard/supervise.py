@@ -85,6 +85,7 @@ def supervised() -> Flight:
     _end_with(supervisor, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
+    node_files.keep_compiled()
     flight = Flight(memory)
     atexit.register(flight.leave_undone)
     return flight
