@@ -98,7 +98,7 @@ LLAMA = '{"name": "f", "parameters": {"x": "a</think>; {b"}}'
     ],
 )  # fmt: skip
 def test_a_turn_is_thoughts_words_calls_words(form, text, words, names):
-    """names: of the calls; !: one that cannot be read. words: ...: the whole text."""
+    """Words may be the whole text (...). In names, ! stands for a call that cannot be read."""
     said, calls = read_turn(text, form)
     assert said == (text if words is ... else words) and "".join(call.name or "!" for call in calls) == names
     assert [call.error for call in calls if call.name] == [""] * len(names.replace("!", ""))
