@@ -106,7 +106,7 @@ def _hermes(text: str, place: int, _: bool) -> tuple[list[Call], int]:
     value, after, error = _json(text, place)
     rest = text[after:].lstrip()
     if rest and not error and not rest.startswith(END_OF_CALL):
-        error = f"behind its JSON stands {rest[:40]!r}"
+        error = f"its JSON is followed by {rest[:40]!r}"
     end = text.find(END_OF_CALL, after)
     return [_of_object(value, "arguments", error)], len(text) if end < 0 else end + len(END_OF_CALL)
 
