@@ -182,7 +182,7 @@ def _of_object(value: Any, key: str, error: str = "") -> Call:
     """
     if error or not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _unread(error or f'it is not an object such as {{"name": "f", "{key}": {{"x": 1}}}}')
-    arguments = next((value[one] for one in (key, *PARAMETERS) if one in value), {})
+    arguments: Any = next((value[one] for one in (key, *PARAMETERS) if one in value), {})
     if isinstance(arguments, str):  # as OpenAI's interface has them
         try:
             arguments = json.loads(arguments or "{}")
