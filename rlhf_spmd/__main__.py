@@ -25,6 +25,7 @@ The installed command `rlhf-spmd` is the same as `python -m rlhf_spmd`; `rlhf-sp
 """
 
 import argparse
+import atexit
 import codecs
 import importlib
 import os
@@ -80,7 +81,10 @@ def _to_the_end(arguments: list[str]) -> NoReturn:
     """Runs a subcommand in one process, and ends the process, whatever threads own functions have left in it."""
     from rlhf_spmd.runtime.guard import progress
     from rlhf_spmd.runtime.guard.supervise import leave
+    from rlhf_spmd.runtime.observe import node_files
 
+    node_files.keep_compiled()
+    atexit.register(node_files.remove)
     progress.start(f"rlhf_spmd {arguments[0] if arguments else ''}", only_in_place=True)
     try:
         status = _alone(arguments)

@@ -117,6 +117,8 @@ def remote(
     """
     if not urls:
         raise UserError("rlhf_spmd.rewards.remote has no server: name one, such as remote('http://host:5000/score')")
+    if taken := {"query", "prompts", "labels"} & {*columns}:
+        raise UserError(f"rlhf_spmd.rewards.remote sends its own {', '.join(taken)}: leave them out of columns")
     turns = itertools.count()
 
     async def remote_reward(queries: list[str], prompts: list[str], labels: list[Any], **others: Any) -> list[float]:

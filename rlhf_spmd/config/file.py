@@ -253,8 +253,8 @@ def to_text(values: Mapping[str, Any]) -> str:
     lines = []
     for key, value in values.items():
         group = value if isinstance(value, Mapping) else {}
-        lines += [f"{key}:" if group else f"{key}: {_scalar(value)}"]
-        lines += [f"  {name}: {_scalar(inner)}" for name, inner in group.items()]
+        lines += [f"{_scalar(key)}:" if group else f"{_scalar(key)}: {_scalar(value)}"]
+        lines += [f"  {_scalar(name)}: {_scalar(inner)}" for name, inner in group.items()]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from rlhf_spmd.config.file import to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
+from rlhf_spmd.files.printing import on_one_line
 from rlhf_spmd.migration.rules import (
     ALGORITHMS,
     RULES,
@@ -69,21 +70,25 @@ class Translation:
     def text(self, path: str) -> str:
         """Translates a configuration to a file of options, with what became of every option of `path` as comments."""
         program = PROGRAMS[self.source.program]
-        parts = [f"# From {path} ({program}), by `rlhf_spmd coming-from`."]
-        parts += [f"# Where it leaves out what changes learning, {program}'s default is written.", ""]
-        parts += [to_text(self._tree())]
-        if self.later:
-            parts += ["", "# To be completed:"]
-            parts += [f"# {key}: {text_of(value)}  ({why})" for key, (value, why) in self.later.items()]
-        if self.chosen:
-            parts += ["", "# Chosen here:", *(f"# {key}: {why}" for key, why in self.chosen.items())]
+        parts: dict[str, list[str]] = {
+            "": [
+                f"From {path} ({program}), by `rlhf_spmd coming-from`.",
+                f"Where it leaves out what changes learning, {program}'s default is written.",
+            ],
+            "To be completed:": [f"{key}: {text_of(value)}  ({why})" for key, (value, why) in self.later.items()],
+            "Chosen here:": [f"{key}: {why}" for key, why in self.chosen.items()],
+        }
         for kind, heading in HEADINGS.items():
             named = [line for line in self.lines if (line.kind if line.kind != "part" else "option") == kind]
-            parts += ["", f"# {heading}"] if named else []
-            parts += [f"# {_shown(line)}" for line in named]
-        if self.source.left:
-            parts += ["", "# Not read:", *(f"# {key}: {why}" for key, why in self.source.left.items())]
-        return "\n".join(parts)
+            parts[heading] = [_shown(line) for line in named]
+        parts["Not read:"] = [f"{key}: {why}" for key, why in self.source.left.items()]
+        # one line each: what a foreign file says must not become an option
+        comments = [
+            "\n".join(f"# {on_one_line(line)}" for line in filter(None, [heading, *lines]))
+            for heading, lines in parts.items()
+            if lines
+        ]
+        return "\n\n".join([comments[0], to_text(self._tree()), *comments[1:]])
 
     def _tree(self) -> dict[str, Value]:
         """Returns options in their groups."""

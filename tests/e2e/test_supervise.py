@@ -169,6 +169,33 @@ def test_a_rank_that_is_done_has_to_end():
     assert "note: rank 0 of 1 (host a-host, process " in found.stderr and "it was killed" in found.stderr
 
 
+def test_what_torch_keeps_compiled_is_removed_unless_the_user_names_a_folder(tmp_path, monkeypatch):
+    """transformers imports torch's compiler, which makes this folder then."""
+    body = "folder = os.environ['TORCHINDUCTOR_CACHE_DIR']\nos.makedirs(folder)\nprint(folder)"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert not Path(run(body).stdout.strip() or "/").exists()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    assert Path(run(body).stdout.strip()) == tmp_path / "mine" and (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_supervisor_that_is_stopped_does_not_keep_the_job(is_done, monkeypatch):
+    """The front ends it: with the status of the work, or with a message if there is none."""
+    soon = "from rlhf_spmd.runtime.guard import front\nfront.LEAVE_S, front.LINGER_S = 0.3, 0.1\nflight ="
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", PROGRAM.replace("flight =", soon))
+    body = "flight.describe(host='a-host')\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
+    body += "print(flush=True)\nsignal.sigwait({signal.SIGUSR1})\nflight.leave(3)\nos._exit(3)"
+    process, child = start(body, **LAUNCHED)
+    process.stdout.readline()
+    supervisor = parent_of(child)
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(child, signal.SIGUSR1 if is_done else signal.SIGKILL)
+    _, told = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (3 if is_done else 128 + signal.SIGKILL) and not is_alive(supervisor)
+    assert told.startswith(f"rlhf_spmd: {'note' if is_done else 'error'}: the supervisor of rank "), told
+    assert "did not end in 0 s after the rank: it was killed" in told and told.count("\n") == 1, told
+
+
 def is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"

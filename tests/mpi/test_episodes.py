@@ -21,18 +21,23 @@ pytestmark = [
 ]
 
 
-def sliced(workload, cluster) -> Placement:
+def sliced(workload, cluster, **grid: int) -> Placement:
     """Returns generation on all ranks, all else in two slices or stages where the ranks are even."""
     ranks = cluster.ranks
     if len(ranks) % 2:
         return flattening.place(workload, cluster)
-    calls = {call.name: Layout.grid_of(ranks, tp=2) for call in workload.workflow.placed_calls}
+    calls = {call.name: Layout.grid_of(ranks, **(grid or {"tp": 2})) for call in workload.workflow.placed_calls}
     whole = {call.name: Layout.data_parallel(ranks) for call in workload.workflow.generate_calls}
     judges = {name: Layout.data_parallel(ranks) for name in calls if name.startswith("reward")}  # a function
     return Placement(calls | whole | judges)
 
 
-PLACES = {"flattening": flattening.place, "separation": separation.place, "sliced": sliced}
+def staged(workload, cluster) -> Placement:
+    """Returns the same with two stages and, where there are ranks enough, two slices of each."""
+    return sliced(workload, cluster, pp=2, tp=2 if len(cluster.ranks) % 4 == 0 else 1)
+
+
+PLACES = {"flattening": flattening.place, "separation": separation.place, "sliced": sliced, "staged": staged}
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
@@ -59,6 +64,7 @@ def test_episodes_are_those_of_one_rank(place, world, shared_folder, make_group)
                 "actor_grad_norm",
             ):
                 assert error(metrics[name], of_one[name]) <= TOLERANCE, name
+            assert of_one["actor_grad_norm"] > 0.01
         assert run.responses == alone.responses
     for model in ("actor", "critic"):
         first, second = (run.weights(model) for run in runs)

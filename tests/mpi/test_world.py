@@ -322,3 +322,11 @@ def test_progress_is_cheap(world):
             world.progress(f"iteration {number}: train actor, micro-batch 3 of 8")
         seconds.append((time.perf_counter() - start) / 20)
     assert min(seconds) < 60e-6
+
+
+def test_an_end_that_looks_like_success_is_an_error():
+    """A launcher would believe Abort(0), and a chain of jobs would go on without a model."""
+    communicator = world_module._load_mpi().COMM_WORLD
+    for status in (0, 256):
+        with pytest.raises(UserError, match=rf"it called Abort\({status}\) of an MPI communicator.*raise an exception"):
+            communicator.Abort(status)

@@ -1,28 +1,35 @@
 """Reads the tool calls in what a model said, in the format of the model.
 
     hermes      <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, any number of them (Hermes, Qwen)
-    llama       {"name": "f", "parameters": {"x": 1}}; ... and nothing else (Llama 3)
-    pythonic    [f(x=1), g()] and nothing else (Llama 3.2 and 4)
+    llama       {"name": "f", "parameters": {"x": 1}}; ... and no words before (Llama 3)
+    pythonic    [f(x=1), g()] and no words before (Llama 3.2 and 4)
     mistral     [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "000000000"}] (Mistral)
 
-A call that cannot be read is a call with an error, which the model gets as its answer. What a model thinks calls
-nothing.
+A turn is read from its beginning to its end: thoughts, words, calls, words. A thought calls nothing, also one that does
+not end, and a mark inside the arguments of a call is data. A call that cannot be read is a call with an error, which
+the model gets as its answer. Where calls have no mark (llama, pythonic), other JSON and other lists are words.
 """
 
 import ast
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.texts.turns import TurnJoins, tool_call
+from rlhf_spmd.model.texts.turns import END_OF_THINKING, THINK, TurnJoins, tool_call
 
-HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-PYTHON_TAG, TOOL_CALLS, END_OF_THINKING = "<|python_tag|>", "[TOOL_CALLS]", "</think>"
+END_OF_CALL, PYTHON_TAG = "</tool_call>", "<|python_tag|>"
+TAG = re.escape(PYTHON_TAG)
+FIRST = rf"(?:\A|(?<={END_OF_THINKING}))\s*"  # no word stands before
+PARAMETERS = {"parameters", "arguments"}  # what an object without a mark must have to be a call, beside its name
+NAMES = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"')
+STRING_OR_BRACKET = re.compile(r"""("{3}|'{3}|"|')(?:\\.|(?!\1).)*\1|[\[\](){}]""", re.DOTALL)
 ID = re.compile(r"[A-Za-z0-9]{9}")  # of Mistral, whose template refuses any other
 FIRST_ID = 100_000_000  # of calls whose format has none
+UNREADABLE = (ValueError, RecursionError)  # from json
+json_at = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +51,33 @@ class Call:
         return tool_call(self.name or "unknown", self.arguments, self.number)
 
 
-def read_calls(text: str, form: str) -> list[Call]:
-    """Returns the calls of a turn, in order; none if it calls nothing. form: a key of FORMATS."""
-    found = FORMATS[form](text.rpartition(END_OF_THINKING)[2].strip())
-    calls = []
-    for place, call in enumerate(found):
-        number = call.number if ID.fullmatch(call.number) else str(FIRST_ID + place)
-        calls.append(Call(call.name, call.arguments, number, call.error))
-    return calls
+def read_calls(text: str, form: str, *, is_thinking: bool = False) -> list[Call]:
+    """Returns the calls of a turn, in order; none if it calls nothing. Arguments: see read_turn."""
+    return read_turn(text, form, is_thinking=is_thinking)[1]
 
 
-def words_before(text: str, form: str) -> str:
-    """Returns what a turn that calls tools says before it does. form: a key of FORMATS, of which two allow no words."""
-    thought, end, said = text.rpartition(END_OF_THINKING)
-    mark = {"hermes": "<tool_call>", "mistral": TOOL_CALLS}.get(form)
-    return thought + end + (said.partition(mark)[0] if mark else "")
+def read_turn(text: str, form: str, *, is_thinking: bool = False) -> tuple[str, list[Call]]:
+    """Returns what a turn says beside calls, thoughts included, and its calls, in order.
+
+    form: a key of FORMATS.
+    is_thinking: the turn begins inside a thought.
+    """
+    mark, read = FORMATS[form]
+    words, calls, place = "", list[Call](), 0
+    while place < len(text):
+        found = re.compile(END_OF_THINKING if is_thinking else mark).search(text, place)
+        was_thinking, is_thinking = is_thinking, found is not None and found[0] == THINK
+        if found is None or is_thinking or was_thinking:
+            here, after = list[Call](), found.end() if found else len(text)
+        else:
+            here, after = read(text, found.end(), PYTHON_TAG in found[0])
+        words += text[place : found.start() if found and here else after]
+        calls, place = calls + here, after
+    return words, [_numbered(call, FIRST_ID + index) for index, call in enumerate(calls)]
+
+
+def _numbered(call: Call, number: int) -> Call:
+    return Call(call.name, call.arguments, call.number if ID.fullmatch(call.number) else str(number), call.error)
 
 
 def format_of(joins: TurnJoins, chosen: str = "") -> str:
@@ -80,52 +99,57 @@ def format_of(joins: TurnJoins, chosen: str = "") -> str:
     )
 
 
-# ---- formats --------------------------------------------------------------------------------------------------------
+# ---- formats: the calls behind a mark, and where what follows them begins -------------------------------------------
 
 
-def _hermes(text: str) -> list[Call]:
-    return [_of_json(found[1], "arguments") for found in HERMES.finditer(text)]
+def _hermes(text: str, place: int, _: bool) -> tuple[list[Call], int]:
+    value, after, error = _json(text, place)
+    rest = text[after:].lstrip()
+    if rest and not error and not rest.startswith(END_OF_CALL):
+        error = f"its JSON is followed by {rest[:40]!r}"
+    end = text.find(END_OF_CALL, after)
+    return [_of_object(value, "arguments", error)], len(text) if end < 0 else end + len(END_OF_CALL)
 
 
-def _llama(text: str) -> list[Call]:
-    is_tagged = text.startswith(PYTHON_TAG)
-    text = text.removeprefix(PYTHON_TAG).strip()
-    if not text.startswith("{") or not (is_tagged or re.match(r'\{\s*"(name|type|function|parameters)"', text)):
-        return [_unread(f"it is not a JSON object: {text[:80]}")] if is_tagged else []
-    decoder, found, place = json.JSONDecoder(), [], 0
-    while place < len(text):
-        try:
-            _, stop = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            stop = len(text)
-        found.append(_of_json(text[place:stop], "parameters"))
-        place = stop + len(text[stop:]) - len(text[stop:].lstrip("; \n"))
-    return found
+def _llama(text: str, place: int, is_tagged: bool) -> tuple[list[Call], int]:
+    calls = list[Call]()
+    while text[place : place + 1] == "{" or (is_tagged and not calls):
+        value, after, error = _json(text, place)
+        if text[place : place + 1] != "{":
+            after, error = len(text), f"it is not a JSON object: {text[place : place + 80]}"
+        is_call = NAMES.match(text, place) if error else isinstance(value.get("name"), str) and PARAMETERS & {*value}
+        if not is_call and (calls or not is_tagged):
+            return calls, place if calls else after
+        calls.append(_of_object(value, "parameters", error))
+        place = _begin(text, after, "; \n")
+    return calls, place
 
 
-def _mistral(text: str) -> list[Call]:
-    before, tag, listed = text.partition(TOOL_CALLS)
-    if not tag:
-        return []
+def _mistral(text: str, place: int, _: bool) -> tuple[list[Call], int]:
+    listed, after, error = _json(text, place)
+    if error or not isinstance(listed, list):
+        return [_unread(error or "it is not a list of calls")], after
+    return [_of_object(call, "arguments") for call in listed], after
+
+
+def _pythonic(text: str, place: int, _: bool) -> tuple[list[Call], int]:
+    after = _end_of_list(text, place)
     try:
-        calls = json.loads(listed)
-    except (ValueError, RecursionError) as error:
-        return [_unread(str(error))]
-    if not isinstance(calls, list):
-        return [_unread("it is not a list of calls")]
-    return [_of_object(call, "arguments") for call in calls]
-
-
-def _pythonic(text: str) -> list[Call]:
-    text = text.removeprefix(PYTHON_TAG).strip()
-    if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", text):
-        return []
-    try:
-        listed = ast.parse(text, mode="eval").body
+        listed = ast.parse(text[place:after], mode="eval").body
         assert isinstance(listed, ast.List)
-        return [_of_python(node) for node in listed.elts]
+        return [_of_python(node) for node in listed.elts], after
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError) as error:
-        return [_unread(f"it is not a list of calls such as [f(x=1)] ({error})")]
+        return [_unread(f"it is not a list of calls such as [f(x=1)] ({error})")], after
+
+
+def _end_of_list(text: str, place: int) -> int:
+    """Returns the place behind the bracket that closes the one at this place; the end of the text if none does."""
+    depth = 0
+    for found in STRING_OR_BRACKET.finditer(text, place):
+        depth += (found[0] in "[({") - (found[0] in "])}")
+        if not depth:
+            return found.end()
+    return len(text)
 
 
 def _of_python(node: ast.expr) -> Call:
@@ -137,29 +161,35 @@ def _of_python(node: ast.expr) -> Call:
         return _unread(f"{ast.unparse(node)[:80]} has an argument that is not a plain value")
 
 
-def _of_json(text: str, key: str) -> Call:
-    """Reads calls from JSON.
+def _begin(text: str, place: int, space: str | None = None) -> int:
+    """Returns where the text goes on after space."""
+    return len(text) - len(text[place:].lstrip(space))
+
+
+def _json(text: str, place: int) -> tuple[Any, int, str]:
+    """Reads one JSON value -> the value, where it ends or stops to be JSON, and why it does."""
+    try:
+        return *json_at(text, _begin(text, place)), ""
+    except UNREADABLE as error:
+        return None, getattr(error, "pos", len(text)), str(error)
+
+
+def _of_object(value: Any, key: str, error: str = "") -> Call:
+    """Returns the call that a JSON value is.
 
     key: the one of the arguments, in the format.
+    error: why there is no value.
     """
-    try:
-        return _of_object(json.loads(text), key)
-    except (ValueError, RecursionError) as error:
-        return _unread(str(error))
-
-
-def _of_object(value: Any, key: str) -> Call:
-    other = "arguments" if key == "parameters" else "parameters"
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return _unread(f'it is not an object such as {{"name": "f", "{key}": {{"x": 1}}}}')
-    arguments = value.get(key, value.get(other, {}))
+    if error or not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _unread(error or f'it is not an object such as {{"name": "f", "{key}": {{"x": 1}}}}')
+    arguments: Any = next((value[one] for one in (key, *PARAMETERS) if one in value), {})
     if isinstance(arguments, str):  # as OpenAI's interface has them
         try:
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            return _unread(str(error), value["name"])
-    if not isinstance(arguments, dict):
-        return _unread(f"its {key} are not an object", value["name"])
+        except UNREADABLE as why:
+            error = str(why)
+    if error or not isinstance(arguments, dict):
+        return _unread(error or f"its {key} are not an object", value["name"])
     return Call(value["name"], arguments, str(value.get("id", "")))
 
 
@@ -167,9 +197,9 @@ def _unread(why: str, name: str = "") -> Call:
     return Call(name, error=f"error: this tool call cannot be read: {why}")
 
 
-FORMATS: dict[str, Callable[[str], Sequence[Call]]] = {
-    "hermes": _hermes,
-    "mistral": _mistral,
-    "llama": _llama,
-    "pythonic": _pythonic,
+FORMATS: dict[str, tuple[str, Callable[[str, int, bool], tuple[list[Call], int]]]] = {
+    "hermes": (f"{THINK}|<tool_call>", _hermes),
+    "mistral": (rf"{THINK}|\[TOOL_CALLS\]", _mistral),
+    "llama": (rf"{THINK}|{FIRST}(?:{TAG}\s*|(?=\{{))", _llama),
+    "pythonic": (rf"{THINK}|{FIRST}(?:{TAG})?\s*(?=\[\s*[A-Za-z_][\w.]*\()", _pythonic),
 }

@@ -15,7 +15,8 @@ from rlhf_spmd.errors import UserError
 Message = dict[str, Any]
 MARK = "\ue000"  # for private use, so no text has it
 ASK: Message = {"role": "user", "content": "?"}
-THINKING = "<think>\n{}\n</think>\n\n"
+THINK, END_OF_THINKING = "<think>", "</think>"
+THINKING = f"{THINK}\n{{}}\n{END_OF_THINKING}\n\n"
 
 
 @dataclass(slots=True)
@@ -75,6 +76,10 @@ class TurnJoins:
         opened, said = self.render([ASK], True), self.render([ASK, _answer("", calls)], False)
         text = said[len(opened) :] if said.startswith(opened) else said
         return text.removesuffix(self.end)
+
+    def opens_thought(self, after: Sequence[Message] = ()) -> bool:
+        """Returns whether the template begins the next turn inside a thought. after: what follows the first request."""
+        return self.render([ASK, *after], True).rstrip().endswith(THINK)
 
     def check(self, roles: Sequence[str]) -> None:
         """Raises UserError unless the template only adds to what it wrote, with answers of these roles (user, tool)."""

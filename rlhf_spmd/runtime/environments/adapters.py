@@ -215,8 +215,15 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, new: Callable[
 
 
 def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
-    """Raises UserError if reset() asks for what the data set lacks."""
-    for one in [*inspect.signature(cls.reset).parameters.values()][1:]:
+    """Raises UserError if reset() asks for what the data set lacks, or cannot get what it has."""
+    parameters = [*inspect.signature(cls.reset).parameters.values()]
+    own = [one.name for one in parameters[:1] if one.kind is one.POSITIONAL_OR_KEYWORD and one.name in (columns or ())]
+    if own and any(one.kind is one.VAR_KEYWORD for one in parameters):
+        raise UserError(
+            f"its reset() gets all columns of the data set, and one is called {own[0]!r}, as its own first parameter: "
+            f"write reset({own[0]}, /, **columns), or rename the column"
+        )
+    for one in parameters[1:]:
         is_needed = one.default is one.empty and one.kind in (*BY_NAME, one.POSITIONAL_ONLY)
         if is_needed and columns is not None and one.name not in (*columns, *SEEDS):
             there = ", ".join(columns) or "there is none besides the prompts"

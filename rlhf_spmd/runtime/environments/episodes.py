@@ -238,7 +238,7 @@ class Episodes:
         if self._is_over_in_journal(number, life):
             return
         speech, limits = life.speech, self.limits
-        calls = speech.calls(drawn) if speech.form else []
+        _, calls = speech.read(drawn, is_first=life.turn == 1)
         if speech.form and not calls:
             yield from self._ended(number, life, COMPLETED)
             return

@@ -45,6 +45,11 @@ class Start:
     seed: int
     sample_seed: int
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The columns, and seeds where no column has their names."""
+        return {"seed": self.seed, "sample_seed": self.sample_seed} | self.columns
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -121,8 +126,7 @@ class OfReset(Episode):
         self.own = await made(self.cls)
         if not hasattr(self.own, "reset"):
             return Opening()
-        given = start.columns | {"seed": start.seed, "sample_seed": start.sample_seed}
-        found = await called(self.own.reset, **taken_by(self.own.reset, given))
+        found = await called(self.own.reset, **taken_by(self.own.reset, start.given))
         if found is None or isinstance(found, str):
             return Opening(add=found or "")
         if isinstance(found, list) and found and all(isinstance(one, Mapping) and "type" in one for one in found):
@@ -168,8 +172,7 @@ class OfSkyRL(Episode):
         self.cls = cls
 
     async def begin(self, start: Start) -> Opening:
-        extras = start.columns | {"seed": start.seed, "sample_seed": start.sample_seed}
-        self.own = await made(self.cls, **taken_by(self.cls, {"env_config": Settings(), "extras": extras}))
+        self.own = await made(self.cls, **taken_by(self.cls, {"env_config": Settings(), "extras": start.given}))
         prompt = start.messages or [{"role": "user", "content": start.prompt}]
         found = await called(self.own.init, [dict(one) for one in prompt])
         if not isinstance(found, tuple) or len(found) != 2:
@@ -204,7 +207,7 @@ class OfOpenRLHF(Episode):
     async def begin(self, start: Start) -> Opening:
         self.own = await made(self.cls)
         label = start.columns.get("label", start.columns.get("labels"))
-        self.states = start.columns | {"label": label, "seed": start.seed, "sample_seed": start.sample_seed}
+        self.states = start.given | {"label": label}
         found = await called(self.own.reset, self.states | {"prompt": start.prompt, "observation": start.prompt})
         if not isinstance(found, Mapping) or not isinstance(found.get("observation"), str):
             raise UserError(f"reset() returned {kind(found)}: return a dict with an observation, which is text")
@@ -310,7 +313,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="environment")
 
 
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls a function of the user, async or not, and returns its result. Raises what it raises."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -336,7 +339,7 @@ def _tried(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, B
         return None, error
 
 
-async def made(cls: Callable[..., Any], **kwargs: Any) -> Any:
+async def made(cls: Callable[..., Any], /, **kwargs: Any) -> Any:
     """Makes an object of a class of the user, or of a factory. OpenRLHF's may have an async __init__."""
     begin = vars(cls).get("__init__")
     if not isinstance(cls, type) or not inspect.iscoroutinefunction(begin):

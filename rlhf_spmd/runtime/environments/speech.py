@@ -6,8 +6,8 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.model.texts.tool_calls import Call, format_of, read_calls
-from rlhf_spmd.model.texts.turns import TurnJoins, answer_of
+from rlhf_spmd.model.texts.tool_calls import Call, format_of, read_turn
+from rlhf_spmd.model.texts.turns import TurnJoins, answer_of, tool_call
 from rlhf_spmd.runtime.environments.adapters import Environment
 from rlhf_spmd.runtime.environments.kinds import Message, Opening, Step
 
@@ -19,24 +19,28 @@ class Speech:
     """How the rows of one environment are written.
 
     form: of tool calls; empty: there are none.
+    thinks: whether the first turn, and any later one, begins inside a thought that the template opened.
     """
 
     environment: Environment
     tokenizer: Tokenizer
     joins: TurnJoins
     form: str
+    thinks: tuple[bool, bool] = (False, False)
 
     def said(self, drawn: Sequence[int]) -> str:
         """Returns the text of a turn, for the environment."""
         return self.tokenizer.decode(drawn)
 
-    def calls(self, drawn: Sequence[int]) -> list[Call]:
-        """Returns the tool calls of a turn, whose marks may be special tokens."""
-        return read_calls(self.text(drawn), self.form)
+    def read(self, drawn: Sequence[int], *, is_first: bool) -> tuple[str, list[Call]]:
+        """Returns what a turn says beside tool calls, and these, whose marks may be special tokens.
 
-    def text(self, drawn: Sequence[int]) -> str:
-        """Returns the text of a turn with its special tokens, but for those that end it."""
-        return self.tokenizer.decode([one for one in drawn if one not in self.joins.stops], special=True)
+        is_first: the turn is the first one of its episode.
+        """
+        if not self.form:
+            return self.said(drawn), []
+        text = self.tokenizer.decode([one for one in drawn if one not in self.joins.stops], special=True)
+        return read_turn(text, self.form, is_thinking=self.thinks[not is_first])
 
     def first(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
         """Returns the tokens of a prompt as an environment opens it. Raises UserError.
@@ -113,4 +117,9 @@ def speech_of(
     if environment.speaks == "text":
         return Speech(environment, tokenizer, joins, "")
     joins.check(("tool",) if tools else ("user",))
-    return Speech(environment, tokenizer, joins, format_of(joins, form) if tools else "")
+    if not tools:
+        return Speech(environment, tokenizer, joins, "")
+    call = tool_call("f", {}, "000000000")
+    answered = [{"role": "assistant", "content": "", "tool_calls": [call]}, answer_of("tool", "!", "f", call["id"])]
+    thinks = joins.opens_thought(), joins.opens_thought(answered)
+    return Speech(environment, tokenizer, joins, format_of(joins, form), thinks)

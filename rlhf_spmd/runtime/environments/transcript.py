@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rlhf_spmd.model.texts.tool_calls import Call, words_before
+from rlhf_spmd.model.texts.tool_calls import Call
 from rlhf_spmd.model.texts.turns import MARK, answer_of
 from rlhf_spmd.runtime.environments.speech import Speech
 
@@ -16,16 +16,16 @@ def transcript(speech: Speech, token_ids: Sequence[int], drawn: Sequence[bool]) 
     """Returns the turns of an episode. token_ids: of its response. drawn: which of them the model drew."""
     turns: list[Turn] = []
     said: list[int] = []
+    calls: list[Call] = []
     for is_drawn, ids in _parts(token_ids, drawn):
         if is_drawn:
             said = ids
-            calls = speech.calls(said) if speech.form else []
+            words, calls = speech.read(said, is_first=not turns)
             is_read = bool(calls) and not any(call.error for call in calls)
-            words = words_before(speech.text(said), speech.form) if is_read else speech.said(said)
             written = [_written(call) for call in calls] if is_read else []
-            turns.append({"model": words.strip(), "calls": written, "answers": []})
+            turns.append({"model": (words if is_read else speech.said(said)).strip(), "calls": written, "answers": []})
         elif turns:
-            turns[-1]["answers"] = _answers(speech, said, ids)
+            turns[-1]["answers"] = _answers(speech, said, ids, calls)
     return turns
 
 
@@ -39,19 +39,18 @@ def _written(call: Call) -> str:
     return f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
 
 
-def _answers(speech: Speech, said: Sequence[int], ids: Sequence[int]) -> list[str]:
+def _answers(speech: Speech, said: Sequence[int], ids: Sequence[int], calls: Sequence[Call]) -> list[str]:
     """Returns what came back, without what the chat template writes around it, as far as that can be told."""
-    text, around = speech.tokenizer.decode(ids, special=True), _around(speech, said)
+    text, around = speech.tokenizer.decode(ids, special=True), _around(speech, said, calls)
     found = re.fullmatch(around, text, re.DOTALL) if around else None
     return [one.strip() for one in found.groups()] if found else [speech.tokenizer.decode(ids).strip()]
 
 
-def _around(speech: Speech, said: Sequence[int]) -> str:
+def _around(speech: Speech, said: Sequence[int], calls: Sequence[Call]) -> str:
     """Returns a regular expression of what follows a turn, with a group for each answer; empty: there is none to
     tell."""
     if speech.environment.speaks == "text":
         return ""
-    calls = speech.calls(said) if speech.form else []
     back = [answer_of("tool", MARK, call.name or "unknown", call.number) for call in calls] or [answer_of("user", MARK)]
     ids = speech.joins.after(said, back, [call.message for call in calls])
     parts = speech.tokenizer.decode(ids, special=True).split(MARK)

@@ -23,6 +23,7 @@ from rlhf_spmd.runtime.observe.flight_recorder import Record, record_in
 from rlhf_spmd.runtime.observe.position_board import take_claim
 
 TICK_S = 0.5  # between two looks at the processes beside this one
+LEAVE_S = 20.0  # for a rank that has no more to do, and then for a supervisor
 LINGER_S = 2 * TICK_S  # after the message, so that the supervisors of the other ranks write their records first
 PARENT_ENDED = signal.SIGRTMIN  # what the kernel sends to a supervisor if its front has ended
 SIGNALS = frozenset(
@@ -123,6 +124,7 @@ class Front:
 
     def __init__(self, memory: mmap.mmap, supervisor: int, launcher: int):
         self.reporter, self.supervisor, self.launcher = Reporter(memory, launcher), supervisor, launcher
+        self.num_late = 0  # looks since the rank has ended
 
     def run(self) -> NoReturn:
         """Passes signals on, and ends with the supervisor's status, or with the launcher."""
@@ -136,6 +138,12 @@ class Front:
             if os.getppid() != self.launcher:
                 os._exit(LOST_STATUS)  # the supervisor notices it
             self.reporter.open_board()
+            if received is None:  # after TICK_S, but if the whole job was stopped
+                memory, rank = self.reporter.memory, record_in(self.reporter.memory).process
+                has_ended = memory[flight_recorder.LEFT_AT] or not _lives(rank)
+                self.num_late = self.num_late + 1 if has_ended else 0
+                if self.num_late * TICK_S > LEAVE_S + 2 * LINGER_S:
+                    self._end_late()
 
     def _end(self, status: int) -> NoReturn:
         is_lost, status = status < 0, 128 - status if status < 0 else status
@@ -147,6 +155,23 @@ class Front:
                     message = lost_message(record_in(self.reporter.memory))
                     if self.reporter.report(message, status):
                         time.sleep(launcher.ABORT_S)
+        finally:
+            os._exit(status)
+
+    def _end_late(self) -> NoReturn:
+        """Ends a supervisor that does not end although its rank has, perhaps because somebody stopped it."""
+        record, memory = record_in(self.reporter.memory), self.reporter.memory
+        status = record.status if memory[flight_recorder.LEFT_AT] == flight_recorder.DONE else LOST_STATUS
+        try:
+            os.kill(self.supervisor, signal.SIGKILL)
+            os.waitpid(self.supervisor, 0)
+            descendants.end_all()
+            node_files.remove()
+            told = f"the supervisor of {name_of(record)} did not end in {LEAVE_S:.0f} s after the rank: it was killed"
+            if status == LOST_STATUS and self.reporter.may_report():
+                self.reporter.report(f"{told}; the rank ended {place_of(record)}", status)
+            elif self.reporter.may_report():
+                streams.say(f"rlhf_spmd: note: {told}")
         finally:
             os._exit(status)
 

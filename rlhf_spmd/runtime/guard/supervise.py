@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import descendants, launcher, streams
 from rlhf_spmd.runtime.guard.front import (
+    LEAVE_S,
     LIBC,
     LOST_STATUS,
     PARENT_ENDED,
@@ -49,7 +50,6 @@ from rlhf_spmd.runtime.observe import flight_recorder, node_files
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, record_in
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-LEAVE_S = 20.0  # for a rank that has no more to do
 ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # intended ends
 FORWARDED = frozenset({signal.SIGTERM, signal.SIGINT})  # by launchers to all ranks; others only one rank gets
 FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS})
@@ -85,6 +85,7 @@ def supervised() -> Flight:
     _end_with(supervisor, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
+    node_files.keep_compiled()
     flight = Flight(memory)
     atexit.register(flight.leave_undone)
     return flight

@@ -26,6 +26,12 @@ def remove() -> None:
                     path.unlink(missing_ok=True)
 
 
+def keep_compiled() -> None:
+    """Lets torch keep what it compiles in a folder of this rank, unless the user has named one. torch makes the folder
+    when it is imported for the compiler, as transformers does."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"{PREFIX}compiled")))
+
+
 def share_file(
     num_bytes: int, rank: int, creator: int, gather: Callable[[list], list[list]], *, is_empty: bool = False
 ) -> tuple[int | None, list[list]]:

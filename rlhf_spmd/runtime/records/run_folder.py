@@ -96,12 +96,16 @@ class RunFolder:
             if not root.is_dir():
                 root.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
             if name is not None:
-                if not _begun_only(root / name):
-                    (root / name).mkdir(DIRECTORY_MODE)
-                for entry in (root / name).iterdir():
-                    if _is_draft(entry.name):
+                made = cls(root / name)
+                try:
+                    made.path.mkdir(DIRECTORY_MODE)
+                except FileExistsError:
+                    if not _begun_only(made.path):
+                        raise
+                    made.lock()  # another run may begin there now
+                    for entry in filter(lambda one: _is_draft(one.name), made.path.iterdir()):
                         entry.unlink()
-                return cls(root / name)
+                return made
             stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
             path, number = root / stem, 1
             while True:

@@ -399,7 +399,24 @@ def _load_mpi() -> Any:
         if not launcher.reports(os.environ, on_node=True):
             raise SystemExit(0) from None
         raise error if isinstance(error, UserError) else launcher.without_library(error) from None
+    if type(MPI.COMM_WORLD) is MPI.Intracomm:
+        _refuse_to_abort(MPI)
     return MPI
+
+
+def _refuse_to_abort(MPI: Any) -> None:
+    """Makes code of the user fail that would end the job with the status of success, which its launcher believes."""
+
+    class Communicator(MPI.Intracomm):
+        def Abort(self, errorcode: int = 0) -> NoReturn:
+            if errorcode % 256:
+                super().Abort(errorcode)
+            raise UserError(
+                f"it called Abort({errorcode}) of an MPI communicator, which ends all ranks as if their work were "
+                "done: raise an exception"
+            )
+
+    MPI.COMM_WORLD, MPI.COMM_SELF = Communicator(MPI.COMM_WORLD), Communicator(MPI.COMM_SELF)
 
 
 def _is_alone() -> bool:

@@ -1,9 +1,11 @@
 """The verb `coming-from`: three configurations of each other program become files that `check` takes."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import leaves
@@ -276,6 +278,29 @@ def test_a_folder_and_a_pattern_of_data_are_options(tmp_path, monkeypatch):
     (tmp_path / "rows" / "a.csv").write_text("prompt\nx\n", encoding="utf-8")
     for name in ("rows", "rows/*.csv"):
         assert translate(source_of(tmp_path, text + f"'{name}'")).options["data.prompts"] == name
+
+
+EVIL = "x\nreward_function: evil.py:score\n#"
+FOREIGN = {  # name of the file and its options: a line break in each place that the translation shows
+    "an unknown key.yaml": {EVIL: 1},
+    "a value.yaml": {"run_name": EVIL, "bf16": EVIL},
+    "a model to be completed.yaml": {"model_name_or_path": EVIL},
+    "a key of a mapping.yaml": {"model_name_or_path": {EVIL: 1}, "dataset_name": {EVIL: 1}},
+    "a mapping as text.yaml": {"model_name_or_path": json.dumps({EVIL: 1})},
+    "data.yaml": {"dataset_name": EVIL, "lora_target_modules": [EVIL]},
+    "a path\n reward_function: evil.yaml": {},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_nothing_that_a_foreign_file_says_becomes_an_option(name, tmp_path):
+    """Written as a file of options, in which a name of code is run."""
+    path = tmp_path / name
+    given = {"num_generations": 2, "learning_rate": 1e-6, **FOREIGN[name]}
+    path.write_text(json.dumps(given), encoding="utf-8")
+    read = yaml.safe_load(text := translate(read_source(str(path))).text(str(path)))
+    assert isinstance(read, dict) and not {"reward_function", "x"} & {*read}, text
+    assert not any(line.lstrip().startswith("reward_function: evil") for line in text.split("\n")), text
 
 
 def test_unknown_options_are_named(tmp_path):

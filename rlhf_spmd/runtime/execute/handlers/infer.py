@@ -65,7 +65,8 @@ class Inference(Passes):
         scorer = job.scorer if judges(job, call) and job.scorer is not None and job.scorer.texts is not None else None
         join, lengths = (Sequences.join, lengths_of) if scorer is None else (scorer.batch, scorer.lengths)
         index_MC = data.prompt_MC[self.place]
-        every = {key: data.store.at(key, self.place) for key in call.inputs} if scorer is not None else {}
+        reads = job.program.reads(run, job.world.rank) if scorer is not None else ()
+        every = {key: data.store.at(key, self.place) for key in reads}
 
         def rows_of(row: int, columns: Tensor) -> tuple:
             """Returns what the input of some rows is made of."""

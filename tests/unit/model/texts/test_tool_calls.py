@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.texts.tool_calls import FORMATS, Call, format_of, read_calls
+from rlhf_spmd.model.texts.tool_calls import FORMATS, Call, format_of, read_calls, read_turn
 from tests.templates import joins_of, write_bytes_tokenizer
 
 ARGUMENTS = {"a": 1, "b": [1.5, "x\n'"], "c": {"d": "é"}, "e": "</s>"}
@@ -62,6 +62,53 @@ def test_a_template_without_calls_is_refused_and_so_is_an_unknown_format(folder)
 )  # fmt: skip
 def test_calls_are_read_in_order(form, text, wanted):
     assert named(read_calls(text, form)) == wanted
+
+
+F = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"x": "a</think>; {b"}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "words", "names"),
+    [
+        ("hermes", f"<think>\nperhaps {F} but no", ..., ""),
+        ("hermes", f"<think>{F}</think>so {F} or\n{F} it is", f"<think>{F}</think>so  or\n it is", "ff"),
+        ("hermes", f"so</think>{F}<think>{F}</think>{F}<think>{F}", f"so</think><think>{F}</think><think>{F}", "ff"),
+        ("hermes", F.replace("1", '"a</think>b <think> c</tool_call>d<tool_call>"'), "", "f"),
+        ("hermes", F.replace("}}", "}") + F, "", "!f"),
+        ("hermes", F.replace("}}", "}}}") + F, "", "!f"),
+        ("hermes", F.replace("1", '"</tool_call>", y') + F, "", "!f"),
+        ("llama", f"{LLAMA}\n\nShall I go on?", "Shall I go on?", "f"),
+        ("llama", f"<think>{LLAMA}", ..., ""),
+        ("llama", f"t</think>\n{LLAMA}; {LLAMA}", "t</think>", "ff"),
+        ("llama", '{"name": "Alice", "age": 3}', ..., ""),
+        ("llama", '{"name": "Alice", "age": ', ..., ""),
+        ("llama", '{"type": "result", "value": 3}', ..., ""),
+        ("llama", '{"name": 3, "parameters": {}}', ..., ""),
+        ("llama", "{1, 2} is a set", ..., ""),
+        ("llama", '{"a":' * 100_000, ..., ""),
+        ("llama", LLAMA + '; {"note": 1}', '{"note": 1}', "f"),
+        ("llama", '{"type": "function", "name": "f", "parameters": {}}', "", "f"),
+        ("llama", '<|python_tag|>{"name": "f"} so', "so", "f"),
+        ("pythonic", "[f(x=\"]a</think>\"), g(y='''\"]''')] so", " so", "fg"),
+        ("pythonic", "[Alice (3), Bob (4)]", ..., ""),
+        ("pythonic", "<think>[f()]", ..., ""),
+        ("mistral", 'so [TOOL_CALLS] [{"name": "f", "arguments": {"x": "]</think>"}}] and', "so  and", "f"),
+        ("mistral", "<think>[TOOL_CALLS] [1]", ..., ""),
+    ],
+)  # fmt: skip
+def test_a_turn_is_thoughts_words_calls_words(form, text, words, names):
+    """Words may be the whole text (...). In names, ! stands for a call that cannot be read."""
+    said, calls = read_turn(text, form)
+    assert said == (text if words is ... else words) and "".join(call.name or "!" for call in calls) == names
+    assert [call.error for call in calls if call.name] == [""] * len(names.replace("!", ""))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_thought_that_the_template_opened_calls_nothing(form):
+    call = {"hermes": F, "llama": LLAMA, "pythonic": "[f()]", "mistral": '[TOOL_CALLS] [{"name": "f"}]'}[form]
+    assert not read_calls(call, form, is_thinking=True) and len(read_calls(call, form)) == 1
+    assert named(read_calls(f"{call} no</think>\n{call}", form, is_thinking=True)) == named(read_calls(call, form))
 
 
 def test_a_drawn_id_is_kept_and_others_are_made():

@@ -140,6 +140,36 @@ def test_a_class_with_steps_gets_columns_and_seeds_by_their_names():
     assert saved.saves and saved.tools == ("count",)
 
 
+NAMES = '''
+class Named:
+    def reset(self, function, seed, cls=0, **columns):
+        self.given = function, seed, cls, columns
+
+    def step(self, text):
+        return "", 0.0, True
+
+
+def plot(function: str, cls: str, self: str, name: str, args: str, arguments: str, tools: str) -> str:
+    """Plots."""
+    return function + cls + self + name + args + arguments + tools
+
+
+class AnyColumn(Named):
+    def reset(self, **columns): ...
+'''
+
+
+def test_names_of_parameters_and_columns_are_the_users_own(tmp_path):
+    """A column named as a seed of the program is the column."""
+    (tmp_path / "e.py").write_text(NAMES, encoding="utf-8")
+    words = dict(zip(("function", "cls", "self", "name", "args", "arguments", "tools"), "abcdefg", strict=True))
+    assert asyncio.run(only(f"{tmp_path}/e.py:plot").make().call("plot", words)) == Step("abcdefg")
+    episode, _ = begun(only(f"{tmp_path}/e.py:Named"), function=1, seed=2, cls=3, name=4, args=5)
+    assert episode.own.given == (1, 2, 3, {"name": 4, "args": 5, "sample_seed": 6})
+    with pytest.raises(UserError, match=r"one is called 'self', .*: write reset\(self, /, \*\*columns\), or rename"):
+        only(f"{tmp_path}/e.py:AnyColumn", ["self"])
+
+
 def test_a_column_names_one_of_several():
     several = load_environments(f"{FILES}/functions.py:SEVERAL", ["environment", "rounds"])
     assert chosen(several, {"environment": "saved"}).tools == ("count",)

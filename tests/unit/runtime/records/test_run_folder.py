@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -54,13 +55,43 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
     first = RunFolder.create(tmp_path, strategy="flattening", name="job-1")
     first.lock()
     first.write("strategy.py", "")
+    (first.path / ".config.json.12").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="is in use by another run"):  # which still writes
+        RunFolder.create(tmp_path, strategy="flattening", name="job-1")
+    assert (first.path / ".config.json.12").is_file()
+    first._lock.close()  # killed
     for name in (".config.json.123", ".strategy.py.123", ".program.json.45", ".cluster.toml.6"):
-        (first.path / name).write_text("{", encoding="utf-8")  # killed
+        (first.path / name).write_text("{", encoding="utf-8")
         assert RunFolder.create(tmp_path, strategy="flattening", name="job-1").path == first.path
     assert {path.name for path in first.path.iterdir()} == {".lock", "strategy.py"}
     (first.path / "notes.txt").write_text("somebody else's", encoding="utf-8")
+    first.lock()
     with pytest.raises(UserError, match="is in use by another run"):  # the first one has locked it
         RunFolder.create(tmp_path, strategy="flattening", name="job-1")
+
+
+@pytest.mark.parametrize("has_locked", [True, False])
+def test_two_starts_with_one_name_and_no_folder_of_runs(has_locked, tmp_path, monkeypatch):
+    """The other one makes the folder between two system calls of this one. Until it locks it, who locks first runs."""
+    root, mkdir, others = tmp_path / "runs", Path.mkdir, []
+
+    def late(path: Path, *given, **how) -> None:
+        if path == root / "m" and not others:
+            others.append(RunFolder(root / "m"))
+            mkdir(path)
+            if has_locked:
+                others[0].lock()
+        mkdir(path, *given, **how)
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    if has_locked:
+        with pytest.raises(UserError, match="runs/m is in use by another run"):
+            RunFolder.create(root, strategy="flattening", name="m")
+    else:
+        made = RunFolder.create(root, strategy="flattening", name="m")
+        with pytest.raises(UserError, match="runs/m is in use by another run"):
+            others[0].lock()
+        assert made.path == root / "m"
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_told(tmp_path, monkeypatch):
