@@ -14,14 +14,16 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KINDS, PACKED, PARQUET, is_packed, kind_of_file, read_data
 from rlhf_spmd.files.reading import no_memory, why_no_file
+from rlhf_spmd.model.texts.written import ASSISTANT, LEARNED, SAID
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
 SOURCE = "data_source"  # a column: where a row comes from
 INSTEAD = {"prompt": CONVERSATIONS}  # the columns of which the first is read where this one is missing
-ASSISTANT = "assistant"  # a role of messages
-ROLES = {"human": "user", "gpt": ASSISTANT}  # of ShareGPT's messages, whose other roles are called as here
-SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  # what a message of the assistant says
+SYSTEMS = ("system", "system_prompt")  # columns with the first message of a conversation that has none
+# of ShareGPT's messages, whose other roles are called as here
+ROLES = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
+CALLING, ANSWERING = ("function_call", "tool_call"), ("function", "tool_response")  # other names of roles
 Message = dict[str, Any]  # `role`, and `content` unless it says something else; what else it has is for the template
 Record = dict[str, Any]  # column -> value
 FLOAT32_MAX = 3.4028234663852886e38
@@ -110,6 +112,35 @@ def messages_of(where: str, record: Record, key: str) -> list[Message]:
     return [_message(f"{where}: message {number} of {key!r}", one) for number, one in enumerate(record[key], start=1)]
 
 
+def with_system(where: str, record: Record, messages: list[Message]) -> list[Message]:
+    """Returns a conversation with the row's column of SYSTEMS as its first message, if it has one and the conversation
+    has none. Raises UserError if it has another one."""
+    if (name := system_of(record)) is None:
+        return messages
+    said = [message.get("content", "").strip() for message in messages if message["role"] in ("system", "developer")]
+    if not said:
+        return [{"role": "system", "content": record[name]}, *messages]
+    if record[name].strip() not in said:
+        raise UserError(f"{where}: {name!r} is not what the conversation's own system message says: remove one of them")
+    return messages
+
+
+def system_of(record: Mapping[str, Any]) -> str | None:
+    """Returns the name of the column with a system message, if the row has one."""
+    return next((name for name in SYSTEMS if isinstance(record.get(name), str) and record[name].strip()), None)
+
+
+def is_learned(where: str, message: Message) -> bool:
+    """Returns whether a message is learned: it is the assistant's, and none of its keys of LEARNED is 0. Raises
+    UserError for values other than 0 and 1."""
+    if message["role"] != ASSISTANT:
+        return False
+    wrong = next((name for name in LEARNED if message.get(name, 1) not in (0, 1)), None)
+    if wrong is not None:
+        raise UserError(f"{where}: {message[wrong]!r} is no {wrong!r} of a message: write 1 if it is learned, 0 if not")
+    return all(message.get(name, 1) for name in LEARNED)
+
+
 def is_said(message: Message) -> bool:
     """Returns whether a message of the assistant says anything."""
     return any(value.strip() if isinstance(value, str) else value for value in map(message.get, SAID))
@@ -123,6 +154,15 @@ def _message(where: str, value: Any) -> Message:
         message = {"role": ROLES.get(role, role) if isinstance(role, str) else role} | message
         if "value" in message and "content" not in message:
             message["content"] = message.pop("value")
+    if message.get("role") in CALLING:
+        message |= {"role": ASSISTANT, "function_call": message.pop("content", None)}
+    elif message.get("role") in ANSWERING:
+        message["role"] = "tool"
+    calls = message.pop("function_call", None) or message.get("tool_calls")
+    if calls := _from_text(calls, list | dict):
+        message["tool_calls"] = [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
+    elif "tool_calls" in message:
+        del message["tool_calls"]
     if isinstance(message.get("content"), list):
         message["content"] = "".join(_part(where, part) for part in message["content"])
     wrong = next((name for name in ("role", "content") if not isinstance(message.get(name), str)), None)
@@ -136,6 +176,31 @@ def _message(where: str, value: Any) -> Message:
             what = f"has null as {wrong!r}"
         raise UserError(f'{where} {what}: write {{"role": "...", "content": "..."}} with two strings')
     return message
+
+
+def _call(where: str, call: Any) -> Message:
+    """Returns a call of a tool as chat templates take it, also of its inner object alone. JSON text becomes objects."""
+    own = call if isinstance(call, dict) else {}
+    if "function" not in own:
+        function = {name: own[name] for name in ("name", "arguments") if name in own}
+        own = {"type": "function"} | {name: part for name, part in own.items() if name not in function}
+        own["function"] = function
+    function = own["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'{where} has a call of a tool that is not an object such as {{"name": "f", "arguments": {{"x": 1}}}}, or '
+            "JSON text of one: correct it"
+        )
+    return own | {"function": function | {"arguments": _from_text(function.get("arguments", {}), dict)}}
+
+
+def _from_text(value: Any, kind: Any) -> Any:
+    """Returns what JSON text says, if that is of this kind, else the value itself; empty text is an empty object."""
+    try:
+        found = json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, kind) else value
 
 
 def _part(where: str, part: Any) -> str:
@@ -161,7 +226,7 @@ def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | Non
     name = first_of(columns, (key, *INSTEAD.get(key, ())))
     if name is None or not isinstance(columns[name], list):
         return None
-    messages = messages_of("the data set", dict(columns), name)
+    messages = with_system("the data set", dict(columns), messages_of("the data set", dict(columns), name))
     return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
 
 
