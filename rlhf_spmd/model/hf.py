@@ -206,6 +206,11 @@ class ChatTemplate:
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a conversation was rendered."""
+        return self._tokenizer is not None
+
     def render(
         self,
         where: str,

@@ -69,6 +69,12 @@ class TurnJoins:
                 raise self._refused("it does not write what the assistant said")
         return self._end
 
+    def ends(self, stop: Sequence[str] = ()) -> bool:
+        """Returns whether what the template writes after a turn ends it, or is nothing. stop: texts that end it,
+        too."""
+        tokens = self.encode(self.end)
+        return not self.end.strip() or any(one in self.stops for one in tokens) or any(one in self.end for one in stop)
+
     def call_text(self, calls: Sequence[Message]) -> str:
         """Renders a turn that only calls tools, without the end of the turn; empty: the template does not write
         calls."""

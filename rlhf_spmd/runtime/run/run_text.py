@@ -106,7 +106,7 @@ def _lost(prompts: PromptSet) -> str:
         "cut at data.max_prompt": prompts.num_truncated,
         "with responses cut at generation.max_new_tokens": prompts.num_cut,
         "too long and dropped": prompts.num_dropped,
-        "without an answer of the assistant and dropped": prompts.num_silent,
+        "without an answer of the assistant to learn and dropped": prompts.num_silent,
     }
     said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
     return "".join(f", {one}" for one in said)
