@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Required, Unpack
 import numpy as np
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import PARQUET, files_of, kind_of_file, stem_of
+from rlhf_spmd.files.data_files import TABLES, files_of, kind_of_file, stem_of
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
@@ -303,7 +303,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: l
 
     too_long: receives place and tokens of each prompt that is too long.
     """
-    long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) == PARQUET
+    long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) in TABLES
     for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
         row = read_row(

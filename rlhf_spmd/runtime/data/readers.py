@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import KINDS, PACKED, PARQUET, is_packed, kind_of_file, read_data
+from rlhf_spmd.files.data_files import ARROW, KINDS, PACKED, PARQUET, TABLES, is_packed, kind_of_file, read_data
 from rlhf_spmd.files.reading import no_memory, why_no_file
 from rlhf_spmd.model.texts.written import ASSISTANT, LEARNED, SAID
 
@@ -62,8 +62,8 @@ def read_records(
     if kind not in KINDS:
         named = f"{kind or '(none)'!r}" + f" before {PACKED}" * is_packed(path)
         raise UserError(f"{path}: unknown extension {named}: use one of {', '.join(KINDS)}")
-    if kind == PARQUET and is_packed(path):
-        raise UserError(f"{path}: Parquet is compressed inside: unpack the file (gunzip), and name that one")
+    if kind in TABLES and is_packed(path):
+        raise UserError(f"{path}: files of {kind} are not read compressed: unpack it (gunzip), and name that file")
     if why := why_no_file(path):
         raise UserError(f"prompt file {path} {why}")
     try:
@@ -263,12 +263,27 @@ def _text(path: Path) -> str:
 
 
 def _read_jsonl(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+    form = f'each line is one object such as {{"{key}": "..."}}'
     for place, line in _lines(path, most):
         where = f"{path}, {place}"
         if not line.strip():
             raise UserError(f"{where}: the line is blank: remove it")
-        row = _from_json(where, line, f'each line is one object such as {{"{key}": "..."}}')
+        try:
+            row = _from_json(where, line, form)
+        except UserError:
+            if _is_json(path):
+                raise UserError(f"{path} is one JSON value over several lines, and {form}: write its rows so") from None
+            raise
         yield place, _row(where, row, key, others)
+
+
+def _is_json(path: Path) -> bool:
+    """Returns whether a whole file is one JSON value."""
+    try:
+        json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
@@ -333,28 +348,47 @@ def _read_csv(path: Path, key: str, others: Sequence[str], most: int | None) -> 
         yield f"row {number}", record
 
 
-def _read_parquet(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+def _read_table(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
-        from pyarrow import parquet
     except ImportError:
-        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+        raise UserError(f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow") from None
     try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if key not in names and not any(other in names for other in others):
-                raise UserError(
-                    f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
-                )
-            table = file.read() if most is None else next(file.iter_batches(most), None)
-            columns = [] if table is None else [_values_of(column) for column in table.columns]
+        names, table = (_of_arrow if kind_of_file(path) == ARROW else _of_parquet)(path, most)
+        if key not in names and not any(other in names for other in others):
+            raise UserError(
+                f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
+            )
+        columns = [] if table is None else [_values_of(column) for column in table.columns]
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} is not a readable Parquet file: {reason}") from None
+        kind = kind_of_file(path)[1:].capitalize()
+        raise UserError(f"{path} is not a readable {kind} file: {reason}") from None
     for number, values in enumerate(zip(*columns, strict=True), start=1):
         record = dict(zip(names, values, strict=True))
         _check_has(f"{path}, row {number}", record, key, others)
         yield f"row {number}", record
+
+
+def _of_parquet(path: Path, most: int | None) -> tuple[list[str], Any]:
+    """Returns the names of the columns, and a table of the first rows; None: there are none."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        return file.schema_arrow.names, file.read() if most is None else next(file.iter_batches(most), None)
+
+
+def _of_arrow(path: Path, most: int | None) -> tuple[list[str], Any]:
+    """Returns the names of the columns, and a table of the first rows, of a stream, as datasets writes it, or a
+    file."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as rows:
+            table = rows.read_all().slice(0, most)
+    return table.schema.names, table
 
 
 def _values_of(column: Any) -> list[Any]:
@@ -392,7 +426,7 @@ READERS = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".txt": _read_lines,
-    PARQUET: _read_parquet,
+    **dict.fromkeys(TABLES, _read_table),
 }
 KINDS_OF_VALUES = {
     dict: "an object",
