@@ -8,6 +8,7 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 import dataclasses
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -195,7 +196,7 @@ class ChatTemplate:
         self._unread: dict[str, None] = {}  # variables that it was given and does not read
         self._known: dict[str, frozenset[str]] = {}  # the variables that each template reads
         self._constants: dict[str, list[str]] = {}  # texts that each template looks for in messages
-        self._tried: set[tuple] = set()  # kinds of messages
+        self._tried: dict[tuple, set[tuple]] = defaultdict(set)  # kinds of messages, of template, tools and kwargs
         self._lost: dict[str, None] = {}  # notes about what it does not write of messages
         self._takes_text: dict[str, bool] = {}  # whether each template adds the arguments of calls to text as they are
         self._tokenizer: Any = None
@@ -265,11 +266,11 @@ class ChatTemplate:
         text = self._tokenizer.get_chat_template(self._template, tools)
         if text not in self._constants:
             self._prepared(text)
-        constants, given = self._constants[text], (bool(tools), str(chat_template_kwargs), text)
-        found = {(*given, *kind) for kind in kinds(messages, learned, constants)}
-        if found <= self._tried:
+        constants = self._constants[text]
+        tried = self._tried[text, bool(tools), str(chat_template_kwargs)]
+        if tried.issuperset(found := kinds(messages, learned, constants)):
             return
-        self._tried |= found
+        tried.update(found)
         copies, marks = marked(messages, constants)
         try:
             answers, more = messages[-1]["role"] != ASSISTANT, {"chat_template_kwargs": chat_template_kwargs}
@@ -320,8 +321,9 @@ class ChatTemplate:
 
             parsed = environment.parse(text)
             self._known[text] = frozenset(meta.find_undeclared_variables(parsed) - {*environment.globals})
-            values = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
-            marks = (one for one in values if one.strip() and not one.isidentifier())
+            looks = parsed.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Assign))
+            values = {node.value for look in looks for node in look.find_all(nodes.Const)}
+            marks = {one for one in values if isinstance(one, str) and one.strip() and not one.isidentifier()}
             self._constants[text] = sorted(marks, key=lambda one: (-len(one), one))
         return self._known[text]
 

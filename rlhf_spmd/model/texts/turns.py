@@ -15,6 +15,10 @@ from rlhf_spmd.errors import UserError
 Message = dict[str, Any]
 MARK = "\ue000"  # for private use, so no text has it
 ASK: Message = {"role": "user", "content": "?"}
+NO_END = (
+    "the {} ({!r}) does not end a response: add its id to eos_token_id in generation_config.json of the model, unless "
+    "it is not meant to"
+)
 THINKING = "<think>\n{}\n</think>\n\n"
 
 
@@ -69,11 +73,11 @@ class TurnJoins:
                 raise self._refused("it does not write what the assistant said")
         return self._end
 
-    def ends(self, stop: Sequence[str] = ()) -> bool:
-        """Returns whether what the template writes after a turn ends it, or is nothing. stop: texts that end it,
-        too."""
-        tokens = self.encode(self.end)
-        return not self.end.strip() or any(one in self.stops for one in tokens) or any(one in self.end for one in stop)
+    def unended(self, stop: Sequence[str] = ()) -> str:
+        """Returns a note if what the template writes after a turn does not end it; empty: it does, or is nothing. stop:
+        texts that end it, too."""
+        does = any(one in self.stops for one in self.encode(self.end)) or any(one in self.end for one in stop)
+        return "" if does or not self.end.strip() else NO_END.format("end of a turn in the chat template", self.end)
 
     def call_text(self, calls: Sequence[Message]) -> str:
         """Renders a turn that only calls tools, without the end of the turn; empty: the template does not write

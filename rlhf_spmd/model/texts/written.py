@@ -26,15 +26,15 @@ def kinds(messages: Sequence[Message], learned: int, constants: Sequence[str]) -
     constants: texts that the template looks for, such as `</think>`.
     """
     roles = [message["role"] for message in messages]
-    asked = max((place for place, role in enumerate(roles) if role == "user"), default=0)
-    found = []
-    for place, message in enumerate(messages):
-        keys = tuple([name for name, value in message.items() if value])
-        text = message.get("content", "")
-        inside = [one for one in constants if one in text]
-        calls = len(message.get("tool_calls", ())) > 1
-        around = (roles[place - 1] if place else "", place > asked, place >= learned, place + 1 == len(roles))
-        found.append((roles[place], *around, keys, *inside, calls))
+    last = len(roles) - 1
+    asked = last - roles[::-1].index("user") if "user" in roles else -1
+    found, before = [], ""
+    for place, message in enumerate(messages):  # 2 us a message, so that it costs little beside rendering
+        keys = tuple(message) if all(message.values()) else tuple([name for name in message if message[name]])
+        inside = tuple([one for one in constants if one in message.get("content", "")]) if constants else ()
+        calls = "tool_calls" in keys and len(message["tool_calls"]) > 1
+        found.append((roles[place], before, place > asked, place >= learned, place == last, keys, inside, calls))
+        before = roles[place]
     return found
 
 

@@ -251,12 +251,18 @@ def load_prompts(
 
 
 def _unread(rows: _Rows, reading: Reading) -> list[str]:
-    """Returns a note about columns beside those with responses that nothing reads. Without responses, reward functions
-    may read them all."""
-    known = {reading.key, TOOLS, KWARGS, *SYSTEMS, SOURCE, *(column for column, _ in rows.columns.values())}
-    known |= {*CONVERSATIONS, TEXT} if any(form.startswith("the column") for form in rows.form) else set()
-    others = [name for name in rows.names if name not in known]
-    return [f"nothing reads the columns {', '.join(others)}"] if others and reading.columns else []
+    """Returns a note about columns that nothing reads, of rows with responses; others are for reward functions."""
+    read = {reading.key, *(column for column, _ in rows.columns.values())}
+    read |= {*CONVERSATIONS, TEXT} if any(form.startswith("the column") for form in rows.form) else set()
+    return unread(rows.names, read) if reading.columns else []
+
+
+def unread(names: Iterable[str], read: Iterable[str]) -> list[str]:
+    """Returns a note about columns that nothing reads, if there are some. read: those that something reads, beside
+    those that are always read."""
+    known = {TOOLS, KWARGS, *SYSTEMS, SOURCE, *read}
+    others = [name for name in names if name not in known]
+    return [f"nothing reads the columns {', '.join(others)}"] if others else []
 
 
 def _names(parts: Sequence[Path]) -> list[str]:

@@ -327,7 +327,7 @@ def _answered(
         closed = reading.rendered(where, [*before, *after[: place + 1]], answers=False)
         if not (opened.startswith(text) and closed.startswith(opened)):
             why = "does not only add to what it writes of the earlier messages, so a turn cannot be told from the others"
-            if opened.startswith(text):
+            if len(own) == 1 and opened.startswith(text):
                 why = f"begins an answer with {opened[-20:]!r}, and writes a given one in another way"
             other = "set data.turns=last, or " if len(own) > 1 and reading.marks else ""
             raise UserError(f"{where}: the chat template {why}: {other}give data.chat_template=FILE")

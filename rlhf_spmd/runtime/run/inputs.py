@@ -15,7 +15,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
-from rlhf_spmd.model.texts.turns import TurnJoins
+from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
@@ -24,10 +24,6 @@ from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.rewards.function import package_source, source_file
 from rlhf_spmd.runtime.world.world import World
 
-NO_END = (
-    "the {what} ({end!r}) does not end a response: add its id to eos_token_id in generation_config.json of the model, "
-    "unless it is not meant to"
-)
 SOURCE = "data_source"  # the column that names where a prompt is from
 
 
@@ -79,7 +75,7 @@ def _ends_of_turns(
         return []
     own, found = tokenizer.eos_token_id, []
     if own is not None and own not in eos_ids:
-        found.append(NO_END.format(what="eos_token of the tokenizer", end=tokenizer.decode([own], special=True)))
+        found.append(NO_END.format("eos_token of the tokenizer", tokenizer.decode([own], special=True)))
     if template.is_used:
         with suppress(UserError):  # of a template that refuses the roles, or does not write the answer
             joins = TurnJoins(
@@ -88,8 +84,8 @@ def _ends_of_turns(
                 frozenset(eos_ids),
                 str(template.folder),
             )
-            found += [NO_END.format(what="end of a turn in the chat template", end=joins.end)] * (not joins.ends(stop))
-    return found
+            found.append(joins.unended(stop))
+    return [*filter(None, found)]
 
 
 def run_environments(

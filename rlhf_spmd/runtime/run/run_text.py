@@ -67,10 +67,8 @@ def _adapters(job: Job) -> str:
 
 
 def _names_of_functions(job: Job) -> str:
-    """Says which parameters of reward functions are not the columns of their names; empty if there are none.
-    Collective."""
-    if not (job.config.reward_function or job.config.eval.reward_function):
-        return ""
+    """Says which parameters of reward functions are not the columns of their names, and which columns nothing reads;
+    empty if there are none. Collective."""
     scorers = [one.scorer for one in (job, job.evaluation) if one is not None]
     mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
     every = job.world.allgather(mine, "the names of reward functions")

@@ -208,7 +208,10 @@ def test_ultrafeedback_has_its_prompt_in_the_conversations(tmp_path):
     found = load(tmp_path, [row, row | {"prompt": None}, row | {"prompt": "Is it?"}], **TWO)
     assert [text_of(prompt) for prompt in found.prompts] == ["[u]q$\n[a]"] * 3
     assert text_of(found.responses["worse"][2]) == "bad$" and found.records([0])[0]["prompt"] == "q"
-    assert found.remarks == ("1 whose 'prompt' is not in their conversations, which are read instead",)
+    assert found.remarks == (
+        "1 whose 'prompt' is not in their conversations, which are read instead",
+        "nothing reads the columns messages, score_chosen",
+    )
     assert load(tmp_path, [row], **ONE).prompts == found.prompts[:1]
 
 
@@ -255,7 +258,7 @@ def test_what_a_row_gives_the_template(tmp_path):
     both = {"tools": [tool], "chat_template_kwargs": {"a": 1, "c": 2}}
     assert seen == [both, both, {"chat_template_kwargs": {"a": 0, "c": 2}}]
     assert found.records([0])[0]["tools"] == [tool]
-    said_of_text = "1 of text, which no chat template renders, so that tools and chat_template_kwargs have no effect"
+    said_of_text = "1 of text, which no chat template renders, so that nothing reads tools and chat_template_kwargs"
     assert found.remarks == (said_of_text,)
     seen.clear()
     rows = [rows[0], {"prompt": [user("x")], "chat_template_kwargs": {"b": 1}}]
