@@ -322,7 +322,7 @@ class ChatTemplate:
             parsed = environment.parse(text)
             self._known[text] = frozenset(meta.find_undeclared_variables(parsed) - {*environment.globals})
             looks = parsed.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Assign))
-            values = {node.value for look in looks for node in look.find_all(nodes.Const)}
+            values = [node.value for look in looks for node in look.find_all(nodes.Const)]
             marks = {one for one in values if isinstance(one, str) and one.strip() and not one.isidentifier()}
             self._constants[text] = sorted(marks, key=lambda one: (-len(one), one))
         return self._known[text]

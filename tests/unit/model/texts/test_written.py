@@ -116,4 +116,6 @@ def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch)
     monkeypatch.setattr(made, "render", lambda *args, **more: rendered.append(args) or str(args))
     for number in range(20):
         made.check("here", [ASK, ANSWER, ASK, ANSWER] + [ASK, ANSWER] * (number % 5), 1)
-    assert len(rendered) == 2  # the assistant's third message follows one that is learned
+    assert len(rendered) == 1
+    made.check("here", [ASK, ANSWER, ASK, told("assistant") | {"content": "<think>Xthought</think>"}], 1)
+    assert len(rendered) == 2
