@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, is_folder, paths_in, why_no_file
@@ -94,7 +95,7 @@ def _is_data(path: Path) -> bool:
     return kind_of_file(path) in kinds and path.name not in ABOUT and not is_folder(path)
 
 
-def _listed(path: Path, key: str) -> list:
+def _listed(path: Path, key: str) -> list[Any]:
     """Returns a list of a JSON file, if it is there and has one."""
     try:
         found = json.loads(path.read_bytes())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import ARROW, KINDS, PACKED, PARQUET, TABLES, is_packed, kind_of_file, read_data
+from rlhf_spmd.files.data_files import ARROW, KINDS, PACKED, TABLES, is_packed, kind_of_file, read_data
 from rlhf_spmd.files.reading import no_memory, why_no_file
 from rlhf_spmd.model.texts.written import ASSISTANT, LEARNED, SAID
 

@@ -267,8 +267,10 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
         if not (learned := _learned(where, messages)):
             return None
         after = {name: messages[: learned[-1] + 1]}
-    elif any(len(_learned(where, one)) < sum(message["role"] == ASSISTANT for message in one) for one in after.values()):
-        raise UserError(f"{where}: a message of the assistant is not to be learned (0), and here all are: remove the row")
+    elif not all(is_learned(where, one) for every in after.values() for one in every if one["role"] == ASSISTANT):
+        raise UserError(
+            f"{where}: a message of the assistant is marked 0, and in pairs all are learned: remove the row"
+        )
     made = {name: _answered(where, before, messages, reading) for name, messages in after.items()}
     text, tokens, *_ = next(iter(made.values()))
     responses = {name: one[2] for name, one in made.items()}
@@ -288,9 +290,7 @@ def _of_conversation(where: str, messages: list[Message], reading: Reading) -> R
         return None
     if not turns[0]:
         raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
-    text, tokens, response, marks = _answered(
-        where, messages[: turns[0]], messages[turns[0] : turns[-1] + 1], reading
-    )
+    text, tokens, response, marks = _answered(where, messages[: turns[0]], messages[turns[0] : turns[-1] + 1], reading)
     return RowTokens(
         f"the column {CONVERSATION!r}", text, False, tokens, {next(iter(reading.columns)): response}, marks
     )
@@ -326,7 +326,9 @@ def _answered(
         opened = reading.rendered(where, [*before, *after[:place]])
         closed = reading.rendered(where, [*before, *after[: place + 1]], answers=False)
         if not (opened.startswith(text) and closed.startswith(opened)):
-            why = "does not only add to what it writes of the earlier messages, so a turn cannot be told from the others"
+            why = (
+                "does not only add to what it writes of the earlier messages, so a turn cannot be told from the others"
+            )
             if len(own) == 1 and opened.startswith(text):
                 why = f"begins an answer with {opened[-20:]!r}, and writes a given one in another way"
             other = "set data.turns=last, or " if len(own) > 1 and reading.marks else ""

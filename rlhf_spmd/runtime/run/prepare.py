@@ -133,7 +133,7 @@ def _open_environments(job: Job) -> None:
         found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids, started=job.started)
         joins = [one.joins for one in found.speeches.values() if one.environment.speaks != "text"] if found else []
         ends = {one.unended(job.config.generation.stop) for one in joins} - {"", *job.prompts.remarks}
-        job.notes.extend(sorted(ends))
+        job.notes = [*job.notes, *sorted(ends)]
     job.environments, job.episodes = found, None if found is None else found.of_call
 
 

@@ -87,7 +87,9 @@ def test_what_is_said_comes_out_or_is_told(name, road, folder, tmp_path):
     for what, messages in SAID.items():
         kept = messages[:-1] if road == "rl" else messages
         texts = {word for word in json.dumps(kept).replace("\\n", " ").replace('"', " ").split() if word[0] == "X"}
-        texts = {text.partition("<")[0] for text in texts} | {word for word in ("Xthought", "Xearly") if word in str(kept)}
+        texts = {text.partition("<")[0] for text in texts} | {
+            word for word in ("Xthought", "Xearly") if word in str(kept)
+        }
         try:
             text, notes = read(folder, tmp_path / "row.jsonl", road, messages, str(template), end)
         except UserError as error:
@@ -119,3 +121,16 @@ def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch)
     assert len(rendered) == 1
     made.check("here", [ASK, ANSWER, ASK, told("assistant") | {"content": "<think>Xthought</think>"}], 1)
     assert len(rendered) == 2
+
+
+def test_ends_that_do_not_end_a_response_are_told(folder, tmp_path):
+    messages = [ASK, ANSWER]
+    for end, stop, noted in (("<|im_end|>", (), ""), ("<|eot|>", (), "<|im_end|>"), ("<|eot|>", ("<|im_end|>",), "")):
+        (tmp_path / "row.jsonl").write_text(json.dumps({"messages": messages}), encoding="utf-8")
+        tokenizer = load_tokenizer(folder)
+        made = ChatTemplate(folder, str(HERE / "chatml.jinja"), started=STARTED)
+        ids = (tokenizer.vocabulary()[end],)
+        notes = load_rendered(tmp_path / "row.jsonl", tokenizer, made, {}, stop=stop, max_prompt_tokens=99, eos_ids=ids)
+        turns = [note for note in notes.remarks if "end of a turn in the chat template" in note]
+        assert len(turns) == bool(noted) and all(noted in note for note in turns)
+        assert "the eos_token of the tokenizer ('</s>') does not end a response" in str(notes.remarks)
