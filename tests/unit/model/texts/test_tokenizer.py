@@ -83,8 +83,9 @@ def test_no_text_ends_with_an_end_that_the_tokenizer_adds(single, before, tmp_pa
         assert tokenizer.encode("w7 </s>") == [*before, 7, 2]  # as the text says
     (tmp_path / "a.jsonl").write_text('{"prompt": "w7", "completion": " w8"}\n', encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "w7 w8"}\n', encoding="utf-8")
-    (tmp_path / "c.jsonl").write_text('{"chosen": "w7 w8", "rejected": "w7 w9"}\n', encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"prompt": "w7", "chosen": " w8", "rejected": " w9"}\n', encoding="utf-8")
     limits = {"max_prompt_tokens": 9, "max_response_tokens": 9, "eos_ids": (2,)}
     for name, columns in {"a": ["completion"], "b": ["completion"], "c": ["chosen", "rejected"]}.items():
-        read = load_prompts(tmp_path / f"{name}.jsonl", tokenizer, columns=dict(zip("xy", columns)), **limits)
+        given = limits | {"columns": dict(zip("xy", columns, strict=False))}
+        read = load_prompts(tmp_path / f"{name}.jsonl", tokenizer, **given)
         assert [*read.prompts[0], *read.responses["x"][0]] == [*before, 7, 8, 2], name
