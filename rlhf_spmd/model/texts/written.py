@@ -82,6 +82,6 @@ def lost(
                 why = "" if role == ASSISTANT else f": it may not know the role {role!r}"
                 raise UserError(
                     f"{where}: the chat template does not write {what} of message {place + 1} ({role}), so a model "
-                    f"would never see it{why}; give data.chat_template=FILE with one that does, or write the row without it"
+                    f"would never see it{why}; give data.chat_template=FILE with one that does, or remove it"
                 )
             yield f"the chat template does not write {what} of {'earlier ' * is_earlier}messages of the role {role}"

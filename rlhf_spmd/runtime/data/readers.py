@@ -137,7 +137,9 @@ def is_learned(where: str, message: Message) -> bool:
         return False
     wrong = next((name for name in LEARNED if message.get(name, 1) not in (0, 1)), None)
     if wrong is not None:
-        raise UserError(f"{where}: {message[wrong]!r} is no {wrong!r} of a message: write 1 if it is learned, 0 if not")
+        raise UserError(
+            f"{where}: {message[wrong]!r} is not a {wrong!r} of a message: write 1 if it is learned, 0 if not"
+        )
     return all(message.get(name, 1) for name in LEARNED)
 
 

@@ -428,7 +428,7 @@ def test_answers_that_are_marked_0_are_not_learned(tmp_path):
     assert "is marked 0" in refusal(tmp_path, {"chosen": [user("a"), right], "rejected": [user("a"), wrong]}, **TWO)
     for value in (0.5, "0", 2):
         message = refusal(tmp_path, {"messages": [user("a"), said("b") | {"weight": value}]}, **ONE)
-        assert f"line 1: {value!r} is no 'weight' of a message: write 1 if it is learned, 0 if not" in message
+        assert f"line 1: {value!r} is not a 'weight' of a message: write 1 if it is learned, 0 if not" in message
 
 
 @pytest.mark.parametrize("name", ["system", "system_prompt"])
