@@ -82,9 +82,6 @@ class RewardTexts:
         for columns in rows if self.template else ():
             messages = conversation_of(columns, self.key)
             form = (*(message["role"] for message in messages or ()), *_tools_of(columns))
-            if messages and self.template:
-                whole = [*messages, {"role": ASSISTANT, "content": "Yes."}]
-                self.template.check(f"the {self.role} ({self.folder})", whole, len(messages), **_tools_of(columns))
             if messages and form not in tried:
                 self._check(self._of_conversation(messages, "Yes.", True, _tools_of(columns)))
                 tried.add(form)
