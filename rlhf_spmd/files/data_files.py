@@ -1,20 +1,26 @@
 """Finds and opens the files of a data set: a folder or a pattern stands for its files, in the order of their names.
 
-A name says what a file holds: .jsonl, .json, .csv, .parquet or .txt. All but .parquet may be compressed (.jsonl.gz).
+A name says what a file holds: .jsonl, .json, .csv, .parquet, .arrow or .txt. Files of text may be compressed
+(.jsonl.gz). Of a folder that the library datasets saved, the files are read that it names.
 """
 
 import gzip
+import json
 import zlib
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, is_folder, paths_in, why_no_file
 
-PARQUET, PACKED = ".parquet", ".gz"
+PARQUET, ARROW, PACKED = ".parquet", ".arrow", ".gz"
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")
-KINDS = (*TEXT_KINDS, PARQUET)
+TABLES = (PARQUET, ARROW)
+KINDS = (*TEXT_KINDS, *TABLES)
+STATE, SPLITS = "state.json", "dataset_dict.json"  # of save_to_disk()
+ABOUT = (STATE, SPLITS, "dataset_info.json", "dataset_infos.json")  # files beside data that say what it is
 WILD = "*?["  # characters of patterns
 KNOWN = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
 
@@ -47,6 +53,10 @@ def files_of(part: str | Path) -> list[Path]:
     nothing stays, so that who opens it says why. Raises UserError for a folder or a pattern without files."""
     path, text = Path(part), str(part)
     if is_folder(path):
+        if splits := _listed(path / SPLITS, "splits"):
+            raise UserError(f"the folder {path} holds several data sets: name one, such as {path / str(splits[0])}")
+        if parts := _listed(path / STATE, "_data_files"):
+            return [path / str(part["filename"]) for part in parts if "filename" in part]
         found = [one for one in paths_in(path, "[!._]*") if _is_data(one)]
         if not found:
             raise UserError(f"the folder {path} has no data: put files of the kinds {KNOWN} into it, or name one")
@@ -81,8 +91,18 @@ def read_data(path: Path, most: int | None = None) -> bytes:
 
 def _is_data(path: Path) -> bool:
     """Returns whether a file of a folder belongs to its data."""
-    kind = kind_of_file(path)
-    return kind in (TEXT_KINDS if is_packed(path) else KINDS) and not is_folder(path)
+    kinds = TEXT_KINDS if is_packed(path) else KINDS
+    return kind_of_file(path) in kinds and path.name not in ABOUT and not is_folder(path)
+
+
+def _listed(path: Path, key: str) -> list[Any]:
+    """Returns a list of a JSON file, if it is there and has one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    listed = found.get(key) if isinstance(found, dict) else None
+    return listed if isinstance(listed, list) else []
 
 
 def _matches(pattern: str) -> list[Path]:

@@ -6,7 +6,9 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 """
 
 import dataclasses
+import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +39,8 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     read_template,
     tokenizer_files,
 )
+from rlhf_spmd.model.texts.turns import ASK, tool_call
+from rlhf_spmd.model.texts.written import ASSISTANT, kinds, lost, marked
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -229,10 +233,19 @@ class ChatTemplate:
         self.written_at = ""  # `started`, once it has written the time
         self._unread: dict[str, None] = {}  # variables that it was given and does not read
         self._known: dict[str, frozenset[str]] = {}  # the variables that each template reads
+        self._constants: dict[str, list[str]] = {}  # texts that each template looks for in messages
+        self._tried: dict[tuple, set[tuple]] = defaultdict(set)  # kinds of messages, of template, tools and kwargs
+        self._lost: dict[str, None] = {}  # notes about what it does not write of messages
+        self._takes_text: dict[str, bool] = {}  # whether each template adds the arguments of calls to text as they are
         self._tokenizer: Any = None
         self._template: str | None = None
         if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
             self._template = read_template(file)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a conversation was rendered."""
+        return self._tokenizer is not None
 
     def render(
         self,
@@ -256,6 +269,8 @@ class ChatTemplate:
             variables = self._prepared(text)
             given = [*["tools"] * bool(tools), *chat_template_kwargs]
             self._unread |= dict.fromkeys(name for name in given if name not in variables)
+            if any("tool_calls" in message for message in messages) and self._wants_text(text):
+                messages = list(map(_with_arguments_as_text, messages))
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
@@ -267,8 +282,55 @@ class ChatTemplate:
         except Exception as error:  # templates raise exceptions of their own for roles that they do not know
             raise UserError(f"{where}: the chat template does not take this conversation: {error}") from None
 
+    def check(
+        self,
+        where: str,
+        messages: list[dict[str, Any]],
+        learned: int,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Raises UserError if messages say what the template does not write (written.py), and keeps notes for
+        `remarks`.
+
+        learned: number of the first message that is learned.
+        """
+        if self._tokenizer is None:
+            self._load(where)
+        text = self._tokenizer.get_chat_template(self._template, tools)
+        if text not in self._constants:
+            self._prepared(text)
+        constants = self._constants[text]
+        tried = self._tried[text, bool(tools), str(chat_template_kwargs)]
+        if tried.issuperset(found := kinds(messages, learned, constants)):
+            return
+        tried.update(found)
+        copies, marks = marked(messages, constants)
+        try:
+            answers, more = messages[-1]["role"] != ASSISTANT, {"chat_template_kwargs": chat_template_kwargs}
+            written = self.render(where, copies, answers=answers, tools=tools, **more)
+        except UserError:  # which the row itself gets, or its marks alone
+            return
+        self._lost |= dict.fromkeys(lost(where, messages, marks, written + text, learned))
+
+    def _wants_text(self, text: str) -> bool:
+        """Returns whether a template writes the arguments of a tool call as they are: it wants them as JSON text."""
+        if text not in self._takes_text:
+            self._takes_text[text] = False
+            call = {"role": ASSISTANT, "content": "", "tool_calls": [tool_call("f", {"a": "b"}, "000000000")]}
+            made = []
+            for said in (call, _with_arguments_as_text(call)):
+                try:
+                    made.append(self.render("", [ASK, said], answers=False))
+                except UserError:
+                    made.append("")
+            self._takes_text[text] = (not made[0] or "{'a': 'b'}" in made[0]) and '{"a": "b"}' in made[1]
+        return self._takes_text[text]
+
     def remarks(self, of_all: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns a note about variables that no template reads. Raises UserError.
+        """Returns notes about variables that no template reads, and parts of messages that none writes. Raises
+        UserError.
 
         of_all: data.chat_template_kwargs, all of which the template has to read.
         """
@@ -279,7 +341,7 @@ class ChatTemplate:
                 f"data.chat_template_kwargs has {vain!r}, which the chat template of {self.file or self.folder} does "
                 f"not read (it reads {reads or 'nothing else'}); correct the name, or drop it"
             )
-        return tuple(f"the chat template does not read {name!r}" for name in self._unread)
+        return (*(f"the chat template does not read {name!r}" for name in self._unread), *self._lost)
 
     def _prepared(self, text: str) -> frozenset[str]:
         """Returns the variables that a template reads. Its clock, which transformers shares among all that use the same
@@ -290,11 +352,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = self._strftime
         environment.globals["lipsum"] = environment.filters["random"] = _refuse_chance
         if text not in self._known:
-            from jinja2 import meta
+            from jinja2 import meta, nodes
 
-            self._known[text] = frozenset(
-                meta.find_undeclared_variables(environment.parse(text)) - {*environment.globals}
-            )
+            parsed = environment.parse(text)
+            self._known[text] = frozenset(meta.find_undeclared_variables(parsed) - {*environment.globals})
+            looks = parsed.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Assign))
+            values = [node.value for look in looks for node in look.find_all(nodes.Const)]
+            marks = {one for one in values if isinstance(one, str) and one.strip() and not one.isidentifier()}
+            self._constants[text] = sorted(marks, key=lambda one: (-len(one), one))
         return self._known[text]
 
     def _strftime(self, pattern: str) -> str:
@@ -308,6 +373,14 @@ class ChatTemplate:
         if not self.file and not tokenizer.chat_template:
             raise no_chat_template(where, self.folder)
         self._tokenizer = tokenizer
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _refuse_chance(*_: object, **__: object) -> None:

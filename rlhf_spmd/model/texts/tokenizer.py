@@ -29,13 +29,15 @@ class Tokenizer:
     _decode: Callable[[list[int], bool], str]
     vocabulary: Callable[[], dict[str, int]]  # token -> id, including added tokens; the ids may have gaps
     added: tuple[str, ...] = ()  # the texts of added tokens, special ones included
+    num_after: int = 0  # special tokens that the tokenizer adds after a text
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns the token ids of a text; with `special`, including the special tokens that the tokenizer adds (such
-        as a beginning of sequence). If the text already begins with that token, as chat templates render it, no second
-        one is added.
+        """Returns the token ids of a text; with `special`, including the special tokens that the tokenizer adds before
+        it (such as a beginning of sequence; an end of sequence never is). If the text already begins with that token,
+        as chat templates render it, no second one is added.
         """
         ids = self._encode(text, special)
+        ids = ids[: len(ids) - self.num_after] if special else ids
         doubled = special and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
 
@@ -80,13 +82,18 @@ class Tokenizer:
         read."""
         backend = read_backend(folder)
         ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
+
+        def encode(text: str, special: bool) -> list[int]:
+            return backend.encode(text, add_special_tokens=special).ids
+
         return cls(
             folder=folder,
             vocab_size=backend.get_vocab_size(with_added_tokens=True),
             bos_token_id=ids.get("bos_token"),
             eos_token_id=ids.get("eos_token"),
             pad_token_id=ids.get("pad_token"),
-            _encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+            _encode=encode,
+            num_after=_num_after(encode, backend.get_vocab),
             _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
             vocabulary=backend.get_vocab,
             added=tuple(token.content for token in backend.get_added_tokens_decoder().values()),
@@ -95,17 +102,32 @@ class Tokenizer:
     @classmethod
     def from_transformers(cls, tokenizer: Any, folder: Path) -> "Tokenizer":
         """Wraps a tokenizer of transformers."""
+
+        def encode(text: str, special: bool) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=special)
+
         return cls(
             folder=folder,
             vocab_size=len(tokenizer),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            _encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special),
+            _encode=encode,
+            num_after=_num_after(encode, tokenizer.get_vocab),
             _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
             vocabulary=tokenizer.get_vocab,
             added=tuple(token.content for token in tokenizer.added_tokens_decoder.values()),
         )
+
+
+def _num_after(encode: Callable[[str, bool], list[int]], vocabulary: Callable[[], dict[str, int]]) -> int:
+    """Returns how many special tokens a tokenizer adds after a text."""
+    for text in ("a", *(vocabulary() if not encode("a", False) else ())):
+        whole, plain = encode(text, True), encode(text, False)
+        places = [place for place in range(len(whole)) if plain and whole[place : place + len(plain)] == plain]
+        if len(places) == 1:  # a special token may be the text itself
+            return len(whole) - places[0] - len(plain)
+    return 0
 
 
 def has_stop(decode: Callable[..., str], tokens: Sequence[int], stop: Sequence[str]) -> bool:

@@ -17,6 +17,10 @@ MARK = "\ue000"  # for private use, so no text has it
 ASK: Message = {"role": "user", "content": "?"}
 THINK, END_OF_THINKING = "<think>", "</think>"
 THINKING = f"{THINK}\n{{}}\n{END_OF_THINKING}\n\n"
+NO_END = (
+    "the {} ({!r}) does not end a response: add its id to eos_token_id in generation_config.json of the model, unless "
+    "it is not meant to"
+)
 
 
 @dataclass(slots=True)
@@ -69,6 +73,12 @@ class TurnJoins:
             if not mark:
                 raise self._refused("it does not write what the assistant said")
         return self._end
+
+    def unended(self, stop: Sequence[str] = ()) -> str:
+        """Returns a note if what the template writes after a turn does not end it; empty: it does, or is nothing. stop:
+        texts that end it, too."""
+        does = any(one in self.stops for one in self.encode(self.end)) or any(one in self.end for one in stop)
+        return "" if does or not self.end.strip() else NO_END.format("end of a turn in the chat template", self.end)
 
     def call_text(self, calls: Sequence[Message]) -> str:
         """Renders a turn that only calls tools, without the end of the turn; empty: the template does not write

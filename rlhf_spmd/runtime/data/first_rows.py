@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_spmd.config.options import Config, prompt_files
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import PARQUET, every_file, kind_of_file
+from rlhf_spmd.files.data_files import TABLES, every_file, kind_of_file
 from rlhf_spmd.model.texts.tokenizer_files import has_chat_template, no_chat_template
 from rlhf_spmd.runtime.data.readers import Message, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, check_form, read_row
@@ -53,7 +53,7 @@ def check_first_rows(config: Config) -> None:
         for place, record in records:
             where = f"{path}, {place}"
             plain = {name: without_nulls(value) for name, value in record.items()}
-            row = read_row(where, plain if kind_of_file(path) == PARQUET else record, reading)
+            row = read_row(where, plain if kind_of_file(path) in TABLES else record, reading)
             if row is not None:
                 check_form(row, where, forms)
                 for number in algorithm.row_numbers.values():

@@ -20,13 +20,24 @@ from typing import TYPE_CHECKING, Any, Required, Unpack
 import numpy as np
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import PARQUET, files_of, kind_of_file, stem_of
+from rlhf_spmd.files.data_files import TABLES, files_of, kind_of_file, stem_of
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import INSTEAD, SOURCE, TEXT, Record, number_of, read_records, without_nulls
-from rlhf_spmd.runtime.data.row_tokens import Reading, Render, RowOptions, check_form, read_row
+from rlhf_spmd.runtime.data.readers import (
+    CONVERSATIONS,
+    INSTEAD,
+    SOURCE,
+    SYSTEMS,
+    TEXT,
+    Record,
+    number_of,
+    read_records,
+    without_nulls,
+)
+from rlhf_spmd.runtime.data.row_tokens import Check, Reading, Render, RowOptions, check_form, read_row
+from rlhf_spmd.runtime.data.template_arguments import KWARGS, TOOLS
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +197,7 @@ def load_prompts(
     numbers: Mapping[str, NumberColumn] = MappingProxyType({}),
     marks: str = "",
     render: Render | None = None,
+    check: Check | None = None,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     **rows: Unpack[RowOptions],
 ) -> PromptSet:
@@ -199,6 +211,7 @@ def load_prompts(
     marks: the key of which tokens of a response are learned.
     render: makes the text of a conversation, with template_kwargs and what a row has for the template
         (template_arguments.py).
+    check: raises UserError for a conversation of which the template would lose something.
     rows: see RowOptions.
 
     The columns of responses are named by their keys (row_tokens.py). A response ends with an end of sequence; one of
@@ -208,7 +221,7 @@ def load_prompts(
     column is from.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
-    given: dict[str, Any] = {"render": render, "template_kwargs": template_kwargs, **rows}
+    given: dict[str, Any] = {"render": render, "check": check, "template_kwargs": template_kwargs, **rows}
     reading = Reading(tokenizer, max_prompt_tokens, marks=bool(marks), **given)
     paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
     read, sizes = _Rows(answers={name: [] for name in reading.columns}, columns=numbers, marks=marks), []
@@ -233,8 +246,23 @@ def load_prompts(
         num_cut=read.num_cut,
         num_silent=read.num_silent,
         column_names=tuple(read.names),
-        remarks=tuple(f"{num} {remark}" for remark, num in read.remarks.items()),
+        remarks=(*(f"{num} {remark}" for remark, num in read.remarks.items()), *_unread(read, reading)),
     )
+
+
+def _unread(rows: _Rows, reading: Reading) -> list[str]:
+    """Returns a note about columns that nothing reads, of rows with responses; others are for reward functions."""
+    read = {reading.key, *(column for column, _ in rows.columns.values())}
+    read |= {*CONVERSATIONS, TEXT} if any(form.startswith("the column") for form in rows.form) else set()
+    return unread(rows.names, read) if reading.columns else []
+
+
+def unread(names: Iterable[str], read: Iterable[str]) -> list[str]:
+    """Returns a note about columns that nothing reads, if there are some. read: those that something reads, beside
+    those that are always read."""
+    known = {TOOLS, KWARGS, *SYSTEMS, SOURCE, *read}
+    others = [name for name in names if name not in known]
+    return [f"nothing reads the columns {', '.join(others)}"] if others else []
 
 
 def _names(parts: Sequence[Path]) -> list[str]:
@@ -281,7 +309,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: l
 
     too_long: receives place and tokens of each prompt that is too long.
     """
-    long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) == PARQUET
+    long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) in TABLES
     for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
         row = read_row(

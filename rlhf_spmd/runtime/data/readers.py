@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import KINDS, PACKED, PARQUET, is_packed, kind_of_file, read_data
+from rlhf_spmd.files.data_files import ARROW, KINDS, PACKED, TABLES, is_packed, kind_of_file, read_data
 from rlhf_spmd.files.reading import no_memory, why_no_file
+from rlhf_spmd.model.texts.written import ASSISTANT, LEARNED, SAID
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
 SOURCE = "data_source"  # a column: where a row comes from
 INSTEAD = {"prompt": CONVERSATIONS}  # the columns of which the first is read where this one is missing
-ASSISTANT = "assistant"  # a role of messages
-ROLES = {"human": "user", "gpt": ASSISTANT}  # of ShareGPT's messages, whose other roles are called as here
-SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  # what a message of the assistant says
+SYSTEMS = ("system", "system_prompt")  # columns with the first message of a conversation that has none
+# of ShareGPT's messages, whose other roles are called as here
+ROLES = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
+CALLING, ANSWERING = ("function_call", "tool_call"), ("function", "tool_response")  # other names of roles
 Message = dict[str, Any]  # `role`, and `content` unless it says something else; what else it has is for the template
 Record = dict[str, Any]  # column -> value
 FLOAT32_MAX = 3.4028234663852886e38
@@ -60,8 +62,8 @@ def read_records(
     if kind not in KINDS:
         named = f"{kind or '(none)'!r}" + f" before {PACKED}" * is_packed(path)
         raise UserError(f"{path}: unknown extension {named}: use one of {', '.join(KINDS)}")
-    if kind == PARQUET and is_packed(path):
-        raise UserError(f"{path}: Parquet is compressed inside: unpack the file (gunzip), and name that one")
+    if kind in TABLES and is_packed(path):
+        raise UserError(f"{path}: files of {kind} are not read compressed: unpack it (gunzip), and name that file")
     if why := why_no_file(path):
         raise UserError(f"prompt file {path} {why}")
     try:
@@ -110,6 +112,37 @@ def messages_of(where: str, record: Record, key: str) -> list[Message]:
     return [_message(f"{where}: message {number} of {key!r}", one) for number, one in enumerate(record[key], start=1)]
 
 
+def with_system(where: str, record: Record, messages: list[Message]) -> list[Message]:
+    """Returns a conversation with the row's column of SYSTEMS as its first message, if it has one and the conversation
+    has none. Raises UserError if it has another one."""
+    if (name := system_of(record)) is None:
+        return messages
+    said = [message.get("content", "").strip() for message in messages if message["role"] in ("system", "developer")]
+    if not said:
+        return [{"role": "system", "content": record[name]}, *messages]
+    if record[name].strip() not in said:
+        raise UserError(f"{where}: {name!r} is not what the conversation's own system message says: remove one of them")
+    return messages
+
+
+def system_of(record: Mapping[str, Any]) -> str | None:
+    """Returns the name of the column with a system message, if the row has one."""
+    return next((name for name in SYSTEMS if isinstance(record.get(name), str) and record[name].strip()), None)
+
+
+def is_learned(where: str, message: Message) -> bool:
+    """Returns whether a message is learned: it is the assistant's, and none of its keys of LEARNED is 0. Raises
+    UserError for values other than 0 and 1."""
+    if message["role"] != ASSISTANT:
+        return False
+    wrong = next((name for name in LEARNED if message.get(name, 1) not in (0, 1)), None)
+    if wrong is not None:
+        raise UserError(
+            f"{where}: {message[wrong]!r} is not a {wrong!r} of a message: write 1 if it is learned, 0 if not"
+        )
+    return all(message.get(name, 1) for name in LEARNED)
+
+
 def is_said(message: Message) -> bool:
     """Returns whether a message of the assistant says anything."""
     return any(value.strip() if isinstance(value, str) else value for value in map(message.get, SAID))
@@ -123,6 +156,15 @@ def _message(where: str, value: Any) -> Message:
         message = {"role": ROLES.get(role, role) if isinstance(role, str) else role} | message
         if "value" in message and "content" not in message:
             message["content"] = message.pop("value")
+    if message.get("role") in CALLING:
+        message |= {"role": ASSISTANT, "function_call": message.pop("content", None)}
+    elif message.get("role") in ANSWERING:
+        message["role"] = "tool"
+    calls = message.pop("function_call", None) or message.get("tool_calls")
+    if calls := _from_text(calls, list | dict):
+        message["tool_calls"] = [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
+    elif "tool_calls" in message:
+        del message["tool_calls"]
     if isinstance(message.get("content"), list):
         message["content"] = "".join(_part(where, part) for part in message["content"])
     wrong = next((name for name in ("role", "content") if not isinstance(message.get(name), str)), None)
@@ -136,6 +178,31 @@ def _message(where: str, value: Any) -> Message:
             what = f"has null as {wrong!r}"
         raise UserError(f'{where} {what}: write {{"role": "...", "content": "..."}} with two strings')
     return message
+
+
+def _call(where: str, call: Any) -> Message:
+    """Returns a call of a tool as chat templates take it, also of its inner object alone. JSON text becomes objects."""
+    own = call if isinstance(call, dict) else {}
+    if "function" not in own:
+        function = {name: own[name] for name in ("name", "arguments") if name in own}
+        own = {"type": "function"} | {name: part for name, part in own.items() if name not in function}
+        own["function"] = function
+    function = own["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'{where} has a call of a tool that is not an object such as {{"name": "f", "arguments": {{"x": 1}}}}, or '
+            "JSON text of one: correct it"
+        )
+    return own | {"function": function | {"arguments": _from_text(function.get("arguments", {}), dict)}}
+
+
+def _from_text(value: Any, kind: Any) -> Any:
+    """Returns what JSON text says, if that is of this kind, else the value itself; empty text is an empty object."""
+    try:
+        found = json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, kind) else value
 
 
 def _part(where: str, part: Any) -> str:
@@ -161,7 +228,7 @@ def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | Non
     name = first_of(columns, (key, *INSTEAD.get(key, ())))
     if name is None or not isinstance(columns[name], list):
         return None
-    messages = messages_of("the data set", dict(columns), name)
+    messages = with_system("the data set", dict(columns), messages_of("the data set", dict(columns), name))
     return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
 
 
@@ -198,12 +265,27 @@ def _text(path: Path) -> str:
 
 
 def _read_jsonl(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+    form = f'each line is one object such as {{"{key}": "..."}}'
     for place, line in _lines(path, most):
         where = f"{path}, {place}"
         if not line.strip():
             raise UserError(f"{where}: the line is blank: remove it")
-        row = _from_json(where, line, f'each line is one object such as {{"{key}": "..."}}')
+        try:
+            row = _from_json(where, line, form)
+        except UserError:
+            if _is_json(path):
+                raise UserError(f"{path} is one JSON value over several lines, and {form}: write its rows so") from None
+            raise
         yield place, _row(where, row, key, others)
+
+
+def _is_json(path: Path) -> bool:
+    """Returns whether a whole file is one JSON value."""
+    try:
+        json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read_json(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
@@ -268,28 +350,47 @@ def _read_csv(path: Path, key: str, others: Sequence[str], most: int | None) -> 
         yield f"row {number}", record
 
 
-def _read_parquet(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
+def _read_table(path: Path, key: str, others: Sequence[str], most: int | None) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
-        from pyarrow import parquet
     except ImportError:
-        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+        raise UserError(f"{path}: reading Parquet and Arrow needs pyarrow: pip install pyarrow") from None
     try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if key not in names and not any(other in names for other in others):
-                raise UserError(
-                    f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
-                )
-            table = file.read() if most is None else next(file.iter_batches(most), None)
-            columns = [] if table is None else [_values_of(column) for column in table.columns]
+        names, table = (_of_arrow if kind_of_file(path) == ARROW else _of_parquet)(path, most)
+        if key not in names and not any(other in names for other in others):
+            raise UserError(
+                f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
+            )
+        columns = [] if table is None else [_values_of(column) for column in table.columns]
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} is not a readable Parquet file: {reason}") from None
+        kind = kind_of_file(path)[1:].capitalize()
+        raise UserError(f"{path} is not a readable {kind} file: {reason}") from None
     for number, values in enumerate(zip(*columns, strict=True), start=1):
         record = dict(zip(names, values, strict=True))
         _check_has(f"{path}, row {number}", record, key, others)
         yield f"row {number}", record
+
+
+def _of_parquet(path: Path, most: int | None) -> tuple[list[str], Any]:
+    """Returns the names of the columns, and a table of the first rows; None: there are none."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        return file.schema_arrow.names, file.read() if most is None else next(file.iter_batches(most), None)
+
+
+def _of_arrow(path: Path, most: int | None) -> tuple[list[str], Any]:
+    """Returns the names of the columns, and a table of the first rows, of a stream, as datasets writes it, or a
+    file."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as rows:
+            table = rows.read_all().slice(0, most)
+    return table.schema.names, table
 
 
 def _values_of(column: Any) -> list[Any]:
@@ -327,7 +428,7 @@ READERS = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".txt": _read_lines,
-    PARQUET: _read_parquet,
+    **dict.fromkeys(TABLES, _read_table),
 }
 KINDS_OF_VALUES = {
     dict: "an object",

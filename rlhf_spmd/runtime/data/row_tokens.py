@@ -27,11 +27,13 @@ from rlhf_spmd.runtime.data.readers import (
     Message,
     Record,
     first_of,
+    is_learned,
     is_said,
     lacks,
     messages_of,
     others_of,
     text_of,
+    with_system,
 )
 from rlhf_spmd.runtime.data.template_arguments import arguments_of, names_of
 
@@ -41,9 +43,12 @@ if TYPE_CHECKING:
 # where (for messages), a conversation, answers=whether its answer begins behind it, and what a row gives the template
 # (template_arguments.py), if it does -> text
 Render = Callable[..., str]
+# where, a conversation, number of its first message that is learned, and what a row gives the template; raises
+# UserError for what would be lost
+Check = Callable[..., None]
 T = TypeVar("T")
 OTHER_TEXT = "whose {key!r} is not in their conversations, which are read instead"
-NOT_RENDERED = "of text, which no chat template renders, so that {names} have no effect"
+NOT_RENDERED = "of text, which no chat template renders, so that nothing reads {names}"
 
 
 class RowOptions(TypedDict, total=False):
@@ -69,6 +74,7 @@ class Reading:
     max_response_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     render: Render | None = None
+    check: Check | None = None
     turns: Literal["last", "all"] = "last"
     marks: bool = False  # whether a response may have tokens that are not learned
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows, whose own ones replace them
@@ -80,6 +86,12 @@ class Reading:
         text = self.render(where, messages) if answers else self.render(where, messages, answers=False)
         check_unicode(where, text, "the conversation")
         return text
+
+    def check_written(self, where: str, messages: list[Message], learned: int) -> None:
+        """Raises UserError if the chat template does not write what messages say. learned: number of the first one
+        that is learned."""
+        if self.check is not None:
+            self.check(where, messages, learned)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -114,12 +126,19 @@ def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
         return _read(where, record, reading)
     given: list[dict[str, Any]] = []
 
-    def render(where: str, messages: list[Message], *, answers: bool = True) -> str:
+    def arguments() -> dict[str, Any]:
         if not given:  # not before, because a column beside text may mean something else
             given.append(arguments_of(where, record, reading.template_kwargs))
-        return render_with(where, messages, **given[0], **({} if answers else {"answers": False}))
+        return given[0]
 
-    row = _read(where, record, replace(reading, render=render))
+    def render(where: str, messages: list[Message], *, answers: bool = True) -> str:
+        return render_with(where, messages, **arguments(), **({} if answers else {"answers": False}))
+
+    def check(where: str, messages: list[Message], learned: int) -> None:
+        if reading.check is not None:
+            reading.check(where, messages, learned, **arguments())
+
+    row = _read(where, record, replace(reading, render=render, check=check))
     if row is None or given:
         return row
     return replace(row, remark=NOT_RENDERED.format(names=" and ".join(names)))
@@ -138,7 +157,7 @@ def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
             raise lacks(where, record, lacking[0], f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}")
         if instead == TEXT:
             return _of_text(where, text_of(where, record, TEXT), reading)
-        return _of_conversation(where, messages_of(where, record, instead), reading)
+        return _of_conversation(where, with_system(where, record, messages_of(where, record, instead)), reading)
     for column in columns.values():
         if column in lacking:
             raise lacks(where, record, column)
@@ -154,6 +173,8 @@ def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
             "string: write all of them as strings, or all as lists of messages"
         )
     made = (_of_messages if any(kinds.values()) else _of_strings)(where, record, reading, explicit=explicit)
+    if made is None:
+        return None
     tokens = list(made.responses.values())
     if len(tokens) > 1 and tokens[0] == tokens[1]:
         one, other = map(repr, columns.values())
@@ -180,6 +201,8 @@ def prompt_of(where: str, record: Record, reading: Reading) -> tuple[str, bool]:
         messages = messages[:-1]
     if not messages:
         raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
+    messages = with_system(where, record, messages)
+    reading.check_written(where, messages, len(messages))
     return reading.rendered(where, messages), True
 
 
@@ -221,7 +244,7 @@ def _of_strings(where: str, record: Record, reading: Reading, *, explicit: bool)
     return RowTokens("a prompt and responses", prompt, explicit, tokens, responses, marks)
 
 
-def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
+def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens | None:
     given = {name: messages_of(where, record, column) for name, column in reading.columns.items()}
     before = messages_of(where, record, reading.key) if explicit else _common(*given.values())
     if not before and record.get(reading.key) and all(one[0]["role"] == ASSISTANT for one in given.values()):
@@ -237,11 +260,21 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
     for name, column in reading.columns.items():
         if not any(message["role"] == ASSISTANT for message in after[name]):
             raise UserError(f"{where}: {column!r} has no message of the assistant: add its answer, or remove the row")
+    said = [message.get("content", "").strip() for message in before if not explicit]
+    before = with_system(where, record, before)
+    if reading.marks:
+        ((name, messages),) = after.items()
+        if not (learned := _learned(where, messages)):
+            return None
+        after = {name: messages[: learned[-1] + 1]}
+    elif not all(is_learned(where, one) for every in after.values() for one in every if one["role"] == ASSISTANT):
+        raise UserError(
+            f"{where}: a message of the assistant is marked 0, and in pairs all are learned: remove the row"
+        )
     made = {name: _answered(where, before, messages, reading) for name, messages in after.items()}
     text, tokens, *_ = next(iter(made.values()))
     responses = {name: one[2] for name, one in made.items()}
     marks = next(iter(made.values()))[3]
-    said = [] if explicit else [message.get("content", "").strip() for message in before]
     plain = record.get(reading.key) or ""  # text beside conversations, which should say the same
     differs = not explicit and plain.strip() and not any(one and (one in plain or plain.strip() in one) for one in said)
     remark = OTHER_TEXT.format(key=reading.key) if differs else ""
@@ -249,16 +282,23 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
 
 
 def _of_conversation(where: str, messages: list[Message], reading: Reading) -> RowTokens | None:
-    turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    turns = _learned(where, messages)
+    if reading.turns == "last" or not reading.marks:
+        last = max((place for place, message in enumerate(messages) if message["role"] == ASSISTANT), default=-1)
+        turns = [place for place in turns if place == last]
     if not turns:
         return None
-    first = turns[0] if reading.turns == "all" and reading.marks else turns[-1]
-    if not first:
+    if not turns[0]:
         raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
-    text, tokens, response, marks = _answered(where, messages[:first], messages[first:], reading)
+    text, tokens, response, marks = _answered(where, messages[: turns[0]], messages[turns[0] : turns[-1] + 1], reading)
     return RowTokens(
         f"the column {CONVERSATION!r}", text, False, tokens, {next(iter(reading.columns)): response}, marks
     )
+
+
+def _learned(where: str, messages: Sequence[Message]) -> list[int]:
+    """Returns the places of the assistant's messages that are learned."""
+    return [place for place, message in enumerate(messages) if is_learned(where, message)]
 
 
 def _of_text(where: str, text: str, reading: Reading) -> RowTokens:
@@ -273,25 +313,30 @@ def _answered(
     where: str, before: list[Message], after: list[Message], reading: Reading
 ) -> tuple[str, list[int], list[int], list[int]]:
     """Returns text and tokens of a conversation's beginning, tokens of the turns after it up to the assistant's last
-    one, and which of these tokens the assistant says."""
+    one, and which of these tokens are learned."""
+    own = [place for place, message in enumerate(after) if message["role"] == ASSISTANT]
+    last = own[-1] if own else -1
+    reading.check_written(where, [*before, *after[: last + 1]], len(before))
     text = start = reading.rendered(where, before)
     prompt = _encoded(where, text, reading, special=False)
-    own = [place for place, message in enumerate(after) if message["role"] == ASSISTANT]
-    tokens, marks, last = list(prompt), [], own[-1] if own else -1
+    tokens, marks = list(prompt), list[int]()
     for place in own:
         if not is_said(after[place]):
             raise UserError(f"{where}: a message of the assistant is empty: write it, or remove the row")
         opened = reading.rendered(where, [*before, *after[:place]])
         closed = reading.rendered(where, [*before, *after[: place + 1]], answers=False)
         if not (opened.startswith(text) and closed.startswith(opened)):
-            raise UserError(
-                f"{where}: the chat template does not only add to what it writes of the earlier messages, so a turn "
-                "cannot be told from the others: set data.turns=last, or give data.chat_template=FILE"
+            why = (
+                "does not only add to what it writes of the earlier messages, so a turn cannot be told from the others"
             )
+            if len(own) == 1 and opened.startswith(text):
+                why = f"begins an answer with {opened[-20:]!r}, and writes a given one in another way"
+            other = "set data.turns=last, or " if len(own) > 1 and reading.marks else ""
+            raise UserError(f"{where}: the chat template {why}: {other}give data.chat_template=FILE")
         between = _continued(text, tokens, opened[len(text) :], reading, special=False) if opened != text else []
         said = _continued(opened, [*tokens, *between], closed[len(opened) :], reading, special=False)
         kept = up_to_end(said, reading.tokenizer, reading.eos_ids)
-        marks += [0] * len(between) + [1] * len(kept)
+        marks += [0] * len(between) + [int(is_learned(where, after[place]))] * len(kept)
         tokens += between + kept
         if place < last:  # what the template writes behind an end of sequence belongs to no turn
             marks += [0] * (len(said) - len(kept))

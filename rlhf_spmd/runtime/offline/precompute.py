@@ -27,7 +27,7 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
     """Runs the program of precompute_program over all rows, and writes the file on rank 0 -> facts for the last line.
     Collective; raises UserError."""
     began, job = time.perf_counter(), prepare(config, program, world)
-    for note in job.notes if world.rank == 0 else ():
+    for note in (*job.notes, *job.prompts.remarks) if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)
     executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))
     calls, at_once, num_rows = program.workload.workflow.placed_calls, program.workload.mini_batch, len(job.prompts)

@@ -117,7 +117,8 @@ def read_offline_prompts(
         }
         if template is None:
             return load_prompts(path, tokenizer, **how)
-        return load_rendered(path, tokenizer, template, data.chat_template_kwargs, **how)
+        how["eos_ids"] = tokenizer.eos_ids(model)
+        return load_rendered(path, tokenizer, template, data.chat_template_kwargs, stop=options.generation.stop, **how)
 
     loaded = load() if world is None else once_per_node(world, load)
     for remark in loaded.remarks if world is None or world.rank == 0 else ():

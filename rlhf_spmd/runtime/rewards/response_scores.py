@@ -15,10 +15,10 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data.prompts import PromptSet, pad
-from rlhf_spmd.runtime.data.readers import Record
+from rlhf_spmd.runtime.data.prompts import PromptSet, pad, unread
+from rlhf_spmd.runtime.data.readers import CONVERSATIONS, Record
 from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function
-from rlhf_spmd.runtime.rewards.styles import Scored
+from rlhf_spmd.runtime.rewards.styles import READ_BY_WORDS, Scored
 from rlhf_spmd.runtime.rewards.texts import RewardTexts
 from rlhf_spmd.runtime.rewards.workers import RewardWorkers, Scores
 
@@ -62,6 +62,7 @@ class Scorer:
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
         columns = data.column_names if data is not None else ()
         self.specs, self.labels = split_functions(config.reward_function), function_labels(config)
+        self.key = config.data.key or config.algorithm.prompts
         self.functions, self.workers = [], None
         self.notes: list[str] = []  # of the functions, for the heading
         if not config.reward_workers:
@@ -71,9 +72,11 @@ class Scorer:
             num, timeout_s = config.reward_workers, config.reward_timeout_s
             self.workers = RewardWorkers(self.specs, columns, num=num, timeout_s=timeout_s, beat=beat)
             self.notes = self.workers.notes
+        if not (config.reward_workers or config.environment):  # which may read any
+            read = {name for one in self.functions for name in (*one.bound.columns, *one.bound.words)}
+            self.notes += unread(columns, {self.key, *CONVERSATIONS, *read, *READ_BY_WORDS})
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
-        self.key = config.data.key or config.algorithm.prompts
         self.texts = None
         if self.shape is not None and reads_text(config, role):
             self.texts = RewardTexts(folder, self.shape, self.key, role, started=started)

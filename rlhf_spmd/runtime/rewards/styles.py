@@ -123,6 +123,7 @@ WORDS: dict[str, dict[str, Callable[[Scored], list[Any]]]] = {  # by the word th
 }
 OF_EACH = "solution_str"  # such a function is called once for each response
 COLUMNS_TOO = ("data_source", "extra_info", "ground_truth", "labels")  # words that are the columns of these names
+READ_BY_WORDS = ("reward_model", "label")  # columns that words of other names may be
 PROGRAMS = {"responses": "this program", "completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
 ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
 # What others call them: trlX's samples are prompt and response.

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
+from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
@@ -48,15 +50,42 @@ def load_rendered(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     template_kwargs: Mapping[str, Any],
+    *,
+    stop: Sequence[str] = (),
     **options: Unpack[SetOptions],
 ) -> PromptSet:
     """Calls load_prompts with a chat template for conversations. Raises UserError.
 
     template_kwargs: data.chat_template_kwargs.
+    stop: texts that end a response, beside options["eos_ids"].
     """
-    found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **options)
-    remarks = (*found.remarks, *template.remarks(template_kwargs))
+    how: dict[str, Any] = {"render": template.render, "check": template.check, "template_kwargs": template_kwargs}
+    found = load_prompts(path, tokenizer, **how, **options)
+    ends = _ends_of_turns(tokenizer, template, options.get("eos_ids", ()), stop)
+    remarks = (*found.remarks, *template.remarks(template_kwargs), *ends)
     return replace(found, remarks=remarks, written_at=template.written_at)
+
+
+def _ends_of_turns(
+    tokenizer: Tokenizer, template: ChatTemplate, eos_ids: Sequence[int], stop: Sequence[str]
+) -> list[str]:
+    """Returns notes about ends that do not end a response: the tokenizer's, and what the template writes after a
+    turn, if it has been used."""
+    if not eos_ids:
+        return []
+    own, found = tokenizer.eos_token_id, []
+    if own is not None and own not in eos_ids:
+        found.append(NO_END.format("eos_token of the tokenizer", tokenizer.decode([own], special=True)))
+    if template.is_used:
+        with suppress(UserError):  # of a template that refuses the roles, or does not write the answer
+            joins = TurnJoins(
+                lambda messages, answers: template.render("", messages, answers=answers),
+                lambda text: tokenizer.encode(text, special=False),
+                frozenset(eos_ids),
+                str(template.folder),
+            )
+            found.append(joins.unended(stop))
+    return [*filter(None, found)]
 
 
 def run_environments(
@@ -99,6 +128,7 @@ def read_prompts(
         tokenizer,
         template,
         config.data.chat_template_kwargs,
+        stop=config.generation.stop,
         max_prompt_tokens=config.data.max_prompt,
         key=config.data.key or config.algorithm.prompts,
         long_prompts=config.data.long_prompts,

@@ -68,10 +68,8 @@ def _adapters(job: Job) -> str:
 
 
 def _names_of_functions(job: Job) -> str:
-    """Says which parameters of reward functions are not the columns of their names; empty if there are none.
-    Collective."""
-    if not (job.config.reward_function or job.config.eval.reward_function):
-        return ""
+    """Says which parameters of reward functions are not the columns of their names, and which columns nothing reads;
+    empty if there are none. Collective."""
     scorers = [one.scorer for one in (job, job.evaluation) if one is not None]
     mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
     every = job.world.allgather(mine, "the names of reward functions")
@@ -107,7 +105,7 @@ def _lost(prompts: PromptSet) -> str:
         "cut at data.max_prompt": prompts.num_truncated,
         "with responses cut at generation.max_new_tokens": prompts.num_cut,
         "too long and dropped": prompts.num_dropped,
-        "without an answer of the assistant and dropped": prompts.num_silent,
+        "without an answer of the assistant to learn and dropped": prompts.num_silent,
     }
     said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
     return "".join(f", {one}" for one in said)

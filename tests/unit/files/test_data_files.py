@@ -92,13 +92,13 @@ def test_the_source_of_a_row_is_what_the_user_named(tmp_path):
         ("p.json", b'[{"prompt":\n "\xff"}]', ["line 2: byte 3 is not UTF-8"]),
         ("p.json", f"[{'9' * 5000}]", ["p.json: a whole number has more than"]),
         ("p.json", "[" * 9999, ["p.json: lists or objects are nested too deep"]),
-        ("p.json", '{"prompt":\n"a"}', ["line 1: not valid JSON", "each line is one object"]),
+        ("p.json", '{"prompt":\n"a"}', ["p.json is one JSON value over several lines, and each line is one object"]),
         ("p.csv", "a,b\n1,2\n", ["p.csv, row 1: no key 'prompt' (keys there: 'a', 'b')"]),
         ("p.csv", "prompt,b\n1\n", ["p.csv, row 1: 1 fields under 2 names", "quotes"]),
         ("p.csv", 'prompt\na\n"b" c\n', ["p.csv, line 3: not valid CSV"]),
         ("p.csv", "prompt,prompt\na,b\n", ["two columns are called 'prompt'"]),
         ("p.csv", b"prompt\n\xe9\n", ["line 2: byte 1 is not UTF-8"]),
-        ("p.parquet.gz", "", ["Parquet is compressed inside"]),
+        ("p.parquet.gz", "", ["files of .parquet are not read compressed"]),
         ("p.zip", "", ["unknown extension '.zip'"]),
         ("p.xml.gz", "", ["unknown extension '.xml' before .gz"]),
     ],
@@ -130,3 +130,29 @@ def test_kinds_and_stems(tmp_path):
     kinds = {name: kind_of_file(tmp_path / name) for name in ("a.JSONL", "a.b.csv.GZ", "a.gz", "a")}
     assert kinds == {"a.JSONL": ".jsonl", "a.b.csv.GZ": ".csv", "a.gz": "", "a": ""}
     assert [stem_of(tmp_path / name) for name in ("a.jsonl", "a.b.csv.gz", "a.b.gz")] == ["a", "a.b", "a.b"]
+
+
+def test_data_sets_that_datasets_saved(tmp_path):
+    """Streams of Arrow, in the order of state.json; what describes data is not data."""
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.Table.from_pylist(ROWS)
+    folder = tmp_path / "saved" / "train"
+    folder.mkdir(parents=True)
+    parts = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
+    for number, name in enumerate([*parts, "cache-1.arrow"]):
+        kind = arrow.ipc.new_file if number == 1 else arrow.ipc.new_stream
+        with arrow.OSFile(str(folder / name), "wb") as file, kind(file, table.schema) as rows:
+            rows.write_table(table.slice(number, 1) if number < 2 else table)
+    state = json.dumps({"_data_files": [{"filename": name} for name in parts]}, indent=1)
+    for name, text in {"state.json": state, "dataset_info.json": '{\n"a": 1}'}.items():
+        write(folder / name, text)
+    assert list(load(folder).texts) == [row["prompt"] for row in ROWS]
+    assert len(read_records(folder / parts[0], "prompt", most=1)) == 1
+    write(folder / parts[0], "no table")
+    assert "is not a readable Arrow file" in refusal(folder / parts[0])
+    write(tmp_path / "saved" / "dataset_dict.json", '{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match="several data sets: name one, such as .*saved/train"):
+        files_of(tmp_path / "saved")
+    write(tmp_path / "p.jsonl", LINES)
+    write(tmp_path / "dataset_infos.json", '{"default": {}}')
+    assert [one.name for one in files_of(tmp_path)] == ["p.jsonl"]

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import tokenizers
 
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.texts.tokenizer import has_stop
@@ -65,3 +66,26 @@ def test_stop_texts_see_the_special_tokens_that_they_name(text, stop, stops):
     tokenizer = hf.load_tokenizer(ACTOR)
     tokens = tokenizer.encode(text, special=False)
     assert has_stop(tokenizer.decode, tokens, stop) == stops
+
+
+@pytest.mark.parametrize(("single", "before"), [("$A </s>", []), ("<s> $A </s>", [1]), ("<s> $A", [1]), ("$A", [])])
+def test_no_text_ends_with_an_end_that_the_tokenizer_adds(single, before, tmp_path):
+    from tokenizers import processors
+
+    make_tokenizer(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    names = [(name, backend.token_to_id(name)) for name in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=names)
+    backend.save(file)
+    for tokenizer in (hf.load_tokenizer(tmp_path), hf.transformers_tokenizer(tmp_path)):
+        assert tokenizer.encode("w7 w8") == [*before, 7, 8] and tokenizer.encode("") == before
+        assert tokenizer.encode("w7 </s>") == [*before, 7, 2]  # as the text says
+    (tmp_path / "a.jsonl").write_text('{"prompt": "w7", "completion": " w8"}\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "w7 w8"}\n', encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"prompt": "w7", "chosen": " w8", "rejected": " w9"}\n', encoding="utf-8")
+    limits = {"max_prompt_tokens": 9, "max_response_tokens": 9, "eos_ids": (2,)}
+    for name, columns in {"a": ["completion"], "b": ["completion"], "c": ["chosen", "rejected"]}.items():
+        given = limits | {"columns": dict(zip("xy", columns, strict=False))}
+        read = load_prompts(tmp_path / f"{name}.jsonl", tokenizer, **given)
+        assert [*read.prompts[0], *read.responses["x"][0]] == [*before, 7, 8, 2], name

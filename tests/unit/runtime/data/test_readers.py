@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.prompts import load_prompts
-from rlhf_spmd.runtime.data.readers import kind_of, number_of, read_records
+from rlhf_spmd.runtime.data.readers import kind_of, messages_of, number_of, read_records
 from tests.unit.runtime.data.test_prompts import Words
 
 arrow = pytest.importorskip("pyarrow")
@@ -98,3 +98,38 @@ def test_kinds():
     for wrong in (10**400, 1e300, float("nan"), DATE):
         with pytest.raises(UserError, match="not a finite number"):
             number_of("x", {"a": wrong}, "a", None)
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TEXT = json.dumps(CALL["function"])
+CALLS = {  # a message that calls f(x=1) -> the role of its answer
+    "tool": [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+    ],
+    "function": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}],
+    "observation": [{"from": "function_call", "value": TEXT}, {"from": "function_call", "value": f"[{TEXT}]"}],
+    "tool_response": [{"role": "tool_call", "content": TEXT}],
+}
+
+
+@pytest.mark.parametrize("answer", CALLS)
+def test_every_spelling_of_a_call_is_read_as_one(answer):
+    for call in CALLS[answer]:
+        names = ("from", "value") if answer == "observation" else ("role", "content")
+        row = {"m": [call, dict(zip(names, (answer, "1"), strict=True))]}
+        found = messages_of("here", row, "m")
+        assert found == [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}]
+
+
+def test_what_is_no_call_is_refused():
+    for wrong in ({"from": "function_call", "value": "f(1)"}, {"role": "assistant", "tool_calls": [3]}):
+        with pytest.raises(UserError, match="message 1 of 'm' has a call of a tool that is not an object"):
+            messages_of("here", {"m": [wrong]}, "m")
+    kept = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]}
+    assert messages_of("here", {"m": [kept]}, "m") == [kept]
+    assert messages_of("here", {"m": [{"role": "assistant", "content": "a", "tool_calls": []}]}, "m") == [
+        {"role": "assistant", "content": "a"}
+    ]

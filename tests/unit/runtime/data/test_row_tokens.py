@@ -9,6 +9,7 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.readers import conversation_of
 
 BOS, EOS = 0, 1
 
@@ -208,7 +209,10 @@ def test_ultrafeedback_has_its_prompt_in_the_conversations(tmp_path):
     found = load(tmp_path, [row, row | {"prompt": None}, row | {"prompt": "Is it?"}], **TWO)
     assert [text_of(prompt) for prompt in found.prompts] == ["[u]q$\n[a]"] * 3
     assert text_of(found.responses["worse"][2]) == "bad$" and found.records([0])[0]["prompt"] == "q"
-    assert found.remarks == ("1 whose 'prompt' is not in their conversations, which are read instead",)
+    assert found.remarks == (
+        "1 whose 'prompt' is not in their conversations, which are read instead",
+        "nothing reads the columns messages, score_chosen",
+    )
     assert load(tmp_path, [row], **ONE).prompts == found.prompts[:1]
 
 
@@ -255,7 +259,7 @@ def test_what_a_row_gives_the_template(tmp_path):
     both = {"tools": [tool], "chat_template_kwargs": {"a": 1, "c": 2}}
     assert seen == [both, both, {"chat_template_kwargs": {"a": 0, "c": 2}}]
     assert found.records([0])[0]["tools"] == [tool]
-    said_of_text = "1 of text, which no chat template renders, so that tools and chat_template_kwargs have no effect"
+    said_of_text = "1 of text, which no chat template renders, so that nothing reads tools and chat_template_kwargs"
     assert found.remarks == (said_of_text,)
     seen.clear()
     rows = [rows[0], {"prompt": [user("x")], "chat_template_kwargs": {"b": 1}}]
@@ -409,3 +413,42 @@ def test_what_cannot_be_used_is_named_with_its_line(name, tmp_path):
     assert "\n" not in text and "rows.jsonl" in text
     with pytest.raises(AssertionError, match=expected):
         raise AssertionError(text)
+
+
+def test_answers_that_are_marked_0_are_not_learned(tmp_path):
+    wrong, right = said("bad") | {"weight": 0}, said("good") | {"loss": True}
+    both = {"messages": [user("a"), wrong, user("b"), right, user("c"), said("no") | {"train": False}]}
+    assert one_row(tmp_path, both, turns="all") == ("[u]a$\n[a]bad$\n[u]b$\n[a]", "good$", "good$")
+    between = {"messages": [user("a"), right, user("b"), wrong, user("c"), right]}
+    assert one_row(tmp_path, between, turns="all")[2] == "good$good$"
+    apart = {"prompt": [user("a")], "completion": [wrong, user("b"), right]}
+    assert one_row(tmp_path, apart)[2] == "good$"
+    found = load(tmp_path, [both, {"messages": [user("a"), wrong]}, between], **ONE)
+    assert found.num_silent == 2 and len(found) == 1
+    assert "is marked 0" in refusal(tmp_path, {"chosen": [user("a"), right], "rejected": [user("a"), wrong]}, **TWO)
+    for value in (0.5, "0", 2):
+        message = refusal(tmp_path, {"messages": [user("a"), said("b") | {"weight": value}]}, **ONE)
+        assert f"line 1: {value!r} is not a 'weight' of a message: write 1 if it is learned, 0 if not" in message
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_a_system_column_is_the_first_message(name, tmp_path):
+    row, system = {name: "Be brief."}, {"role": "system", "content": "Be brief."}
+    ask, start = [user("a")], "[s]Be brief.$\n[u]a$\n[a]"
+    assert one_row(tmp_path, row | {"messages": [*ask, said("b")]})[:2] == (start, "b$")
+    assert one_row(tmp_path, row | {"messages": [system, *ask, said("b")]})[:2] == (start, "b$")
+    assert one_row(tmp_path, row | {"prompt": ask, "completion": [said("b")]})[:2] == (start, "b$")
+    pairs = [
+        {"prompt": ask, "chosen": [said("b")], "rejected": [said("c")]},
+        {"chosen": [*ask, said("b")], "rejected": [*ask, said("c")]},
+        {"prompt": "a", "chosen": [said("b")], "rejected": [said("c")]},
+    ]
+    for pair in pairs:
+        found = load(tmp_path, [row | pair], **TWO)
+        assert text_of(found.prompts[0]) == start and text_of(found.responses["better"][0]) == "b$"
+    found = load(tmp_path, [row | {"prompt": ask}, {name: "", "prompt": ask}, row | {"prompt": "a"}])
+    assert list(found.texts) == [start, "[u]a$\n[a]", "a"] and found.records([0]) == [row | {"prompt": ask}]
+    assert found.remarks == (f"1 of text, which no chat template renders, so that nothing reads {name}",)
+    assert conversation_of(row | {"prompt": ask}, "prompt") == [system, *ask]
+    other = [{"role": "system", "content": "No."}, *ask]
+    assert f"line 1: {name!r} is not what" in refusal(tmp_path, row | {"messages": [*other, said("b")]}, **ONE)

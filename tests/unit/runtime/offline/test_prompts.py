@@ -30,7 +30,7 @@ def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, cap
     assert read('{"x": "be"}') == ["be ba", "bo ba", "bi"]
     assert capsys.readouterr().err.split("\n")[:-1] == [
         f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: 1 of text, which no chat template renders, so that "
-        "chat_template_kwargs have no effect",
+        "nothing reads chat_template_kwargs",
         f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: the chat template does not read 'tools'",
     ]
     with pytest.raises(

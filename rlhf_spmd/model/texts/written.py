@@ -1,0 +1,87 @@
+"""Finds what messages say and a chat template does not write: it renders marks in the place of what is said, and looks
+which of them come out. One conversation is tried for each kind of message."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+
+Message = dict[str, Any]
+ASSISTANT = "assistant"  # a role of messages
+SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  # what a message of the assistant says
+LEARNED = ("weight", "loss", "train")  # keys of the assistant's messages: 0, if they are not learned
+NO_WORDS = ("role", "id", "type", "tool_call_id")  # keys that say who speaks, and which call is answered
+FIRST_MARK = 730_591_000  # marks are nine digits, which outlive trimming, JSON and capitals, and are ids for Mistral
+WORDS = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a text without the white space around it
+
+
+def kinds(messages: Sequence[Message], learned: int, constants: Sequence[str]) -> list[tuple]:
+    """Returns the kind of each message: what a template may look at, but for the words.
+
+    learned: number of the first message that is learned.
+    constants: texts that the template looks for, such as `</think>`.
+    """
+    roles = [message["role"] for message in messages]
+    last = len(roles) - 1
+    asked = last - roles[::-1].index("user") if "user" in roles else -1
+    found, before = [], ""
+    for place, message in enumerate(messages):  # 2 us a message, so that it costs little beside rendering
+        keys = tuple(message) if all(message.values()) else tuple([name for name in message if message[name]])
+        inside = tuple([one for one in constants if one in message.get("content", "")]) if constants else ()
+        calls = "tool_calls" in keys and len(message["tool_calls"]) > 1
+        found.append((roles[place], before, place > asked, place >= learned, place == last, keys, inside, calls))
+        before = roles[place]
+    return found
+
+
+def marked(messages: Sequence[Message], constants: Sequence[str]) -> tuple[list[Message], list[dict[str, list[str]]]]:
+    """Returns the messages with marks in the place of what they say, and for each message the marks of its keys.
+    Numbers of a message itself stay; their mark is their name. Equal texts of a message have one mark."""
+    numbers, copies, marks = count(FIRST_MARK), list[Message](), list[dict[str, list[str]]]()
+    parts = re.compile(f"({'|'.join(map(re.escape, constants))})") if constants else None
+    for message in messages:
+        mark_of: dict[str, str] = defaultdict(lambda: str(next(numbers)))
+        said = {name: value for name, value in message.items() if value and name not in NO_WORDS}
+        texts = {name: value for name, value in said.items() if not isinstance(value, int | float)}
+        copies.append(message | {name: _with_marks(value, mark_of, parts) for name, value in texts.items()})
+        of_key = partial(re.findall, "|".join(mark_of.values()) or "$.")
+        marks.append({name: of_key(str(copies[-1][name])) if name in texts else [name] for name in said})
+    return copies, marks
+
+
+def _with_marks(value: Any, mark_of: dict[str, str], parts: re.Pattern | None) -> Any:
+    if isinstance(value, dict):
+        inner = {name: part if name in NO_WORDS else _with_marks(part, mark_of, None) for name, part in value.items()}
+        return inner
+    if isinstance(value, list):
+        return [_with_marks(part, mark_of, None) for part in value]
+    pieces = parts.split(value) if parts else [str(value)]
+    pieces[::2] = [WORDS.sub(lambda found: mark_of[found[0]], piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def lost(
+    where: str, messages: Sequence[Message], marks: Sequence[dict[str, list[str]]], text: str, learned: int
+) -> Iterator[str]:
+    """Yields notes about what is not in the text that a template wrote of marked messages. Raises UserError if it is to
+    be learned, an instruction, an answer or a call."""
+    for place, (message, of_keys) in enumerate(zip(messages, marks, strict=True)):
+        role = message["role"]
+        for name, own in of_keys.items():
+            gone = [mark for mark in own if mark not in text]
+            if not gone or (role == ASSISTANT and name in LEARNED):
+                continue
+            what = f"a part of {name!r}" if name == "content" and len(gone) < len(own) else repr(name)
+            is_earlier = role == ASSISTANT and place < learned
+            matters = name in SAID if role == ASSISTANT else name == "content"
+            if matters and not (is_earlier and (what != repr(name) or name not in SAID[:2])):
+                why = "" if role == ASSISTANT else f": it may not know the role {role!r}"
+                raise UserError(
+                    f"{where}: the chat template does not write {what} of message {place + 1} ({role}), so a model "
+                    f"would never see it{why}; give data.chat_template=FILE with one that does, or remove it"
+                )
+            yield f"the chat template does not write {what} of {'earlier ' * is_earlier}messages of the role {role}"

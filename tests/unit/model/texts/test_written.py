@@ -1,0 +1,136 @@
+"""Everything that a row says comes out of the chat template, or a refusal or the heading says what does not."""
+
+import json
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
+from rlhf_spmd.runtime.run.inputs import load_rendered
+from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
+
+CALL = {"type": "function", "id": "000000007", "function": {"name": "fcall", "arguments": {"place": "Xfcall"}}}
+OWN = {  # templates of the test beside those of the folder
+    "plain": "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "three roles": "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}[{{ m.role }}]{{ m.content }}"
+    "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    "without thoughts": "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] | trim }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    "first call": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "adds arguments to text": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "writes arguments as they are": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or []"
+    " %}{{ c.function.name }} {{ c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+}
+
+
+def told(role: str, **more) -> dict:
+    return {"role": role, "content": f"X{role}", **more}
+
+
+ASK, ANSWER = told("user"), told("assistant")
+SAID = {  # what a conversation says beside the question and the answer, all of it marked by X
+    "a thought": [ASK, told("assistant") | {"content": "<think>\nXthought\n</think>\n\nXassistant"}],
+    "reasoning": [ASK, told("assistant", reasoning_content="Xreasoning")],
+    "an earlier thought": [ASK, told("assistant") | {"content": "<think>Xthought</think>Xearly"}, ASK, ANSWER],
+    "an earlier reasoning": [ASK, told("assistant", reasoning_content="Xreasoning"), ASK, ANSWER],
+    "a call": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    "a call and words": [ASK, told("assistant", tool_calls=[CALL])],
+    "two calls": [ASK, told("assistant", tool_calls=[CALL, json.loads(json.dumps(CALL).replace("fcall", "other"))])],
+    "an answered call": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, told("tool"), ANSWER],
+    "a system message": [told("system"), ASK, ANSWER],
+    "a developer": [told("developer"), ASK, ANSWER],
+    "a name": [told("user", name="Xname"), ANSWER],
+    "another key": [ASK, told("assistant", seen=["Xseen"], turn=3)],
+}
+ROADS = ("sft", "sft of all turns", "prompt and completion", "dpo", "rl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def read(folder, file, road: str, messages: list, template: str, end: str) -> tuple[str, tuple[str, ...]]:
+    """Returns all that is read of a row by one of the roads, and the notes."""
+    tokenizer = load_tokenizer(folder)
+    row, how = {"messages": messages}, {"columns": {"response": "completion"}, "marks": "own"}
+    if road == "sft of all turns":
+        how["turns"] = "all"
+    elif road == "prompt and completion":
+        row = {"prompt": messages[:-1], "completion": messages[-1:]}
+    elif road == "dpo":
+        row = {"chosen": messages, "rejected": [*messages[:-1], {"role": "assistant", "content": "no"}]}
+        how = {"columns": {"better": "chosen", "worse": "rejected"}}
+    elif road == "rl":
+        row, how = {"prompt": messages[:-1]}, {}
+    file.write_text(json.dumps(row), encoding="utf-8")
+    made = ChatTemplate(folder, template, started=STARTED)
+    limits = {"max_prompt_tokens": 9999, "max_response_tokens": 9999, "eos_ids": (tokenizer.vocabulary()[end],)}
+    found = load_rendered(file, tokenizer, made, {}, **limits, **how)
+    tokens = [*found.prompts[0], *(token for rows in found.responses.values() for token in rows[0])]
+    return tokenizer.decode(tokens, special=True), found.remarks
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("name", [*ENDS, *OWN])
+def test_what_is_said_comes_out_or_is_told(name, road, folder, tmp_path):
+    template, end = HERE / f"{name}.jinja", ENDS.get(name, "<|im_end|>")
+    if name in OWN:
+        template = tmp_path / "own.jinja"
+        template.write_text(OWN[name], encoding="utf-8")
+    for what, messages in SAID.items():
+        kept = messages[:-1] if road == "rl" else messages
+        texts = {word for word in json.dumps(kept).replace("\\n", " ").replace('"', " ").split() if word[0] == "X"}
+        texts = {text.partition("<")[0] for text in texts} | {
+            word for word in ("Xthought", "Xearly") if word in str(kept)
+        }
+        try:
+            text, notes = read(folder, tmp_path / "row.jsonl", road, messages, str(template), end)
+        except UserError as error:
+            assert "row.jsonl, line 1: the chat template do" in str(error), error
+            assert "does not write" in str(error) or "does not take" in str(error) or "only add" in str(error), error
+            refused = [word for word in ("not write", "not take") if word in str(error)]
+            assert not (refused == ["not write"] and what == "a name"), error  # which is told
+            continue
+        gone = [word for word in texts if word not in text]
+        assert not gone or any("the chat template does not write" in note for note in notes), (what, gone, text, notes)
+        if "arguments" in name and "Xfcall" in texts:
+            assert '{"place": "Xfcall"}' in text  # as JSON
+
+
+def test_plain_conversations_are_never_refused_nor_noted(folder, tmp_path):
+    for name, end in ENDS.items():
+        for road in ROADS:
+            file, template = tmp_path / "row.jsonl", str(HERE / f"{name}.jinja")
+            text, notes = read(folder, file, road, [ASK, ANSWER, ASK, told("assistant", weight=1)], template, end)
+            assert "Xuser" in text and not any("template" in note for note in notes), (name, road, notes)
+
+
+def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch):
+    made = ChatTemplate(folder, str(HERE / "qwen3_kept.jinja"), started=STARTED)
+    rendered = []
+    monkeypatch.setattr(made, "render", lambda *args, **more: rendered.append(args) or str(args))
+    for number in range(20):
+        made.check("here", [ASK, ANSWER, ASK, ANSWER] + [ASK, ANSWER] * (number % 5), 1)
+    assert len(rendered) == 1
+    made.check("here", [ASK, ANSWER, ASK, told("assistant") | {"content": "<think>Xthought</think>"}], 1)
+    assert len(rendered) == 2
+
+
+def test_ends_that_do_not_end_a_response_are_told(folder, tmp_path):
+    messages = [ASK, ANSWER]
+    for end, stop, noted in (("<|im_end|>", (), ""), ("<|eot|>", (), "<|im_end|>"), ("<|eot|>", ("<|im_end|>",), "")):
+        (tmp_path / "row.jsonl").write_text(json.dumps({"messages": messages}), encoding="utf-8")
+        tokenizer = load_tokenizer(folder)
+        made = ChatTemplate(folder, str(HERE / "chatml.jinja"), started=STARTED)
+        ids = (tokenizer.vocabulary()[end],)
+        notes = load_rendered(tmp_path / "row.jsonl", tokenizer, made, {}, stop=stop, max_prompt_tokens=99, eos_ids=ids)
+        turns = [note for note in notes.remarks if "end of a turn in the chat template" in note]
+        assert len(turns) == bool(noted) and all(noted in note for note in turns)
+        assert "the eos_token of the tokenizer ('</s>') does not end a response" in str(notes.remarks)
