@@ -188,6 +188,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "config.role_shapes",
         "config.forecast_episodes",
         "config.forecast_lengths",
+        "model.texts.tokenizer_files",
     ),
     "rlhf_spmd.config.forecast_episodes": ("files", "plan.workload"),
     "rlhf_spmd.config.forecast_lengths": ("files", "plan.workload", "runtime.data.readers"),
@@ -200,7 +201,7 @@ OURS: dict[str, tuple[str, ...]] = {
     ),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.lora": ("plan", "pages.option_tree"),
-    "rlhf_spmd.model.adapters.config": ("files",),
+    "rlhf_spmd.model.adapters.config": ("files", "model.adapters.expressions"),
     "rlhf_spmd.model.adapters.uniform": (
         *("files", "model.adapters.config", "model.config", "model.texts.tokenizer_files", "plan.adapters"),
     ),

@@ -83,11 +83,6 @@ def joined(parts: Sequence[Calibration]) -> Calibration:
             names = ", ".join(one.name for one in parts)
             raise UserError(f"calibrations {names}: two of them know {min(twice)}; name one for each type of device")
         devices |= part.devices
-    every = [{name: getattr(part, name) for name in ("inside", "between", "host")} for part in parts]
-    links = {
-        name: Link(min(one[name].bytes_per_s for one in every), max(one[name].latency_s for one in every))
-        for name in every[0]
-    }
     told = [(name, source) for part in parts for name, source in part.sources.items()]
     told.sort(key=lambda pair: SOURCES.index(pair[1]))  # of two for one name, the later counts
     return Calibration(
@@ -96,8 +91,14 @@ def joined(parts: Sequence[Calibration]) -> Calibration:
         provenance=" ".join(f"{part.name}: {part.provenance}" for part in parts),
         pipelined_prefill=all(part.pipelined_prefill for part in parts),
         sources=dict(told),
-        **links,
+        inside=_slowest([part.inside for part in parts]),
+        between=_slowest([part.between for part in parts]),
+        host=_slowest([part.host for part in parts]),
     )
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return Link(min(link.bytes_per_s for link in links), max(link.latency_s for link in links))
 
 
 def read_calibration(path: str) -> Calibration:

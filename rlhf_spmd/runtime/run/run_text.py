@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.config.options import function_labels
@@ -178,7 +179,7 @@ def result(
     )
 
 
-def forecast_seconds(compared: Compared | None) -> dict[str, float]:
+def forecast_seconds(compared: Compared | None) -> dict[str, Any]:
     """Returns the fields of a Result that compare a run with its forecast; NaN without one."""
     whole, scaled_by = (compared.whole, compared.scaled_by) if compared else (CallSeconds("", None, math.nan), None)
     return {
