@@ -21,7 +21,7 @@ from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.memory import activation_bytes, num_params, sequence_bytes, static_bytes, zero_bytes
-from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
+from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -155,28 +155,20 @@ def baseline_forecast(setup: Setup, cluster: Cluster, calibration: Calibration) 
 
 
 def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) -> float:
-    """Returns the seconds of gathers beyond one for a call (num_gathers for a step), and of reducing gradients again.
+    """Returns the seconds of gathers beyond one for a call that does not train.
 
     Without the hybrid engine: response tokens x batches x (bytes of all weights / link). With it: once for each batch.
-    Each pass gathers anew, and each backward pass of ZeRO 3 scatters its gradients.
     """
     workload = setup.workload
     call, size = workload.workflow.call(step.call), program.cluster.num_devices
-    if isinstance(call, Compute):
+    if isinstance(call, Compute | Train):
         return 0.0
     home = _home(program, call.model)
     one_s = cost.gather_s(call, home, rank)
-    rows, at_once = workload.num_sequences, setup.generated
-    if isinstance(call, Train):
-        rows, at_once = workload.mini_batch, setup.trained
-    passes = -(-rows // (size * at_once))
+    passes = -(-workload.num_sequences // (size * setup.generated))
     if isinstance(call, Generate) and setup.per_token:
         return passes * workload.max_response * one_s
-    if not isinstance(call, Train) or home.zero < 3:
-        return (passes - 1) * one_s
-    params = num_params(workload.models[call.model], home.shard(rank))
-    reduce_s = all_gather_s(cost.link(home.data_ranks(rank)), home.dp, workload.param_bytes * params)
-    return (passes - 1) * ((setup.plan.num_gathers - 2) * one_s + reduce_s)
+    return (passes - 1) * one_s
 
 
 def _home(program: Program, model: str) -> Layout:

@@ -22,6 +22,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.pipeline import usual_number
 from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
@@ -221,8 +222,8 @@ def simulated(
 def _deepspeed_s(program: Program, plan: Plan, cost: Cost, rank: int, step: Run) -> float:
     """Returns the seconds that a step of theirs takes more than one of ours (less, if negative).
 
-    Gradients are reduced in the weights' precision, not in float32, and scattered, not summed everywhere; ZeRO 2 then
-    gathers the weights. The optimizer's step may be on the host.
+    Gradients are reduced in the weights' precision, not in float32, and scattered, not summed everywhere, in each
+    micro-batch; ZeRO 2 then gathers the weights. The optimizer's step may be on the host.
     """
     call, layout = program.workload.workflow.call(step.call), program.layout_of(step)
     if not isinstance(call, Train):
@@ -231,6 +232,7 @@ def _deepspeed_s(program: Program, plan: Plan, cost: Cost, rank: int, step: Run)
     whole_s = all_gather_s(cost.link(layout.data_ranks(rank)), layout.dp, program.workload.param_bytes * params)
     part, device = params / layout.dp, cost.device(rank)
     adam_s = part / HOST_ADAM if plan.host_adam else STATE_BYTES * part / device.memory_bytes_per_s
-    update_s = (1 if layout.zero == 3 else 2) * whole_s + adam_s
-    more_gathers_s = (plan.num_gathers - 2) * cost.gather_s(call, layout, rank)
-    return update_s - cost.update_s(call.model, layout, rank) + more_gathers_s
+    number = usual_number(program, step)
+    passes_s = number * (whole_s + plan.num_gathers * cost.gather_s(call, layout, rank))
+    gathered_s = 0.0 if layout.zero == 3 else whole_s
+    return passes_s + gathered_s + adam_s - cost.update_s(call.model, layout, rank, number)

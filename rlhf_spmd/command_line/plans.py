@@ -198,8 +198,10 @@ def fitted(
 
 
 def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
-    """Yields the rows that `check` has no error about, fastest first."""
-    for row in sorted((row for row in rows if isinstance(row, Alternative)), key=lambda row: row.forecast.makespan_s):
+    """Yields the rows that `check` has no error about, fastest first; those that it warns about for want of memory
+    come after all others."""
+    shown = [row for row in rows if isinstance(row, Alternative)]
+    for row in sorted(shown, key=lambda row: (bool(memory(row.program)), row.forecast.makespan_s)):
         if not any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
             yield row
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.memory import places_of
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout, cut
@@ -36,7 +37,8 @@ class _Costs:
     program: Program
     cost: Cost
     known: dict[Key, float] = field(default_factory=dict)
-    places: dict[tuple[str, int], Key] = field(default_factory=dict)  # (call, rank) -> stage, device and links
+    sites: dict[tuple[str, int], Key] = field(default_factory=dict)  # (call, rank) -> stage, device and links
+    decoded: dict[str, dict[int, int]] = field(default_factory=dict)  # by generate call and rank: rows at once
     done_s: dict[Key, list[float]] = field(default_factory=dict)  # when the rows that a rank generates end
 
     def num_workers(self, node: int) -> float | None:
@@ -67,34 +69,42 @@ class _Costs:
         """Returns a key, equal for Runs that take equally long."""
         layout = self.program.layout_of(run)
         site = (run.consumer or run.call, rank)
-        if site not in self.places:
+        if site not in self.sites:
             groups = layout.tensor_ranks(rank), layout.data_ranks(rank)
             device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
-            self.places[site] = layout.coordinates(rank)[1], device, *map(self.cost.link, groups)
+            self.sites[site] = layout.coordinates(rank)[1], device, *map(self.cost.link, groups)
         columns = self.program.columns_of(run, rank)
         alone = self.program.workload.workflow.call(run.call).kind == "generate"  # no two mini-batches are alike
         number = run.mini_batch if alone else run.mini_batch is None
-        return run.call, run.phase, number, len(columns), self.places[site]
+        places = self.decoded_of(run.call)[rank] if alone else 0
+        return run.call, run.phase, number, len(columns), self.sites[site], places
 
     def _run_s(self, call: ModelCall, layout: Layout, rank: int, run: Run) -> float:
         cost = self.cost
         if isinstance(call, Generate):
             return self._gather_s(call, rank) + self._generate_s(call, rank, run)
         if run.phase == "update":
-            return cost.update_s(call.model, layout, rank)
+            return cost.update_s(call.model, layout, rank, usual_number(self.program, run))
         passes = self._passes(rank, run, layout)
         if run.phase:  # one micro-batch of a pipeline
             number = usual_number(self.program, run)
             tokens, length = (sum(kind) / len(passes) for kind in zip(*passes, strict=True)) if passes else (0, 0)
             tokens *= len(passes) / number
             return cost.pass_s(call, layout, rank, tokens, length, backward=run.phase == "backward")
-        gather_s = self._gather_s(call, rank)
         forward_s = sum(cost.pass_s(call, layout, rank, *one) for one in passes)
         if not isinstance(call, Train):
-            return gather_s + forward_s
+            return self._gather_s(call, rank) + forward_s
         backward_s = sum(cost.pass_s(call, layout, rank, *one, backward=True) for one in passes)
-        gathers_s = 2 * len(passes) * gather_s  # before each forward and each backward
-        return gathers_s + forward_s + backward_s + cost.update_s(call.model, layout, rank)
+        number = len(self._passes(layout.ranks[-1], run, layout))  # that shard has as many rows as any
+        return forward_s + backward_s + cost.update_s(call.model, layout, rank, number)
+
+    def decoded_of(self, name: str) -> dict[int, int]:
+        """Returns how many sequences each rank of a generate call decodes at once."""
+        if name not in self.decoded:
+            call = self.program.workload.workflow.call(name)
+            assert isinstance(call, Generate)
+            self.decoded[name] = places_of(self.program, call)
+        return self.decoded[name]
 
     def _gather_s(self, call: ModelCall, rank: int) -> float:
         """Returns seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
@@ -132,7 +142,7 @@ class _Costs:
         rows = [one for some in self._rows(rank, replace(run, mini_batch=None)) for one in some]
         if not rows:
             return 0.0
-        places = workload.max_sequences
+        places = self.decoded_of(call.name)[rank]
         if run.mini_batch is not None:
             places = min(places, self.program.placement.decode_mini_batches * len(columns))
         key = (run.call, rank, columns)

@@ -274,9 +274,38 @@ def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
 
 
 def most_bytes(program: Program) -> int:
-    """Returns the largest peak of any rank."""
-    ranks = program.cluster.ranks
-    return max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in ranks)
+    """Returns the largest peak of any rank, with the KV cache that its device has room for."""
+    most = 0
+    for rank in program.cluster.ranks:
+        static, working = static_bytes(program, rank), working_bytes(program, rank)
+        need, limit = peak_bytes(static, working), program.cluster.usable_bytes(rank)
+        if limit is not None and need > limit:
+            need = max(limit, least_bytes(program, rank))
+        most = max(most, need)
+    return most
+
+
+def places_of(program: Program, call: Generate) -> dict[int, int]:
+    """Returns how many sequences each rank of a generate call decodes at once: as many of full length as the device
+    with the least room among those of its copy of the model has room for. Caches that are alive together get equal
+    parts of what is free, as the runtime gives them (handlers/generate.py: cache_share)."""
+    workload, layout = program.workload, program.placement.layouts[call.name]
+    of_rank = {rank: _room(program, call, rank) for rank in layout.ranks}
+    least = {rank: min(of_rank[other] for other in layout.model_ranks(rank)) for rank in layout.ranks}
+    return {rank: max(1, min(workload.max_sequences, number)) for rank, number in least.items()}
+
+
+def _room(program: Program, call: Generate, rank: int) -> int:
+    """Returns how many sequences of a call have room on a rank beside all else."""
+    limit, workload = program.cluster.usable_bytes(rank), program.workload
+    if limit is None:
+        return workload.max_sequences
+    static, working = static_bytes(program, rank), working_bytes(program, rank)
+    if peak_bytes(static, working) <= limit:
+        return workload.max_sequences
+    free = limit - peak_bytes(static, working | {"KV cache": 0, "activations": 0, "reduced": 0})
+    alive = len(caches_alive(program, rank)[call.name])
+    return free // alive // sequence_bytes(workload, call, program.placement.layouts[call.name], rank)
 
 
 def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:

@@ -24,6 +24,7 @@ from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
 from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes
+from rlhf_spmd.plan.cost.step_messages import RINGS, step_messages
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Generate, Infer, Measure, ModelCall
@@ -165,7 +166,7 @@ class Cost:
         return self.workload.adds_adapters and isinstance(call, Generate)
 
     def gather_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
-        """Returns seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
+        """Returns seconds in which ZeRO 3 gathers weights for a call; 0 below stage 3."""
         return self.spread_s(call, layout, rank) if layout.zero == 3 else 0.0
 
     def spread_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
@@ -178,21 +179,19 @@ class Cost:
         parts = shape.num_layers + 1 if isinstance(call, Infer | Measure) else 1
         return whole_s + (parts - 1) * (layout.dp - 1) * link.latency_s
 
-    def update_s(self, model: str, layout: Layout, rank: int) -> float:
-        """Returns seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer
-        step, and under ZeRO 1 and 2 of gathering the new weights."""
-        shape = self.workload.shape(model)
-        params = num_trained(shape, layout.shard(rank))
-        zero = layout.zero if shape.adapters is None else min(layout.zero, 1)
-        mine = params / layout.dp if zero else params
-        link = self.link(layout.data_ranks(rank))
-        reduce_s = (2 if zero < 2 else 1) * all_gather_s(link, layout.dp, 4 * params)
-        if zero in (1, 2):
-            reduce_s += all_gather_s(link, layout.dp, self.workload.trained_number_bytes(model) * params)
+    def update_s(self, model: str, layout: Layout, rank: int, num_passes: int) -> float:
+        """Returns seconds of the messages of an optimizer step (step_messages.py), and of AdamW."""
+        params = num_trained(self.workload.shape(model), layout.shard(rank))
+        mine = params / layout.dp if layout.zero else params
+        sent = step_messages(self.workload, model, layout, rank, num_passes)
+        sent_s = sum(
+            one.number * RINGS[one.kind] * all_gather_s(self.link(one.ranks), len(one.ranks), one.num_bytes)
+            for one in sent
+        )
         if (table := self.table(model, layout, rank)) is not None:
             moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)
-            return moments_s + reduce_s + table.update.at(mine)
-        return reduce_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
+            return moments_s + sent_s + table.update.at(mine)
+        return sent_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
 
     def generate_s(
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1

@@ -129,7 +129,7 @@ class CallCosts:
         self.attended_tokens = cost.attended() * self.row_tokens
         self.known_s: dict[tuple[object, ...], float] = {}
         self.known_bytes: dict[tuple[object, ...], int] = {}
-        self.updates_s: dict[tuple[object, ...], tuple[float, float]] = {}  # gathering weights, an update
+        self.updates_s: dict[tuple[object, ...], float] = {}
 
     def candidates(self, call: ModelCall) -> tuple[Candidate, ...]:
         """Returns the candidates of a call that no other one beats in all costs, quick ones first."""
@@ -272,13 +272,11 @@ class CallCosts:
 
     def _train_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         passes_s, number = self._passes_s(call, layout, mesh, 1)
-        key = call.name, mesh.kind, layout.pp, layout.tp, layout.zero
+        key = call.name, mesh.kind, layout.pp, layout.tp, layout.zero, number
         if key not in self.updates_s:
             ranks = [layout.rank_at(0, stage, layout.tp - 1) for stage in _ends(layout)]
-            gather_s = self.cost.gather_s(call, layout, ranks[0])
-            self.updates_s[key] = gather_s, max(self.cost.update_s(call.model, layout, rank) for rank in ranks)
-        gather_s, update_s = self.updates_s[key]
-        step_s = passes_s + 2 * number * gather_s + update_s * self._slowdown(mesh)
+            self.updates_s[key] = max(self.cost.update_s(call.model, layout, rank, number) for rank in ranks)
+        step_s = passes_s + self.updates_s[key] * self._slowdown(mesh)
         return self.workload.epochs * self.workload.num_mini_batches * step_s, step_s
 
     def _generate_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:

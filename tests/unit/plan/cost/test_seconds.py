@@ -11,6 +11,7 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost import step_messages
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.forecast_summary import call_s
@@ -214,20 +215,37 @@ def test_zero_3_gathers_and_gradients_are_summed():
     three = cost_of(machine(**free), 2, zero=3, micro_batch=2)
     assert three.times.run_s(0, Run("reference_infer")) == pytest.approx(half_s)
     assert three.times.run_s(0, Run("actor_generate")) == pytest.approx(half_s)
-    passes = 2 * 2  # 4 rows in micro-batches of 2, forward and backward
+    passes = 2  # 4 rows in micro-batches of 2, whose backward passes read what the forward passes gathered
     assert three.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(
-        passes * half_s + sum_s / 2, rel=1e-6
+        passes * (half_s + sum_s / 2) + 8 / 1e6, rel=1e-6
     )
 
 
-@pytest.mark.parametrize(("zero", "num_bytes"), [(0, 4 + 4), (1, 4 + 4 + 2), (2, 4 + 2), (3, 4)])
-def test_what_an_update_moves(zero, num_bytes):
-    """Gradients in float32: reduced and, up to ZeRO 1, gathered; then under ZeRO 1 and 2 the new weights in 2 bytes."""
+@pytest.mark.parametrize(
+    ("zero", "num_bytes"), [(0, 4 + 4), (1, 4 + 4 + 2), (2, 5 * (4 + 4) + 2), (3, 5 * (4 + 2 + 2))]
+)
+def test_what_an_update_of_five_passes_moves(zero, num_bytes, monkeypatch):
+    """Gradients in float32: summed once, from ZeRO 2 for each pass; under ZeRO 1 and 2 then the new weights in 2 bytes;
+    under ZeRO 3 weights for each pass, twice if the model is too large to keep them."""
+    monkeypatch.setattr(step_messages, "REUSE_NUMEL", 0)
     program, _ = cost_of(machine(), 4, train={"zero": zero})
     cost = Cost(machine(inside=Link(1e6, 0.0)), program.workload, program.cluster)
     moved = num_bytes * num_params(SHAPE, Shard()) * 3 / 4
     layout = program.placement.layouts["actor_train"]
-    assert cost.update_s("actor", layout, 0) == pytest.approx(moved / 1e6)
+    assert cost.update_s("actor", layout, 0, 5) == pytest.approx(moved / 1e6, rel=1e-3)  # and the norm's sum
+
+
+def test_stages_sum_tied_embeddings_and_slices_their_norms():
+    program, _ = cost_of(machine(), 4, shape=replace(SHAPE, tied=True))
+    layout = Layout.grid_of(range(4), pp=2, tp=2)
+    sent = step_messages.step_messages(program.workload, "actor", layout, 0, 9)
+    norms = 4 * SHAPE.hidden_size * SHAPE.num_layers  # two in each layer of the half that the first stage has
+    embeddings = 4 * SHAPE.vocab_size // 2 * SHAPE.hidden_size
+    assert [(one.kind, one.ranks, one.num_bytes, one.number) for one in sent] == [
+        ("all-reduce", (0, 1), norms, 1),
+        ("all-reduce", (0, 1, 2, 3), 8, 1),
+        ("all-reduce", (0, 2), embeddings, 1),
+    ]
 
 
 def test_rings_between_nodes_use_the_links_of_all_ranks_of_a_node():
