@@ -304,7 +304,7 @@ def _room(program: Program, call: Generate, rank: int) -> int:
     if peak_bytes(static, working) <= limit:
         return workload.max_sequences
     free = limit - peak_bytes(static, working | {"KV cache": 0, "activations": 0, "reduced": 0})
-    alive = len(caches_alive(program, rank)[call.name])
+    alive = len(caches_alive(program, rank).get(call.name, (call.name,)))  # a program without instructions has none
     return free // alive // sequence_bytes(workload, call, program.placement.layouts[call.name], rank)
 
 

@@ -122,10 +122,11 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _micro_batches(rows: int) -> list[int]:
-    """Returns the sizes that cut the rows of a shard into 1, 2, 3, 4, 6, 8, 12, ... micro-batches, large ones first.
+    """Returns the divisors of the rows of a shard, and the sizes that cut these into 1, 2, 3, 4, 6, 8, 12, ...
+    micro-batches.
 
     More passes are never faster but in a pipeline, and of the sizes with equally many the smallest needs the least
     memory; so only a size between two of these may be better, by the passes that it saves.
     """
-    numbers = (times << power for power in range(rows.bit_length()) for times in (1, 3))
-    return sorted({-(-rows // number) for number in numbers if number <= rows}, reverse=True)
+    numbers = {times << power for power in range(rows.bit_length()) for times in (1, 3)}.union(_divisors(rows, rows))
+    return sorted({-(-rows // number) for number in numbers if number <= rows})
