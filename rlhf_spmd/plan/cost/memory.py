@@ -289,23 +289,26 @@ def places_of(program: Program, call: Generate) -> dict[int, int]:
     """Returns how many sequences each rank of a generate call decodes at once: as many of full length as the device
     with the least room among those of its copy of the model has room for. Caches that are alive together get equal
     parts of what is free, as the runtime gives them (handlers/generate.py: cache_share)."""
-    workload, layout = program.workload, program.placement.layouts[call.name]
-    of_rank = {rank: _room(program, call, rank) for rank in layout.ranks}
-    least = {rank: min(of_rank[other] for other in layout.model_ranks(rank)) for rank in layout.ranks}
-    return {rank: max(1, min(workload.max_sequences, number)) for rank, number in least.items()}
+    layout = program.placement.layouts[call.name]
+    of_rank = {rank: room(program, call, rank) for rank in layout.ranks}
+    return {rank: min(of_rank[other] for other in layout.model_ranks(rank)) for rank in layout.ranks}
 
 
-def _room(program: Program, call: Generate, rank: int) -> int:
-    """Returns how many sequences of a call have room on a rank beside all else."""
+def room(program: Program, call: Generate, rank: int, resident: Program | None = None) -> int:
+    """Returns how many sequences of a call have room on a rank beside all else, at least one.
+
+    resident: as in `least_bytes`.
+    """
     limit, workload = program.cluster.usable_bytes(rank), program.workload
-    if limit is None:
+    if limit is None or workload.models[call.model] is None:
         return workload.max_sequences
-    static, working = static_bytes(program, rank), working_bytes(program, rank)
+    static, working = static_bytes(resident or program, rank), working_bytes(program, rank)
     if peak_bytes(static, working) <= limit:
         return workload.max_sequences
     free = limit - peak_bytes(static, working | {"KV cache": 0, "activations": 0, "reduced": 0})
-    alive = len(caches_alive(program, rank).get(call.name, (call.name,)))  # a program without instructions has none
-    return free // alive // sequence_bytes(workload, call, program.placement.layouts[call.name], rank)
+    alive = len(caches_alive(program, rank).get(call.name, (call.name,)))  # without instructions, its own
+    number = free // alive // sequence_bytes(workload, call, program.placement.layouts[call.name], rank)
+    return max(1, min(workload.max_sequences, number))
 
 
 def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:

@@ -21,7 +21,11 @@ TIED = "embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A message of a step among some ranks. num_bytes: of the whole; number: how many of these a step sends."""
+    """A message of a step among some ranks.
+
+    num_bytes: of the whole.
+    number: how many of these a step sends.
+    """
 
     kind: str  # of RINGS
     ranks: tuple[int, ...]

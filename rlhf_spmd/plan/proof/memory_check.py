@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, room, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workflow import Compute, Train
+
+MORE_ROOM = "raise the ZeRO stage, tp or pp, split the models, lower micro_batch (or tokens), or use more devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,21 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
             f"{_gib(need)}, and may use {_gib(limit)} ({_gib(whole)} less {_gib(whole - limit)} that are reserved): "
             f"resident {_gib(stays)} ({_parts(static)}), at the peak also {_parts(working)}"
         )
-        severity = "error" if least_bytes(program, rank, resident) > limit else "warning"
-        ranks_of.setdefault((severity, text), []).append(rank)
-    fixes = {
-        "error": "raise the ZeRO stage, tp or pp, split the models, lower micro_batch (or tokens), or use more devices",
-        "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
-    }
-    return [
-        Finding(severity, f"{_ranks(ranks, 'need')} {text}; {fixes[severity]}")
-        for (severity, text), ranks in ranks_of.items()
+        if least_bytes(program, rank, resident) > limit:
+            severity, what = "error", MORE_ROOM
+        else:
+            severity, what = "warning", _decoded(program, rank, resident)
+        ranks_of.setdefault((severity, f"{text}; {what}"), []).append(rank)
+    return [Finding(severity, f"{_ranks(ranks, 'need')} {text}") for (severity, text), ranks in ranks_of.items()]
+
+
+def _decoded(program: Program, rank: int, resident: Program | None) -> str:
+    """Says how many sequences a rank decodes at a time for want of memory."""
+    calls = [
+        call for call in program.workload.workflow.generate_calls if rank in program.placement.layouts[call.name].ranks
     ]
+    number = min(room(program, call, rank, resident) for call in calls)
+    return f"generation decodes {number} of {program.workload.max_sequences} sequences at a time"
 
 
 def _ranks(ranks: Sequence[int], do: str) -> str:

@@ -59,7 +59,8 @@ def test_exact_is_brute_force_one_iteration_ahead(num_bytes, epochs):
         least_s = exact(space, best, Budget())
         assert least_s == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
         seconds.add(best.seconds)
-    assert len(seconds - {inf}) == 3 + (num_bytes is None)
+    assert len(seconds - {inf}) >= 2
+    assert (inf in seconds) == (num_bytes is not None)
 
 
 def test_exact_is_brute_force_on_a_base_that_models_have_in_common():
