@@ -14,9 +14,9 @@ Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
 def priors(space: Space) -> Iterator[Meshes]:
     """Yields meshes in the style of the strategies: all calls on all ranks, or on the first power of two of them, which
-    has more grids (flattening, reallocation); frozen models,
-    train calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
-    training on the first ranks and all else on the others, or the other way around (separation)."""
+    has more grids (flattening, reallocation); frozen models, train calls or both on alternating halves, and models with
+    all of their calls on alternating halves (interleaving); training on the first ranks and all else on the others, or
+    the other way around (separation)."""
     model = space.model
     parts = {(one.first, one.stop) for of in space.candidates for one in of}
     num = len(model.limits)

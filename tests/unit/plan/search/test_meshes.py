@@ -37,7 +37,7 @@ def test_slices_may_be_unequal():
 @pytest.mark.parametrize("layout", ["1x3", "1x5", "1x6", "3x2"])
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_what_the_strategies_can_take_is_searched(layout, micro_batch):
-    """On numbers of devices that are no power of two, with micro-batches that divide the rows of a shard."""
+    """Also on 3, 5 and 6 devices, with micro-batches that divide the rows of a shard."""
     cluster = Cluster.parse(layout)
     shape = ModelShape(6, 64, 176, 8, 6, 8, 512)
     workload = replace(make_workload(mini_batch=30, shape=shape), micro_batch=micro_batch)
