@@ -96,3 +96,9 @@ def test_no_tuned_strategy_is_faster_than_the_plan(case):
     names = ("preset", "algorithm", "calibration", "layout", "mini_batch", "micro_batch")
     found = plan_fuzz.row(SMALL | dict(zip(names, case, strict=True)))
     assert found["ok"] and found["plan_s"] and found["ahead"] <= 0.01 and found["distance"] <= 0.02, found
+
+
+def test_an_offloaded_model_may_be_on_other_ranks_in_each_of_its_calls():
+    """As in the plan of this case, whose forecast looked for a rank in the layout of the other call."""
+    found = plan_fuzz.row(plan_fuzz.drawn(24))
+    assert found["ok"] and found["plan_s"] < found["fixed_s"]
