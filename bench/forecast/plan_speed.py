@@ -11,8 +11,11 @@ for each. The distance is that of the best choice, in the call-level model that 
 optimum; where `exact` has spent LONG_BUDGET, from the best choice of all methods. APP's space (spaces.py) is searched
 exactly, part by part, so what it lacks is due to the space.
 
-Cost: two minutes, and eight for the methods.
-Command: python -m bench plan-speed [--part promised | methods] [--layout NxG]
+The fuzz draws cases by their numbers (plan_fuzz.py): none of the strategies, tuned by hand, may be more than 1% faster
+than the plan, and `check` may refuse no plan.
+
+Cost: two minutes, eight for the methods and an hour for the fuzz, which only runs if it is named.
+Command: python -m bench plan-speed [--part promised | methods | fuzz] [--layout NxG] [--quick] [--cases N]
 """
 
 import argparse
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from bench.forecast import plan_fuzz
 from bench.forecast.spaces import apps_parts
 from bench.rows import RESULTS, read_rows, write
 from bench.tables import text_table
@@ -167,15 +171,30 @@ def methods(layouts: Sequence[str]) -> bool:
     return all(row["distance"] is not None for row in rows if row["method"] != APP)
 
 
+def fuzz(numbers: Sequence[int], *, quick: bool) -> bool:
+    """Checks cases of plan_fuzz.py. Writes the rows, unless it is quick."""
+    rows = []
+    for number in numbers:
+        rows.append(plan_fuzz.row(plan_fuzz.drawn(number)))
+        print(text_table("plan_fuzz", rows[-1:]), flush=True)
+        if not quick:
+            write("plan_fuzz", rows)
+    return all(row["ok"] for row in rows)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench plan-speed", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--part", choices=("promised", "methods"), help="without it, both")
+    parser.add_argument("--part", choices=("promised", "methods", "fuzz"), help="without it, the first two")
     parser.add_argument("--layout", choices=FAMILY, help="the methods on this one only; the rows of others are kept")
+    parser.add_argument("--cases", type=int, default=plan_fuzz.CASES, help="of the fuzz (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="of the fuzz, a few cases; writes nothing")
     parsed = parser.parse_args(arguments)
     found = {}
-    if parsed.part != "methods":
+    if parsed.part == "fuzz":
+        found["fuzz"] = fuzz(range(plan_fuzz.QUICK if parsed.quick else parsed.cases), quick=parsed.quick)
+    if parsed.part in (None, "promised"):
         found["promised"] = promised()
-    if parsed.part != "promised":
+    if parsed.part in (None, "methods"):
         found["methods"] = methods([parsed.layout] if parsed.layout else list(FAMILY))
     print(json.dumps({"bench": "plan-speed", **found, "ok": all(found.values())}))
     return 0 if all(found.values()) else 1

@@ -38,6 +38,7 @@ from rlhf_spmd.runtime.guard import progress
 
 TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
+AUTO_BUDGET = 400_000  # steps of the exact search of `auto`, which each rank makes; without a proof, two_phase follows
 AHEAD = {"0": (0,), "1": (1,), "auto": (0, 1)}  # plan --ahead
 NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
 
@@ -306,7 +307,7 @@ def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Cali
         cluster,
         calibration,
         evaluate=evaluate_of(config),
-        method="two_phase",  # all ranks plan, and its work varies the least
+        budget=AUTO_BUDGET,
         evaluated_tokens=evaluated_tokens(config),
     )
     return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))

@@ -52,7 +52,8 @@ class _Costs:
     def load_s(self, rank: int, instruction: Load) -> float:
         calls = [call for call in self.program.workload.workflow.placed_calls if call.model == instruction.model]
         layouts = (self.program.placement.layouts[call.name] for call in calls)
-        return self.cost.load_s(instruction.model, next(layout for layout in layouts if layout.offload), rank)
+        mine = next(layout for layout in layouts if layout.offload and rank in layout.ranks)
+        return self.cost.load_s(instruction.model, mine, rank)
 
     def run_s(self, rank: int, run: Run) -> float:
         """Returns seconds of a Run on a rank, its collectives included."""

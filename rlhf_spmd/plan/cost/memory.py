@@ -306,7 +306,7 @@ def room(program: Program, call: Generate, rank: int, resident: Program | None =
     if peak_bytes(static, working) <= limit:
         return workload.max_sequences
     free = limit - peak_bytes(static, working | {"KV cache": 0, "activations": 0, "reduced": 0})
-    alive = len(caches_alive(program, rank)[call.name])
+    alive = len(caches_alive(program, rank).get(call.name, (call.name,)))  # without instructions, its own
     number = free // alive // sequence_bytes(workload, call, program.placement.layouts[call.name], rank)
     return max(1, min(workload.max_sequences, number))
 

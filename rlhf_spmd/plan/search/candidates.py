@@ -1,7 +1,8 @@
 """A call in a layout, in a few numbers: seconds by closed forms from seconds.py, bytes by the formulas of memory.py."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.answers import generate_s
@@ -26,6 +27,8 @@ from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
+
+LEAST_GAIN = 0.01  # of the seconds of a call, for which its micro-batches may be larger
 
 # Whether the search may give a call a layout. It is asked once for all meshes of a kind, so it must not depend on which
 # ranks these are.
@@ -52,6 +55,8 @@ class Candidate:
     spread_bytes: what then is gathered at a time.
     whole_bytes: weights of one shard.
     static_bytes: of training, or of a copy of the weights.
+    activation_bytes: of training; of inference on more rows at a time than the run's micro_batch, which memory.py
+        leaves to the reserve, no less than it takes: those of training that recomputes.
     base_bytes: those of them that models have in common (Workload.bases); the others are the kinds of
         memory.working_bytes, copies with adapters among the cache_bytes.
     """
@@ -134,11 +139,11 @@ class CallCosts:
             if mesh.kind not in of_kind:
                 every = layouts(call, mesh, self.workload, self.cost.cluster)
                 ways = [self.candidate(call, mesh, one) for one in every if self.allowed(call, one, self.cost.cluster)]
-                of_kind[mesh.kind] = list(self._unbeaten(call, ways))
+                of_kind[mesh.kind] = list(self._unbeaten(call, _worthwhile(ways)))
             candidates += [one.on(mesh) for one in of_kind[mesh.kind]]
         return tuple(sorted(candidates, key=lambda one: one.seconds))
 
-    def _unbeaten(self, call: ModelCall, found: list[Candidate]) -> Iterator[Candidate]:
+    def _unbeaten(self, call: ModelCall, found: Iterable[Candidate]) -> Iterator[Candidate]:
         """Yields the unbeaten among candidates on one mesh; if other calls use the model or its base, only candidates
         with the same grid, ZeRO 3 and offloading compete."""
         calls, bases = self.workload.workflow.placed_calls, self.workload.bases
@@ -184,6 +189,8 @@ class CallCosts:
                 options["spread_bytes"] = gathered_bytes(workload, call, layout, layout.rank_at(0, 0, layout.tp - 1))
             if layout.offload or (layout.zero == 3 and layout.dp > 1):
                 options["gathered_bytes"] = c * params if layout.offload else options["spread_bytes"]
+            if (layout.micro_batch or 0) > workload.micro_batch:
+                options["activation_bytes"] = self._activation_bytes(call, replace(layout, recompute=True))
         if isinstance(call, Generate):
             last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
             options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
@@ -287,6 +294,17 @@ class CallCosts:
         if call.name in self.gates:
             whole_s += gather_s + self._passes_s(self.gates[call.name], layout, mesh, 1)[0]
         return whole_s, pieces_s / num
+
+
+def _worthwhile(found: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yields candidates on one mesh without those whose micro-batch saves less than LEAST_GAIN of the seconds of a
+    smaller one."""
+    least_s: dict[Layout, float] = {}
+    for one in sorted(found, key=lambda one: one.layout.micro_batch or 0):
+        rest = replace(one.layout, micro_batch=None)
+        if one.seconds < (1 - LEAST_GAIN) * least_s.get(rest, inf):
+            least_s[rest] = one.seconds
+            yield one
 
 
 def _ends(layout: Layout) -> tuple[int, ...]:

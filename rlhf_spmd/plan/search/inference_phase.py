@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from operator import ge
+from operator import ge, le
 
 import numpy as np
 
@@ -28,13 +28,15 @@ class Left:
     """The resources that a choice for all other calls leaves to these.
 
     shared: where the weights are that they may share.
-    free_bytes, gathered_bytes: free at each place, and set aside there for gathered weights.
+    free_bytes, gathered_bytes, activation_bytes: free at each place, and set aside there for gathered weights and for
+        activations, which may take the room of KV caches.
     least_s: a lower bound of the seconds of these calls, once known.
     """
 
     shared: Shared
     free_bytes: list[float]
     gathered_bytes: list[float]
+    activation_bytes: list[float]
     segments: list[Segment]
     least_s: float = 0.0
 
@@ -54,14 +56,15 @@ class Left:
                 shared.append(tuple((one.where, one.layout.zero, one.layout.offload) for one in here))
         edges = {edge for one in chosen if one for edge in (one.first, one.stop)} | {0, len(model.limits)}
         edges |= {at for at in range(1, len(model.limits)) if model.limits[at] != model.limits[at - 1]}
-        left = cls(tuple(shared), [], [], [])
+        left = cls(tuple(shared), [], [], [], [])
         for first, stop in pairwise(sorted(edges)):
             free = model.limits[first] - model.bytes_at(chosen, first)
             if model.ahead and any(one.first <= first < one.stop for i in model.trains if (one := chosen[i])):
                 free = -inf  # the ranks that train have no other calls
-            gathered = model.parts_at(chosen, first)[1]
+            _, gathered, reduced, activations, cache = model.parts_at(chosen, first)
             left.free_bytes += [free] * (stop - first)
             left.gathered_bytes += [gathered] * (stop - first)
+            left.activation_bytes += [max(activations, cache - reduced)] * (stop - first)
             left.segments.append((first, stop, free, free + gathered))
         return left
 
@@ -73,6 +76,7 @@ class Left:
             and self.shared == other.shared
             and all(map(ge, self.free_bytes, other.free_bytes))
             and all(map(ge, self.gathered_bytes, other.gathered_bytes))
+            and all(map(ge, self.activation_bytes, other.activation_bytes))
         )
 
 
@@ -113,7 +117,8 @@ class LastPhase:
         self, chosen: Assignment, left: Left, within_s: float, budget: Budget
     ) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
         """Yields (seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It
-        omits a combination that fits only if another one is at least as good; some combinations do not fit."""
+        omits a combination that fits only if another one is at least as good; some combinations do not fit, as their
+        activations are not looked at."""
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
         options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
@@ -165,12 +170,13 @@ def _unbeaten(options: _Options) -> _Options:
         groups.setdefault((one.where, one.base_bytes), []).append(at)
     kept = []
     for group in groups.values():
-        costs = [(options.seconds_C[at], *options.needs_4C[2:, at], at) for at in group]
+        places = ((*options.needs_4C[2:, at], options.candidates[at].activation_bytes) for at in group)
+        costs = [(options.seconds_C[at], *needs, at) for at, needs in zip(group, places, strict=True)]
         front: list[tuple[float, ...]] = []
         for cost in sorted(costs):
-            if not any(a[1] <= cost[1] and a[2] <= cost[2] for a in front):
+            if not any(all(map(le, a[1:4], cost[1:4])) for a in front):
                 front.append(cost)
-        kept += [cost[3] for cost in front]
+        kept += [cost[4] for cost in front]
     return options.take(np.array(sorted(kept), dtype=int))
 
 

@@ -329,6 +329,7 @@ class CallModel:
                 if not here:
                     continue
                 cache = cache + one.cache_bytes if stream else max(cache, one.cache_bytes)
+                activations = max(activations, one.activation_bytes)
                 if training is not None and shares and trains_here:
                     gathered = max(gathered, one.spread_bytes if training.layout.zero == 3 else 0)
                     continue

@@ -1,7 +1,8 @@
 """The search space of a call: the meshes of a cluster, and the layouts on each.
 
-A mesh is a power-of-two slice of a node aligned to its size, an aligned power of two of whole nodes (ReaL, arXiv
-2406.14088), or a prefix or suffix of all devices of a type in eighths, which allows separations such as 1/4 and 3/4.
+A mesh is a slice of a node or a run of whole nodes, of a size that is a power of two or divides the whole, and aligned
+to it (ReaL, arXiv 2406.14088), or a prefix or suffix of all devices of a type, or of its nodes, in eighths rounded
+down, which allows separations such as 1/4 and 3/4.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,26 +55,28 @@ def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]
     nodes = [cluster.node_of(rank) for rank in ranks]
     edges = [0, *(at for at in range(1, len(ranks)) if nodes[at] != nodes[at - 1]), len(ranks)]  # of nodes
     for first, stop in pairwise(edges):
-        size = 1
-        while size <= stop - first:
+        for size in _sizes(stop - first):
             yield from ((at, at + size) for at in range(first, stop - size + 1, size))
-            size *= 2
-    num_nodes, size = len(edges) - 1, 1
-    while size <= num_nodes:
+    num_nodes = len(edges) - 1
+    for size in _sizes(num_nodes):
         yield from ((edges[at], edges[at + size]) for at in range(0, num_nodes - size + 1, size))
-        size *= 2
-    for eighth in range(1, EIGHTHS + 1):
-        if len(ranks) * eighth % EIGHTHS == 0:
-            yield 0, len(ranks) * eighth // EIGHTHS
-            yield len(ranks) - len(ranks) * eighth // EIGHTHS, len(ranks)
+    for eighth in range(1, EIGHTHS):
+        for edge in {len(ranks) * eighth // EIGHTHS, edges[num_nodes * eighth // EIGHTHS]} - {0}:
+            yield 0, edge
+            yield edge, len(ranks)
+
+
+def _sizes(number: int) -> list[int]:
+    """Returns the sizes of slices of so many: powers of two, and what divides the number."""
+    return [size for size in range(1, number + 1) if number % size == 0 or size & (size - 1) == 0]
 
 
 def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     """Yields the layouts of a call with weights on a mesh, valid for compile_program.
 
-    Slices stay inside a node, and each has a key-value head; stages divide the layers or are a power of two; every
-    shard has rows. Only train calls choose a ZeRO stage and recomputation; only frozen models without adapters are
-    offloaded or, with stage 3, spread over dp.
+    Slices stay inside a node, and each has a key-value head; every shard has rows. Inference without stages has at
+    least the run's rows at a time, as fewer are never better. Only train calls choose a ZeRO stage and recomputation;
+    only frozen models without adapters are offloaded or, with stage 3, spread over dp.
     """
     has_adapters = workload.shape(call.model).adapters is not None
     may_leave = workload.workflow.train_call(call.model) is None and not has_adapters
@@ -86,14 +89,14 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
         if isinstance(call, Train):
             most_zero = 0 if dp == 1 else 1 if pp > 1 or has_adapters else 3
             for zero in range(most_zero + 1):
-                for most in _micro_batches(rows, 2 * workload.micro_batch):
+                for most in _micro_batches(rows):
                     for recompute in (False, True):
                         yield replace(grid, zero=zero, micro_batch=most, recompute=recompute)
             continue
         sizes: Sequence[int | None] = (None,)
         if isinstance(call, Infer):
-            least = min(rows, workload.micro_batch)
-            sizes = _micro_batches(rows, workload.micro_batch) if pp > 1 else (least,)
+            least = 1 if pp > 1 else min(rows, workload.micro_batch)
+            sizes = [size for size in _micro_batches(rows) if size >= least]
         for micro_batch in sizes:
             yield replace(grid, micro_batch=micro_batch)
             if may_leave:
@@ -106,18 +109,24 @@ def _grids(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) ->
     """Yields the (pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
     shape = workload.shape(call.model)
     nodes = [cluster.node_of(rank) for rank in mesh.ranks]
-    num_nodes = len(set(nodes))
-    tp = 1
-    while tp <= min(mesh.size, shape.num_kv_heads):
-        together = all(nodes[at] == nodes[at + tp - 1] for at in range(0, mesh.size - tp + 1, tp))
-        if together and mesh.size % tp == 0:
-            for pp in range(1, min(mesh.size // tp, shape.num_layers, max(num_nodes, LEAST_PP)) + 1):
-                even = shape.num_layers % pp == 0 or pp & (pp - 1) == 0
-                if even and mesh.size // tp % pp == 0 and mesh.size // (tp * pp) <= workload.mini_batch:
+    most_pp = min(shape.num_layers, max(len(set(nodes)), LEAST_PP))
+    for tp in _divisors(mesh.size, min(mesh.size, shape.num_kv_heads)):
+        if all(nodes[at] == nodes[at + tp - 1] for at in range(0, mesh.size, tp)):
+            for pp in _divisors(mesh.size // tp, most_pp):
+                if mesh.size // (tp * pp) <= workload.mini_batch:
                     yield pp, tp
-        tp *= 2
 
 
-def _micro_batches(rows: int, most: int) -> list[int]:
-    """Returns powers of two up to the rows of a shard and up to `most`."""
-    return [1 << power for power in range(max(1, min(rows, most)).bit_length())]
+def _divisors(number: int, most: int) -> list[int]:
+    return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+
+
+def _micro_batches(rows: int) -> list[int]:
+    """Returns the divisors of the rows of a shard, and the sizes that cut these into 1, 2, 3, 4, 6, 8, 12, ...
+    micro-batches.
+
+    More passes are never faster but in a pipeline, and of the sizes with equally many the smallest needs the least
+    memory; so only a size between two of these may be better, by the passes that it saves.
+    """
+    numbers = {times << power for power in range(rows.bit_length()) for times in (1, 3)}.union(_divisors(rows, rows))
+    return sorted({-(-rows // number) for number in numbers if number <= rows})

@@ -13,13 +13,16 @@ Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
 
 def priors(space: Space) -> Iterator[Meshes]:
-    """Yields meshes in the style of the strategies: all calls on all ranks (flattening, reallocation); frozen models,
-    train calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
-    training on the first ranks and all else on the others, or the other way around (separation)."""
+    """Yields meshes in the style of the strategies: all calls on all ranks, or on the first power of two of them, which
+    has more grids (flattening, reallocation); frozen models, train calls or both on alternating halves, and models with
+    all of their calls on alternating halves (interleaving); training on the first ranks and all else on the others, or
+    the other way around (separation)."""
     model = space.model
     parts = {(one.first, one.stop) for of in space.candidates for one in of}
     num = len(model.limits)
-    everywhere = [span for span in parts if span == (0, num)] or sorted(parts, key=lambda span: span[0] - span[1])[:2]
+    large = sorted(parts, key=lambda span: (span[0] - span[1], span))
+    even = [span for span in large if (span[1] - span[0]) & (span[1] - span[0] - 1) == 0]
+    everywhere = dict.fromkeys([*(large[:1] if large[0] == (0, num) else large[:2]), *even[:1]])
     for whole in everywhere:
         halves = _halves(whole)
         yield (whole,) * len(model.calls)

@@ -41,7 +41,8 @@ def test_every_candidate_compiles_beside_any_other(layout):
 )
 def test_score_agrees_with_programs(preset, layout, overrides):
     """Seconds within a sixth of the forecast, and never fewer bytes than memory.py counts, nor many more. (More with
-    adapters, beside which activations weigh more: the search has the stage with most of these everywhere.)"""
+    adapters, beside which activations weigh more: the search has the stage with most of these everywhere, and counts
+    those of inference on many rows.)"""
     workload, cluster = llama(preset, layout, *(one for one in overrides if one != "one base"))
     workload = on_one_base(workload) if "one base" in overrides else workload
     roomy = Cluster(tuple(replace(node, device_bytes=None) for node in cluster.nodes))  # many choices would not fit
@@ -55,7 +56,7 @@ def test_score_agrees_with_programs(preset, layout, overrides):
         )
         need = max(peak_bytes(static_bytes(program, r), working_bytes(program, r)) for r in cluster.ranks)
         mine = model.excess_bytes(chosen) + cluster.usable_bytes(0)
-        assert need <= mine <= (1.02 if "lora" not in "".join(overrides) else 1.05) * need
+        assert need <= mine <= (1.02 if "lora" not in "".join(overrides) else 1.15) * need
 
 
 def test_streaming_agrees_with_programs():
