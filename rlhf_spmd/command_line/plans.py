@@ -201,10 +201,15 @@ def fitted(
 def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
     """Yields the rows that `check` has no error about, fastest first; those that it warns about for want of memory
     come after all others."""
-    shown = [row for row in rows if isinstance(row, Alternative)]
-    for row in sorted(shown, key=lambda row: (bool(memory(row.program)), row.forecast.makespan_s)):
-        if not any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
+    tight = []
+    for row in sorted((row for row in rows if isinstance(row, Alternative)), key=lambda row: row.forecast.makespan_s):
+        if any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
+            continue
+        if memory(row.program):
+            tight.append(row)
+        else:
             yield row
+    yield from tight
 
 
 def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
