@@ -35,7 +35,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         "algorithms.rloo",
     ),
     "e2e/test_stages.py": ("algorithms.distill",),
-    "unit/pages/test_algorithm.py": ("algorithms.losses", "algorithms.page", "pages.functions", "plan.workflow"),
+    "unit/pages/test_algorithm.py": ("algorithms.page", "pages.functions", "plan.workflow"),
     "unit/pages/test_option_suggestions.py": ("pages.other_names",),
     "unit/migration/test_translate.py": ("migration.rules", "migration.sources", "verbs.coming_from"),
     "e2e/test_evaluations.py": ("command_line.starts", "verbs.evaluate"),
