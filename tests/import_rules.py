@@ -144,7 +144,6 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
 MATH = (
     "advantages",
     "group_advantages",
-    "losses",
     "masks",
     "logprob_parity",
     "importance",

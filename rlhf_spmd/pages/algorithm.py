@@ -22,7 +22,6 @@ from rlhf_spmd.plan.workflow import Compute, ComputeFunction, Data, Measure, Mod
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "surrogates", "likelihood", "preferences")
-EARLIER = ("losses",)  # where pages of earlier versions find some of them
 NO_PAGES = (  # modules beside the pages
     "page",
     "policy_gradient",
@@ -33,7 +32,6 @@ NO_PAGES = (  # modules beside the pages
     "importance",
     "controllers",
     *FUNCTIONS,
-    *EARLIER,
 )
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
@@ -118,7 +116,7 @@ class Algorithm:
             function is, so that a page's function gets none of a shared function of the same name.
         from_source: modules beside the page are read, not imported, since they need torch.
         """
-        if module and module not in FUNCTIONS + EARLIER:
+        if module and module not in FUNCTIONS:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
         load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
         modules = [*([] if module else [self.module]), *map(load, [module] if module else FUNCTIONS)]

@@ -21,22 +21,7 @@ import os, subprocess, time
 def letters(prompts, responses):
     return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]
 
-def changing(prompts, responses):
-    import signal, sys, threading, torch
-    threading.Timer(0.3, os.chdir, ["/"]).start()  # between two calls, when nothing can change it back
-    os.chdir("/")
-    os.umask(0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.alarm(100)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_grad_enabled(False)
-    torch.inference_mode().__enter__()
-    torch.set_num_threads(2)
-    sys.stdout.close()
-    sys.stdout = sys.stderr = None
-    os.close(1)
-    os.close(2)
+def forking(prompts, responses):
     os.fork()
     return letters(prompts, responses)
 
@@ -64,9 +49,9 @@ def words(tmp_path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """Returns a run on two ranks whose function changes nothing, without workers."""
+    """Returns a run on two ranks, without workers. A child of os.fork comes back from each call, and is ended."""
     folder = tmp_path_factory.mktemp("alone")
-    return trained(words_in(folder), 2, folder / "alone")
+    return trained([*words_in(folder), f"reward_function={folder / 'r.py'}:forking"], 2, folder / "alone")
 
 
 def test_the_same_numbers_as_without_workers(words, alone, tmp_path):
@@ -74,13 +59,6 @@ def test_the_same_numbers_as_without_workers(words, alone, tmp_path):
     helped = trained([*words, "reward_workers=2"], 2, tmp_path / "helped")
     assert timeless(alone) == timeless(helped) and weights(alone) == weights(helped)
     assert (alone / "samples.txt").read_text(encoding="utf-8") == (helped / "samples.txt").read_text(encoding="utf-8")
-
-
-def test_a_function_may_change_the_process(words, alone, tmp_path):
-    """The same bits as of one that changes nothing, though the run folder is given as a relative path."""
-    function = f"reward_function={tmp_path / 'r.py'}:changing"
-    changed = trained([*words, function], 2, Path(os.path.relpath(tmp_path / "changed")))
-    assert timeless(changed) == timeless(alone) and weights(changed) == weights(alone)
 
 
 def test_a_deadline_ends_responses_and_not_the_run(words, warm, tmp_path):

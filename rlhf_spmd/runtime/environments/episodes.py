@@ -405,7 +405,7 @@ class Episodes:
     def _give_up(self, number: int, life: Life, broken: str) -> None:
         said = f"the environment {life.speech.environment.name} broke {life.tries} times"
         if self.on_failure == "drop_group":
-            user_code.notes.heard(f"{said}, so the group of an episode is dropped\n{broken}")
+            user_code.notes.tell(f"{said}, so the group of an episode is dropped\n{broken}")
             self.dropped.add(life.row.group)
             line = {"reason": TOOL_STOPPED, "turn": life.turn, "reward": 0.0, "is_broken": True}
             self.journal.add(self._key(life, END), line)

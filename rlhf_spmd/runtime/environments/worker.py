@@ -34,8 +34,8 @@ LINES = 12  # of a traceback that a rank is told
 class Server:
     """The episodes of this process."""
 
-    def __init__(self, writer: asyncio.StreamWriter, told: list[str]):
-        self.writer, self.told = writer, told
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
         self.environments: dict[str, Environment] = {}
         self.held: dict[int, tuple[Environment, Episode]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -70,8 +70,7 @@ class Server:
 
     def _say(self, answer: dict[str, Any]) -> None:
         streams.flush()  # what the environment printed, before the rank goes on
-        self.writer.write(json.dumps(answer | {"notes": self.told.copy()}).encode() + b"\n")
-        self.told.clear()
+        self.writer.write(json.dumps(answer).encode() + b"\n")
 
     async def _done(self, message: dict[str, Any]) -> dict[str, Any]:
         number, do = message["episode"], message["do"]
@@ -101,10 +100,9 @@ class Server:
 
 
 async def _run() -> None:
-    connection, told = connected()
-    reader, writer = await asyncio.open_connection(sock=connection, limit=MOST_LINE)
+    reader, writer = await asyncio.open_connection(sock=connected(), limit=MOST_LINE)
     with suppress(ConnectionResetError):  # the rank has ended
-        await Server(writer, told).serve(reader)
+        await Server(writer).serve(reader)
 
 
 def main() -> None:

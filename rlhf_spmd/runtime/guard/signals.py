@@ -25,8 +25,6 @@ from types import FrameType
 
 TERMINATED_STATUS, INTERRUPTED_STATUS = 128 + SIGTERM, 128 + SIGINT  # as a shell shows them
 CHECKPOINT, END = SIGUSR1, SIGTERM
-# whose handlers the program depends on; SIGCHLD and SIGPIPE: on those that Python starts with
-USED = tuple(Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CHLD", "PIPE"))
 
 _handled: set[Signals] = set()
 _mask: set[int | Signals] = set()

@@ -8,7 +8,6 @@ without it. A message about an error is written to descriptor 2 itself, whatever
 shown that the next output replaces (progress.py). No torch, no MPI.
 """
 
-import fcntl
 import io
 import os
 import select
@@ -23,11 +22,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.printing import printable
 
 INPUT, OUTPUT, ERRORS = range(3)
-Identity = tuple[int, int] | None  # device and inode of what a descriptor is; None: it is closed
 WRITE_S = 5.0  # a message or a flush waits this long for a reader that has stopped
 ERASE = "\r\x1b[K"  # takes away what is on the line of the cursor
 
-_copies: dict[Identity, int] = {}  # of descriptors 0 to 2, by what they are
 _lock = threading.RLock()  # held while our streams write
 _passing = ""  # the line that the next output replaces
 _wrote_s = time.monotonic()  # when one of our streams was last written to
@@ -134,42 +131,6 @@ def say(text: str) -> None:
 def flush() -> None:
     """Writes what sys.stdout and sys.stderr still hold. Never raises."""
     _in_time(_flush)
-
-
-def kept() -> tuple[Identity, ...]:
-    """Returns what descriptors 0 to 2 are, for `restored`; each is kept open by a copy."""
-    found = tuple(map(_identity, (INPUT, OUTPUT, ERRORS)))
-    for descriptor, identity in enumerate(found):
-        if identity is not None and identity not in _copies:
-            with suppress(OSError):  # no descriptor is left
-                _copies[identity] = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, ERRORS + 1)
-    return found
-
-
-def restored(before: tuple[Identity, ...]) -> list[int]:
-    """Restores what is closed or another file since `kept` -> these descriptors. Where the copy is closed, too,
-    /dev/null takes its place."""
-    changed = []
-    for descriptor, identity in enumerate(before):
-        if identity is None or _identity(descriptor) == identity:
-            continue
-        copy = _copies.get(identity, -1)
-        if _identity(copy) == identity:
-            os.dup2(copy, descriptor)
-        elif not _is_open(descriptor):
-            _open_nowhere(descriptor)
-        else:
-            continue
-        changed.append(descriptor)
-    return changed
-
-
-def _identity(descriptor: int) -> Identity:
-    try:
-        found = os.fstat(descriptor)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _speak(text: str) -> None:

@@ -5,8 +5,8 @@ It reads lines of JSON from a socket and answers each with one:
     {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": [note, ...]}
     {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
 
-An error in the user's code is answered with {"error": message}. Each answer also has "notes": what the functions
-changed in the worker. The functions run in the main thread, so they may use SIGALRM.
+An error in the user's code is answered with {"error": message}. The functions run in the main thread, so they may use
+SIGALRM.
 
 Cost: the start of Python and the import of the user's file. Command: workers.py starts it.
 """
@@ -24,15 +24,13 @@ from rlhf_spmd.runtime.workers.serve import connected, lines_of
 
 def main() -> None:
     """Serves the rank at the other end of the socket until that closes. Arguments: see connected()."""
-    connection, told = connected()
-    with connection:
+    with connected() as connection:
         functions: list[RewardFunction] = []
         for line in lines_of(connection):
             try:
-                answer = _answer(json.loads(line), functions) | {"notes": told.copy()}
+                answer = _answer(json.loads(line), functions)
             except UserError as error:
-                answer = {"error": str(error), "notes": told.copy()}
-            told.clear()
+                answer = {"error": str(error)}
             streams.flush()  # what the function printed, before the rank goes on
             try:
                 connection.sendall(json.dumps(answer).encode() + b"\n")

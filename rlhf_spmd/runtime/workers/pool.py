@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard import user_code
 from rlhf_spmd.runtime.guard.descendants import below
 from rlhf_spmd.runtime.guard.launcher import without_launcher
 from rlhf_spmd.runtime.guard.supervise import process_fields
@@ -179,8 +178,6 @@ class WorkerPool(ABC, Generic[One]):
             self.beat()
 
     def _heard(self, worker: One, answer: Mapping[str, Any]) -> None:
-        for text in answer.get("notes", ()):
-            user_code.notes.heard(text)
         if "error" in answer:
             raise UserError(answer["error"])
         if "ready" in answer:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from rlhf_spmd.runtime.guard import signals, streams, user_code
+from rlhf_spmd.runtime.guard import signals, streams
 from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
 
 # What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
@@ -19,9 +19,9 @@ from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
 LEFT_TO_THE_RANK = ASKED_BY | {signal.SIGUSR1, signal.SIGUSR2}
 
 
-def connected() -> tuple[socket.socket, list[str]]:
-    """Prepares this process -> the socket to its rank, and a list that gets what is to be noted about user code.
-    Arguments of the process: the socket's descriptor, and the process id of the rank."""
+def connected() -> socket.socket:
+    """Prepares this process -> the socket to its rank. Arguments of the process: the socket's descriptor, and the
+    process id of the rank."""
     streams.prepare(is_work=False, speaks=False)
     descriptor, rank = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -30,9 +30,7 @@ def connected() -> tuple[socket.socket, list[str]]:
     for number in LEFT_TO_THE_RANK:
         signals.handle(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
-    told: list[str] = []
-    user_code.notes.tell = told.append
-    return socket.socket(fileno=descriptor), told
+    return socket.socket(fileno=descriptor)
 
 
 def lines_of(connection: socket.socket) -> Iterator[str]:

@@ -177,21 +177,23 @@ def test_a_function_called_like_one_of_the_package_has_only_its_own_companions(t
     assert algorithm.function("policy_loss").sums is None is algorithm.function("policy_loss").prepare
     theirs = load_algorithm("ppo")
     assert theirs.function("policy_loss").prepare is surrogates.policy_loss_prepare
-    importing = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\nfrom rlhf_spmd.algorithms.losses import policy_loss\n')
+    importing = (
+        'TITLE = "REINFORCE"\n',
+        'TITLE = "REINFORCE"\nfrom rlhf_spmd.algorithms.surrogates import policy_loss\n',
+    )
     again = load_algorithm(str(write_page(tmp_path, importing)))
     assert again.function("policy_loss").sums is surrogates.policy_loss_sums
 
 
-@pytest.mark.parametrize("module", ["surrogates", "losses"])  # losses: of earlier versions
-def test_a_function_may_be_named_with_its_file(module, tmp_path):
+def test_a_function_may_be_named_with_its_file(tmp_path):
     """So that a page's own function of that name is not meant; messages and fingerprints know the short name."""
-    named = f'"{module}.policy_loss", prompts, responses, old_logprobs=logprobs, advantages='
+    named = '"surrogates.policy_loss", prompts, responses, old_logprobs=logprobs, advantages='
     own = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS)
     path = write_page(tmp_path, ('"surrogate", prompts, responses, weights=', named), own)
     algorithm = load_algorithm(str(path))
     workflow = algorithm.workflow(algorithm.options())
     (call,) = workflow.train_calls
-    assert (call.function, call.module) == ("policy_loss", module)
+    assert (call.function, call.module) == ("policy_loss", "surrogates")
     found = algorithm.functions(workflow)[call.name]
     assert found.function is surrogates.policy_loss and found.prepare is surrogates.policy_loss_prepare
 
@@ -209,7 +211,10 @@ def test_a_function_may_be_an_object_without_a_hash():
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("elsewhere.policy_loss", "functions are in advantages, "), ("losses.none", "is in losses.py; write it there")],
+    [
+        ("elsewhere.policy_loss", "functions are in advantages, "),
+        ("surrogates.none", "is in surrogates.py; write it there"),
+    ],
 )
 def test_a_function_of_no_file(name, said, tmp_path):
     with pytest.raises(UserError, match=said):

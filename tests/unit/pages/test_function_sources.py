@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.pages.algorithm import EARLIER, FUNCTIONS, algorithm_names, load_algorithm
+from rlhf_spmd.pages.algorithm import FUNCTIONS, algorithm_names, load_algorithm
 from rlhf_spmd.pages.function_sources import Unread, read_module, read_source
 from rlhf_spmd.pages.functions import COMPANIONS, parameters_of
 from rlhf_spmd.pages.user_module import import_file
@@ -55,7 +55,7 @@ def signature(function: object) -> list[tuple]:
 def test_functions_of_shipped_pages_have_the_same_parameters_by_both_readers():
     """So `check` and the start of a run compare the same things."""
     compared = 0
-    for place in (*FUNCTIONS, *EARLIER):
+    for place in FUNCTIONS:
         module = importlib.import_module(f"rlhf_spmd.algorithms.{place}")
         source = read_module(module.__name__, Path())
         for name in source.functions:

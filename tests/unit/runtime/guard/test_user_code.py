@@ -1,5 +1,6 @@
-"""Code of the user inside the rank's process: what it changes is changed back, and what it raises is one message."""
+"""Code of the user inside the rank's process: what it raises is one message, and a child that it forks is ended."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -9,142 +10,36 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.runtime.guard import signals, streams, user_code
-from rlhf_spmd.runtime.guard.user_code import OF_PROCESS, OF_TORCH, guarded
+from rlhf_spmd.runtime.guard import signals, user_code
+from rlhf_spmd.runtime.guard.user_code import guarded
 from rlhf_spmd.runtime.observe.node_files import new_file, open_file
 from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
 from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.rewards.styles import bind
 from tests.run_mpi import environment_alone
 
-
-@pytest.fixture
-def said(monkeypatch):
-    """Returns what is said about user code."""
-    said = []
-    notes = user_code.Notes()
-    notes.tell = said.append
-    monkeypatch.setattr(user_code, "notes", notes)
-    return said
-
-
-kept = []
-
-
-def enter(context):
-    kept.append(context)
-    context.__enter__()
-
-
-CHANGES = {
-    "the working folder": lambda: os.chdir("/"),
-    "sys.stdout": lambda: setattr(sys, "stdout", None),
-    "sys.stderr": lambda: setattr(sys, "stderr", open(os.devnull, "w", encoding="utf-8")),  # noqa: SIM115
-    "the umask": lambda: os.umask(0o123),
-    "the recursion limit": lambda: sys.setrecursionlimit(500),
-    "the blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-    "the handler of SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    "the handler of SIGPIPE": lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL),
-    "the alarm of SIGALRM": lambda: signal.alarm(100),
-    "descriptor 0": lambda: os.close(streams.INPUT),
-    "torch's inference mode": lambda: enter(torch.inference_mode()),
-    "torch's mode of gradients": lambda: torch.set_grad_enabled(False),
-    "torch's default device": lambda: torch.set_default_device("meta"),
-    "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch's autocast on cpu": lambda: enter(torch.autocast("cpu")),
-    "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "torch's deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-    "torch's precision of products": lambda: torch.set_float32_matmul_precision("medium"),
-    "torch's treatment of denormal numbers": lambda: torch.set_flush_denormal(True),
-    "torch.backends.cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
-}
-
-DEAR, SLOW = "torch's deterministic algorithms", pytest.mark.slow  # its setter imports torch's compiler
-
-
-def state():
-    process = [setting.read() for setting in OF_PROCESS]
-    return process, [setting.read(torch) for setting in OF_TORCH], signal.alarm(0), os.fstat(0).st_ino
-
-
-@pytest.mark.parametrize("what", [pytest.param(one, marks=SLOW if one == DEAR else []) for one in CHANGES])
-@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
-def test_what_a_call_changes_is_changed_back(what, raises, said):
-    before = state()
-    for _ in range(2):
-        with suppress(ZeroDivisionError), guarded("f"):
-            CHANGES[what]()
-            assert not raises or 1 / 0
-        assert state() == before
-    assert said == [f"f changed {what}: changed back"]
-
-
-def test_what_is_put_right_inside_is_nobodys_business(said):
-    with guarded("f"):
-        folder, dtype = os.getcwd(), torch.get_default_dtype()
-        os.chdir("/")
-        torch.set_default_dtype(torch.float64)
-        with torch.inference_mode(), torch.device("meta"), open(os.devnull, "w", encoding="utf-8") as nowhere:
-            before, sys.stdout = sys.stdout, nowhere
-            sys.stdout = before
-        torch.set_default_dtype(dtype)
-        os.chdir(folder)
-    assert said == []
-
-
-def test_one_note_for_all_of_a_call_and_an_error_for_what_stays(said):
-    with guarded("f"):
-        os.umask(0o123)
-        torch.set_grad_enabled(False)
-    assert said == ["f changed the umask, torch's mode of gradients: changed back"]
-    mode = torch.device("meta")
-    with pytest.raises(UserError, match="g changed torch's default device, which can't be changed back"), guarded("g"):
-        mode.__enter__()
-    mode.__exit__(None, None, None)
-
-
-def test_a_call_costs_few_system_calls(monkeypatch):
-    """50 us at most, of which these are most."""
-    with guarded("f"):
-        pass
-    calls = []
-
-    def counted(function):
-        return lambda *given: calls.append(function) or function(*given)
-
-    for name in ("fstat", "getcwd", "umask", "read", "getpid", "dup2", "waitpid", "close"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    with guarded("f"):
-        pass
-    assert len(calls) <= 16, calls
-
-
 # ---- forks
 
 
-def test_a_child_that_comes_back_is_ended(said, capfd):
-    for _ in range(3):
+def test_a_child_that_comes_back_is_ended(monkeypatch, capfd):
+    """However it comes back, which is said once; one that means to end has its status and says nothing."""
+    monkeypatch.setattr(user_code, "_has_said", mmap.mmap(-1, 1))
+    process = os.getpid()
+
+    def status(raised: BaseException | None) -> int:
         with guarded("f"):
-            child = os.fork()
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    with guarded("f"):
-        pass
-    assert child and capfd.readouterr().err.count("f came back in a child of os.fork") == 1
-    with guarded("f"):
-        pass
-    assert not user_code.children.dead, "they are buried"
-    with pytest.raises(ChildProcessError):
-        os.waitpid(child, 0)
-    with guarded("f"):
-        if not (child := os.fork()):
-            sys.exit(3)  # it means to end
-        status = os.waitpid(child, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 3 and capfd.readouterr().err == "" and said == []
+            if not (child := os.fork()) and raised:
+                raise raised
+        assert os.getpid() == process
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert [status(SystemExit(code)) for code in (3, None, "why")] == [3, 0, 1] and capfd.readouterr().err == ""
+    assert [status(raised) for raised in (None, ZeroDivisionError(), KeyboardInterrupt())] == [1, 1, 1]
+    assert capfd.readouterr().err == f"{user_code.NOTE}f {user_code.FORKED}\n"
 
 
 def test_what_is_forked_is_ended_by_signals_that_this_process_only_notes():
@@ -232,15 +127,6 @@ def test_the_same_of_files_and_place(kind, tmp_path, monkeypatch):
         load_strategy(str(path))
 
 
-def test_an_import_is_a_call_too(tmp_path, monkeypatch, said):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    path = tmp_path / "moves.py"
-    path.write_text("import os\nos.chdir('/')\ndef f(prompts, responses): return [0.0]\n", encoding="utf-8")
-    before = os.getcwd()
-    load_reward_function(f"{path}:f")
-    assert os.getcwd() == before and said == [f"importing {path} changed the working folder: changed back"]
-
-
 # ---- who says it
 
 
@@ -253,16 +139,20 @@ def test_of_the_ranks_of_a_node_one_says_it():
     assert Board(None, rank=0, node_ranks=(0,), node=0, num_nodes=1).first_to_say("a")
 
 
-def test_a_page_may_change_things_and_raise_anything_too(tmp_path, said):
-    """In the two functions that no table of test_page_mistakes.py has."""
+def test_a_note_is_said_once_and_by_the_rank_that_may(capfd):
+    notes = user_code.Notes()
+    notes.tell("a")
+    notes.tell("a")
+    notes.say_if(lambda text: text != "b")
+    notes.tell("b")
+    assert capfd.readouterr().err == "rlhf_spmd: note: a\n"
+
+
+def test_a_page_may_raise_anything_too(tmp_path):
+    """In the function that no table of test_page_mistakes.py has."""
     path = tmp_path / "mine.py"
     source = (Path(__file__).parents[3] / "toy_pages" / "group.py").read_text(encoding="utf-8")
-    added = (
-        "\nimport os\ndef problem(options):\n    os.chdir('/')\n    return ''\ndef refused(options, can_end): 1 / 0\n"
-    )
-    path.write_text(source + added, encoding="utf-8")
-    page, before = load_algorithm(str(path)), os.getcwd()
-    assert page.problem(page.options()) == "" and os.getcwd() == before
-    assert said == ["algorithm mine: problem() changed the working folder: changed back"]
+    path.write_text(source + "\ndef refused(options, can_end): 1 / 0\n", encoding="utf-8")
+    page = load_algorithm(str(path))
     with pytest.raises(UserError, match=r"algorithm mine: refused\(\) raised ZeroDivisionError: .*mine.py, line"):
         page.refused(page.options(), can_end=True)
