@@ -84,7 +84,7 @@ def _to_the_end(arguments: list[str]) -> NoReturn:
     from rlhf_spmd.runtime.observe import node_files
 
     node_files.keep_compiled()
-    atexit.register(node_files.remove)
+    atexit.register(node_files.remove, node_files.COMPILED)
     progress.start(f"rlhf_spmd {arguments[0] if arguments else ''}", only_in_place=True)
     try:
         status = _alone(arguments)

@@ -65,7 +65,7 @@ def test_last_line(finished):
 
 def test_a_person_sees_progress_samples_and_the_next_command(finished):
     stdout, _, folder = finished
-    for words in ("1/3", "3/3", "left", "before", "after", "timeline.png", str(folder), "s per iteration (forecast: "):
+    for words in ("1/3", "3/3", "left", "before", "after", "timeline.png", str(folder), "s per iteration"):
         assert words in stdout
     (following,) = re.findall(r"^Next: python -m rlhf_spmd (.+)$", stdout, re.MULTILINE)
     assert main(shlex.split(following)) == 0 and (folder / "report.html").is_file()

@@ -247,7 +247,7 @@ def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
     both."""
     names = {call.name for call in program.workload.workflow.generate_calls}
     lives: dict[str, list[int]] = {}
-    for position, step in enumerate(program.instructions[rank]):
+    for position, step in enumerate(program.instructions[rank] if program.instructions else ()):
         if isinstance(step, Run) and step.call in names:
             lives.setdefault(step.call, []).append(position)
     return {

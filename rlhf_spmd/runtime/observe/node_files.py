@@ -14,12 +14,14 @@ from pathlib import Path
 SHARED_MEMORY = "/dev/shm"
 PREFIX = f"rlhf_spmd_{os.urandom(16).hex()}_"  # of one rank and its supervisor, which is forked after this import
 
+COMPILED = "compiled"  # the folder of what torch compiles
 
-def remove() -> None:
-    """Removes the files and folders that this rank has left."""
+
+def remove(which: str = "*") -> None:
+    """Removes the files and folders that this rank has left. which: those whose names end so (a pattern)."""
     with suppress(OSError):
         for folder in (SHARED_MEMORY, tempfile.gettempdir()):
-            for path in Path(folder).glob(f"{PREFIX}*"):
+            for path in Path(folder).glob(f"{PREFIX}{which}"):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -29,7 +31,7 @@ def remove() -> None:
 def keep_compiled() -> None:
     """Lets torch keep what it compiles in a folder of this rank, unless the user has named one. torch makes the folder
     when it is imported for the compiler, as transformers does."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"{PREFIX}compiled")))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"{PREFIX}{COMPILED}")))
 
 
 def share_file(

@@ -79,7 +79,7 @@ def test_the_first_forecast_is_not_of_a_pipeline_whose_last_stage_is_slow():
     cluster, calibration = Cluster.parse("1x8", "a100-80g"), load_calibration("a100-80g-derived")
     few = {"training_tp": (1,), "training_pp": (1, 8), "generation_tp": (4,), "zero": (0, 2), "micro_batch": (1, 4)}
     best = tuning.best_options(load_strategy("reallocation"), workload, cluster, calibration, few, most=1)
-    assert best.options["training_pp"] == 1 and best.forecast.makespan_s < 30
+    assert best.options["training_pp"] == 1 and best.forecast.makespan_s < 33
 
 
 def test_strategies_are_compared_where_they_fit():

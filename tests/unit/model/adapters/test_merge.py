@@ -58,7 +58,7 @@ def test_the_logits_of_peft(theirs):
     with torch.no_grad():
         hidden = model(tokens_BT)
         got = model.logits(hidden) if config.head == "lm" else model.scalar(hidden)[:, -1:]
-    torch.testing.assert_close(got.reshape(expected.shape), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.reshape(expected.shape), expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,7 +34,7 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
         with torch.no_grad():
             hidden = model(tokens_BT)
             got = model.logits(hidden) if config.head == "lm" else model.scalar(hidden)[:, -1:]
-        torch.testing.assert_close(got.reshape(expected.shape), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(got.reshape(expected.shape), expected, atol=5e-5, rtol=0)
     _, again, saved_again = read_adapter(tmp_path)
     assert again.keys() == factors.keys() and saved_again.keys() == saved.keys()
     assert all(torch.equal(one, other) for path in again for one, other in zip(again[path], factors[path], strict=True))

@@ -28,15 +28,15 @@ REALLOCATED = {"training_tp": 4, "generation_tp": 4, "zero": 1, "recompute": Tru
 
 
 @pytest.mark.parametrize(
-    ("preset", "algorithm", "words", "device", "place", "options"),
+    ("preset", "algorithm", "words", "device_type", "place", "options"),
     [
         ("qwen2.5-7b", "grpo", QWEN, "a100-40g", reallocation.place, REALLOCATED),
         ("llama-7b", "ppo", (), "a100-80g", flattening.place, {"tp": 4, "zero": 3, "recompute": True}),
     ],
 )
-def test_what_fits_takes_as_long_as_that_limit(preset, algorithm, words, device, place, options):
+def test_what_fits_takes_as_long_as_that_limit(preset, algorithm, words, device_type, place, options):
     """No shown peak is above what a program may use; the warning says how many sequences decode at a time."""
-    calibration, cluster = load_calibration(f"{device}-derived"), Cluster.parse("1x4", device)
+    calibration, cluster = load_calibration(f"{device_type}-derived"), Cluster.parse("1x4", device_type)
     workload = make_workload(load(preset, words, algorithm=algorithm))
     program = compile_program(workload, place(workload, cluster, **options), cluster)
     (call,) = workload.workflow.generate_calls

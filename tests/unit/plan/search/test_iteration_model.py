@@ -56,7 +56,7 @@ def test_score_agrees_with_programs(preset, layout, overrides):
         )
         need = max(peak_bytes(static_bytes(program, r), working_bytes(program, r)) for r in cluster.ranks)
         mine = model.excess_bytes(chosen) + cluster.usable_bytes(0)
-        assert need <= mine <= (1.02 if "lora" not in "".join(overrides) else 1.15) * need
+        assert need <= mine <= (1.05 if "lora" not in "".join(overrides) else 1.15) * need
 
 
 def test_streaming_agrees_with_programs():
