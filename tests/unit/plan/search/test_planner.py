@@ -116,7 +116,7 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
     [
         *((one, ()) for one in searches.METHODS),
         ("two_phase", ("ppo.old_logprobs=current", "ppo.rejection=token")),
-        ("two_phase", ("ppo.kl_early_stop=0.1",)),
+        pytest.param("two_phase", ("ppo.kl_early_stop=0.1",), marks=pytest.mark.slow),
     ],
 )
 def test_plans_one_iteration_ahead(method, options):
