@@ -74,7 +74,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/runtime/checkpoint/test_resume.py": ("runtime.run.run_text",),
     "unit/runtime/rewards/test_function.py": ("pages.named_objects",),
     "unit/runtime/environments/test_adapters.py": ("runtime.environments.kinds",),
-    "unit/runtime/environments/test_episodes.py": ("runtime.environments.rows", "runtime.environments.speech"),
+    "unit/runtime/environments/test_episodes.py": ("runtime.environments.rows",),
     "unit/runtime/environments/test_workers.py": ("runtime.environments.worker",),
     "unit/runtime/rewards/test_workers.py": ("runtime.rewards.worker", "runtime.workers.pool"),
     "unit/runtime/generation/test_engine.py": (
