@@ -64,7 +64,7 @@ def files_of(part: str | Path) -> list[Path]:
     if not any(char in text for char in WILD) or not why_no_file(path):
         return [path]
     try:
-        found = sorted(one for one in _matches(text) if not is_folder(one))
+        found = sorted(one for one in _matches(text) if not is_folder(one) and one.name not in ABOUT)
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"{text} is not a pattern of files ({error}): write one such as data/*.jsonl") from None
     if not found:

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -308,11 +309,15 @@ class ChatTemplate:
         tried.update(found)
         copies, marks = marked(messages, constants)
         try:
-            answers, more = messages[-1]["role"] != ASSISTANT, {"chat_template_kwargs": chat_template_kwargs}
+            answers = messages[-1]["role"] != ASSISTANT
+            more: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
             written = self.render(where, copies, answers=answers, tools=tools, **more)
         except UserError:  # which the row itself gets, or its marks alone
             return
         self._lost |= dict.fromkeys(lost(where, messages, marks, written + text, learned))
+        with suppress(UserError):  # of a template that cannot do without tools
+            if tools and self.render(where, copies, answers=answers, **more) == written:
+                self._unread["tools"] = None
 
     def _wants_text(self, text: str) -> bool:
         """Returns whether a template writes the arguments of a tool call as they are: it wants them as JSON text."""

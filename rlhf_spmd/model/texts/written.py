@@ -4,7 +4,7 @@ which of them come out. One conversation is tried for each kind of message."""
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 ASSISTANT = "assistant"  # a role of messages
 SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  # what a message of the assistant says
 LEARNED = ("weight", "loss", "train")  # keys of the assistant's messages: 0, if they are not learned
-NO_WORDS = ("role", "id", "type", "tool_call_id")  # keys that say who speaks, and which call is answered
+NO_WORDS = ("role", "id", "index", "type", "tool_call_id")  # keys that say who speaks, and which call is answered
 FIRST_MARK = 730_591_000  # marks are nine digits, which outlive trimming, JSON and capitals, and are ids for Mistral
 WORDS = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a text without the white space around it
 
@@ -28,12 +28,16 @@ def kinds(messages: Sequence[Message], learned: int, constants: Sequence[str]) -
     roles = [message["role"] for message in messages]
     last = len(roles) - 1
     asked = last - roles[::-1].index("user") if "user" in roles else -1
-    found, before = [], ""
+    found, before, parts = [], "", _parts(tuple(constants))
     for place, message in enumerate(messages):  # 2 us a message, so that it costs little beside rendering
         keys = tuple(message) if all(message.values()) else tuple([name for name in message if message[name]])
-        inside = tuple([one for one in constants if one in message.get("content", "")]) if constants else ()
-        calls = "tool_calls" in keys and len(message["tool_calls"]) > 1
-        found.append((roles[place], before, place > asked, place >= learned, place == last, keys, inside, calls))
+        inside, content = list[str](), message.get("content", "")
+        if any(one in content for one in constants):
+            inside = parts.split(content, maxsplit=4)
+            inside[::2] = ["." * bool(piece.strip()) for piece in inside[::2]]  # whether words stand around them
+        calls = [bool(call["function"]["arguments"]) for call in message.get("tool_calls", ())[:2]]
+        where = place > asked, place >= learned, place == last
+        found.append((roles[place], before, *where, keys, (*inside,), (*calls,)))
         before = roles[place]
     return found
 
@@ -42,7 +46,7 @@ def marked(messages: Sequence[Message], constants: Sequence[str]) -> tuple[list[
     """Returns the messages with marks in the place of what they say, and for each message the marks of its keys.
     Numbers of a message itself stay; their mark is their name. Equal texts of a message have one mark."""
     numbers, copies, marks = count(FIRST_MARK), list[Message](), list[dict[str, list[str]]]()
-    parts = re.compile(f"({'|'.join(map(re.escape, constants))})") if constants else None
+    parts = _parts(tuple(constants)) if constants else None
     for message in messages:
         mark_of: dict[str, str] = defaultdict(lambda: str(next(numbers)))
         said = {name: value for name, value in message.items() if value and name not in NO_WORDS}
@@ -53,10 +57,15 @@ def marked(messages: Sequence[Message], constants: Sequence[str]) -> tuple[list[
     return copies, marks
 
 
+@cache
+def _parts(constants: tuple[str, ...]) -> re.Pattern:
+    return re.compile(f"({'|'.join(map(re.escape, constants))})")
+
+
 def _with_marks(value: Any, mark_of: dict[str, str], parts: re.Pattern | None) -> Any:
     if isinstance(value, dict):
-        inner = {name: part if name in NO_WORDS else _with_marks(part, mark_of, None) for name, part in value.items()}
-        return inner
+        kept = NO_WORDS if "function" in value else ()  # of a call, not of its arguments
+        return {name: part if name in kept else _with_marks(part, mark_of, None) for name, part in value.items()}
     if isinstance(value, list):
         return [_with_marks(part, mark_of, None) for part in value]
     pieces = parts.split(value) if parts else [str(value)]

@@ -157,7 +157,7 @@ def _message(where: str, value: Any) -> Message:
         if "value" in message and "content" not in message:
             message["content"] = message.pop("value")
     if message.get("role") in CALLING:
-        message |= {"role": ASSISTANT, "function_call": message.pop("content", None)}
+        message |= {"role": ASSISTANT, "content": "", "function_call": message.pop("content", None)}
     elif message.get("role") in ANSWERING:
         message["role"] = "tool"
     calls = message.pop("function_call", None) or message.get("tool_calls")

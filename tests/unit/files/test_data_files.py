@@ -61,6 +61,11 @@ def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path):
     assert load(tmp_path).fingerprint() != whole.fingerprint(), "a further file changes the inputs of a run"
 
 
+def test_patterns_leave_out_what_says_what_data_is(tmp_path):
+    paths = [write(tmp_path / name, LINES) for name in ("data.jsonl", "dataset_info.json", "state.json")]
+    assert files_of(tmp_path / "*") == paths[:1] and files_of(paths[2]) == paths[2:]
+
+
 def test_names_with_commas_and_brackets(tmp_path):
     one = write(tmp_path / "a,b[1].jsonl", LINES)
     assert named_parts(str(one)) == [str(one)] and files_of(one) == [one]

@@ -121,7 +121,8 @@ def test_every_spelling_of_a_call_is_read_as_one(answer):
         names = ("from", "value") if answer == "observation" else ("role", "content")
         row = {"m": [call, dict(zip(names, (answer, "1"), strict=True))]}
         found = messages_of("here", row, "m")
-        assert found == [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}]
+        content = {"content": ""} if "function_call" not in call and "tool_calls" not in call else {}
+        assert found == [{"role": "assistant", "tool_calls": [CALL], **content}, {"role": "tool", "content": "1"}]
 
 
 def test_what_is_no_call_is_refused():
