@@ -95,7 +95,7 @@ def inputs(job: Job) -> dict[str, str]:
         for kind, names in (("tokenizer files", others), ("named chat templates", named_templates(Path(folder)))):
             paths = [Path(folder) / name for name in names]
             parts = [f"{path.name} ".encode() + path.read_bytes() for path in paths if path.is_file()]
-            found[f"{kind} in {folder}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()
+            found |= {f"{kind} in {folder}": hashlib.sha256(b"\0".join(parts)).hexdigest()} if names else {}
     return found
 
 
