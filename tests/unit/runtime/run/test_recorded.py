@@ -18,6 +18,8 @@ from tests.runs import OneRank, RunOf, load
 def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(presets.load("tiny").models["actor"], folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("", encoding="utf-8")
     (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
     words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
@@ -29,7 +31,6 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
         "generation_config.json": "model",
         "../r.py": "reward function",
     }
-    (folder / "additional_chat_templates").mkdir()
     for file, name in changes.items():
         with (folder / file).open("a", encoding="utf-8") as opened:
             opened.write(" \n")
