@@ -3,7 +3,8 @@
 For refactorings, which may not change a bit. Thirteen small runs of the real program (six placements in float32 and in
 bfloat16, and one that is stopped and resumed) must leave the same hashes of responses, the same bits of weights and
 moments, and the same metrics; twenty programs must be the same instruction by instruction, with what `check` finds,
-bytes and simulated seconds; two searches must end with the same plans. What was renamed on purpose is in RENAMES
+bytes and simulated seconds; two searches must end with the same plans. Six sessions do the same for what is not PPO
+(sessions.py). What was renamed on purpose is in RENAMES
 (compare.py). A worktree of the commit, made for this and removed afterwards, runs its own copy of this tool
 (`--write FOLDER --only PART`, which must go on to mean the same), so that each tree uses its own names. What a commit
 computed is kept in .cache/unchanged/ for the next time on the same machine.
@@ -11,8 +12,8 @@ computed is kept in .cache/unchanged/ for the next time on the same machine.
 With --speed instead: does the working tree take more processor time for the same work (speed.py)?
 
 Cost: on two cores three and a half minutes, half of it where the commit is in the cache; ten seconds for
---only programs; with --speed half an hour. Command: python -m tools unchanged COMMIT [--only programs|runs] [--record]
-or python -m tools unchanged COMMIT --speed [--record]
+--only programs; with --speed half an hour. Commands: python -m tools unchanged COMMIT [--only PART] [--record], or
+python -m tools unchanged COMMIT --speed [--record]
 """
 
 import argparse
@@ -31,7 +32,7 @@ from pathlib import Path
 from bench.rows import REPOSITORY, add
 from tools.unchanged.compare import Golden, compare
 
-PARTS = ("programs", "runs")
+PARTS = ("programs", "runs", "sessions")
 CACHE = REPOSITORY / ".cache" / "unchanged"
 LIMIT_S = 1800.0  # of one part in one tree
 
@@ -101,10 +102,10 @@ def write(folder: Path, parts: tuple[str, ...]) -> int:
 
             found: Mapping[str, Golden] = goldens()
         else:
-            from tools.unchanged import runs
+            from tools.unchanged import runs, sessions
 
-            with tempfile.TemporaryDirectory(prefix="unchanged_runs_") as folder_of_runs:
-                found = runs.goldens(Path(folder_of_runs))
+            with tempfile.TemporaryDirectory(prefix=f"unchanged_{part}_") as folder_of_runs:
+                found = (runs if part == "runs" else sessions).goldens(Path(folder_of_runs))
         (folder / f"{part}.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
     print(json.dumps({"bench": "unchanged", "written": str(folder), "ok": True}))
     return 0
