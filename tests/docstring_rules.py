@@ -37,7 +37,6 @@ Warns Whitens Wraps Writes Yields Zeroes
 VERBS = frozenset(WORDS.split())
 # functions of rlhf_spmd/rewards.py whose text, docstring included, checkpoints have a hash of: a new one would end runs
 HASHED = ("exact_answer", "numeric_answer", "last_number", "boxed_answer", "last_boxed", "num_words", "vader_positive")
-EARLIER = "run_of_"  # folders with runs of earlier versions
 MANY = 4  # parameters, from which on each that is explained has a line of its own
 LEAST_COLUMNS = 80  # a line that is shorter, though the next word fits, is what an edit has left
 FIELD = re.compile(r"\*{0,2}(\w+(?:, \*{0,2}\w+)*): \S")
@@ -139,7 +138,6 @@ def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def main(folders: list[str]) -> int:
     """Prints the problems of all Python files in some folders; returns the exit status."""
     paths = [path for folder in folders for path in (sorted(Path(folder).rglob("*.py")) or [Path(folder)])]
-    paths = [path for path in paths if not any(part.startswith(EARLIER) for part in path.parts)]
     found = [
         f"{path}:{line}: {problem}"
         for path in paths

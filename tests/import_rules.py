@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"rlhf_spmd": "rlhf_spmd", "kernels": "rlhf_spmd.kernels", "strategies": "rlhf_spmd.strategies"}
 FOLDERS |= {"bench": "bench"}
 BESIDE = ("tests", "tools")  # folders that import anything, but keep their files and functions as short
-MAX_FUNCTION, MAX_FILES = 80, 12  # lines of a function beside its docstring, files of a folder
-LONG_FILE = 400  # lines, of which a warning asks
+MAX_FILES = 12  # of a folder
 LISTS = (
     "rlhf_spmd/algorithms",
     "rlhf_spmd/verbs",
@@ -372,19 +371,6 @@ def import_problem(module: str, found: Import) -> str | None:
     return None
 
 
-def size_problems(nodes: Iterable[ast.AST], where: Path) -> list[str]:
-    """Returns what is too long in a file."""
-    found = []
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            if ast.get_docstring(node) is not None:
-                length -= node.body[0].end_lineno - node.body[0].lineno + 1
-            if length > MAX_FUNCTION:
-                found.append(f"{where}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION}")
-    return found
-
-
 def folder_problems(files: Iterable[Path]) -> list[str]:
     """Returns which folders hold too many files, and which files lie loose in the package. files: relative to the
     root."""
@@ -394,13 +380,6 @@ def folder_problems(files: Iterable[Path]) -> list[str]:
             found.append(f"{folder}: {number} files, at most {MAX_FILES}")
     loose = [path.as_posix() for path in files if path.parent.as_posix() == "rlhf_spmd"]
     return found + [f"{path}: lies loose; put it into its room" for path in loose if path not in LOOSE]
-
-
-def long_files(root: Path) -> dict[str, int]:
-    """Returns the lines of files that are long: is each one story?"""
-    paths = [*modules_of(root).values(), *(path for folder in BESIDE for path in (root / folder).rglob("*.py"))]
-    lines = {path.relative_to(root).as_posix(): path.read_bytes().count(b"\n") for path in paths}
-    return {path: number for path, number in lines.items() if number >= LONG_FILE}
 
 
 def bench_problem(module: str, found: Import) -> str | None:
@@ -442,7 +421,6 @@ def problems_of(root: Path) -> list[str]:
         where, tree = path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
         trees[path], in_package = tree, where.parts[0] in ("rlhf_spmd", "kernels", "strategies")
         nodes = list(ast.walk(tree))
-        found += size_problems(nodes, where)
         problems = list(text_problems(nodes, in_package=in_package))
         if in_package:
             problems += word_problems(nodes)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 from tests.folders import write_model
-from tests.run_mpi import REPOSITORY, environment_alone, run_limited
+from tests.run_mpi import environment_alone, run_limited
 
-EARLIER = Path("tests/e2e/run_of_32a08ff")  # a run of 2 iterations that version 32a08ff made; paths in it are relative
-LATER = Path("tests/e2e/run_of_f3d9063")  # of PPO, with the same model and prompts
 NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NAN = math.nan
 SEPARATED = "ba\u2028da\u0085de"
@@ -99,30 +96,6 @@ def test_rollouts_hold_every_column_in_both_formats(folder, capsys):
     for condition, matching in (("answer=18", 4), ("big=1180591620717411303424", 2), ("truth=é", 2)):
         for number in (1, 2):
             assert json.loads(lines(number, "--where", condition)[-1])["matching"] == matching, (condition, number)
-
-
-def test_a_run_of_an_earlier_version_goes_on_and_then_compares_all_columns(tmp_path, warm):
-    folder = tmp_path / "run"
-    shutil.copytree(REPOSITORY / EARLIER / "run", folder)
-    status, stdout, stderr = warm.run(["train", "--resume", folder, "iterations=3"])
-    assert status == 0, stderr
-    assert stdout.count("has no fingerprint of the columns of the prompts in") == 1
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    assert [row["iteration"] for row in rows] == [0, 1, 2]
-    state = folder / "checkpoints" / "iteration-000003" / "state.json"
-    assert "columns of the prompts in" in state.read_text(encoding="utf-8")
-
-
-def test_a_run_of_a_later_version_goes_on_without_a_note(tmp_path, warm):
-    """Beside what another machine may bring."""
-    folder = tmp_path / "run"
-    shutil.copytree(REPOSITORY / LATER / "run", folder)
-    status, stdout, stderr = warm.run(["train", "--resume", folder, "iterations=3"])
-    assert status == 0, stderr
-    notes = [line for line in stdout.split("\n") if "note: " in line and "no forecast" not in line]
-    assert not any("program" in line or "not compared" in line for line in notes), notes
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    assert [row["iteration"] for row in rows] == [0, 1, 2]
 
 
 def test_changed_columns_end_a_resume(folder, warm):

@@ -56,11 +56,6 @@ PRODUCTS = "products"  # in PROGRAM: the library of matrix products of the run
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 BASE = "base below the adapters of the "  # an input: the sum of all bits of a frozen base
-# Beginnings of the names of inputs that checkpoints of earlier versions do not have.
-LATER_INPUTS = (
-    *("columns of the prompts in ", "tokenizer files in ", "named chat templates in ", "algorithm"),
-    *("reward function rlhf_spmd.", BASE),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class Resumed:
     checkpoint: Checkpoint | None
     state: Mapping[str, Any]
     notes: tuple[str, ...]
-    started: str = ""  # the time of the first start; empty: an earlier version did not keep it
+    started: str = ""  # the time of the first start
     products: tuple[Any, str] | None = None  # the library of products as a file has it, and the file
 
     @property
@@ -195,30 +190,18 @@ def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
         raise UserError(f"{given}, but {folder} has done {done}; give {fix}")
 
 
-def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed, *, started: str = "") -> None:
-    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name. started: the
-    time that the chat template wrote into the prompts; empty: none."""
-    before, lacking = resumed.state["inputs"], not_compared(now, resumed)
+def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed) -> None:
+    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name."""
+    before = resumed.state["inputs"]
     for name, fingerprint in now.items():
-        if name in lacking or before.get(name) == fingerprint:
+        if before.get(name) == fingerprint:
             continue
         logprobs = resumed.config.data.precomputed_logprobs
         files = f"the logprobs in {logprobs}" if logprobs else resumed.config.data.chat_template
         also = f" (or {files} did)" if files and name.startswith("prompts in ") else ""
-        fix = "restore the file, or start a new run"
-        if started and not resumed.started and name.startswith("prompts in "):
-            fix = (
-                "their chat template writes the time, and an earlier version of this program did not keep that of the "
-                f'first start: add it to {resumed.folder / PROGRAM}, such as "{STARTED}": "{started}", or start a new '
-                "run"
-            )
-        raise UserError(f"the {name} changed since {resumed.folder} was started{also}; {fix}")
-
-
-def not_compared(now: Mapping[str, str], resumed: Resumed) -> list[str]:
-    """Returns the inputs of which the checkpoint of an earlier version has no fingerprint."""
-    before = resumed.state["inputs"] if resumed.checkpoint else now
-    return [name for name in now if name not in before and name.startswith(LATER_INPUTS)]
+        raise UserError(
+            f"the {name} changed since {resumed.folder} was started{also}; restore the file, or start a new run"
+        )
 
 
 def refuse_older(resumed: Resumed) -> None:
@@ -237,11 +220,9 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     try:
         values = json_value(checkpoint.text(STATE))
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
-        state = values.get("state", values)  # earlier versions kept its parts at the top level
-        config.algorithm.read_state(state)
-        support = values.get("support")  # earlier versions had none
-        support = None if support is None else int(support)
-        return {"state": state, **about, "support": support, "ahead": int(values.get("ahead", 0))}
+        config.algorithm.read_state(values["state"])
+        numbers = {name: int(values[name]) for name in ("support", "ahead")}
+        return {"state": values["state"], **about, **numbers}
     except WRONG_VALUES as error:
         name = checkpoint.folder / STATE
         raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None
@@ -255,8 +236,6 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     """
     if not isinstance(values, Mapping) or "preset" not in values:
         raise UserError(f"{source} is not an object with a preset; restore the file")
-    if "device" in values and "device_type" not in values:
-        raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
     name, strategy = values.get("algorithm", "ppo"), values.get("strategy", {})
     if page is None and isinstance(name, str) and name.endswith(".py"):
         raise UserError(
@@ -267,8 +246,7 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
         raise UserError(f"{source}: {what}; restore the file")
     options = {option: text for option, text in strategy.items() if option != "name"}  # the name is for --config
     algorithm = load_algorithm(page or name, name)
-    # earlier versions had no other products
-    config = Config(preset=str(values["preset"]), products="linear", algorithm=algorithm, strategy=options)
+    config = Config(preset=str(values["preset"]), algorithm=algorithm, strategy=options)
     known = options_of(config)
     groups = {key.partition(".")[0] for key in known if "." in key}
     for key, value in _flat(values).items():

@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.files.json_text import json_object, numbered_values
-from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.records.run_folder import CONFIG
 
 PROGRAM = "program.json"
@@ -44,16 +43,12 @@ def read_config(folder: Path) -> Row:
 
 
 def reported(folder: Path, config: Row) -> Reported:
-    """Returns what a run wrote of its algorithm and strategy; of runs of earlier versions, whose algorithm comes with
-    the package, what its page says. Raises OSError and UserError."""
+    """Returns what a run wrote of its algorithm and strategy. Raises OSError and UserError."""
     about, name = json_object(folder / PROGRAM), config.get("algorithm", "ppo")
     strategy, title, headlines = (about.get(key) for key in ("strategy", "algorithm", "headlines"))
     strategy, made_with = strategy if isinstance(strategy, str) else "", _made_with(about)
     if isinstance(title, str) and isinstance(headlines, list):
         return Reported(strategy, title, tuple(name for name in headlines if isinstance(name, str)), made_with)
-    if isinstance(name, str) and name in algorithm_names():
-        page = load_algorithm(name)
-        return Reported(strategy, page.title, headlines_of(page.metrics), made_with)
     return Reported(strategy, str(name), (), made_with)
 
 

@@ -28,7 +28,7 @@ from rlhf_spmd.runtime.checkpoint.resume import (
     refuse_other_inputs,
 )
 from rlhf_spmd.runtime.checkpoint.train_state import restore
-from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
+from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.profile.machine import processor
 from rlhf_spmd.runtime.records.run_files import headlines_of
@@ -123,18 +123,9 @@ def base_sums(job: Job) -> dict[str, str]:
     return {role: str(sum(theirs.get(role, 0) for theirs in every) % 2**64) for role in roles}
 
 
-def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:
-    """Raises UserError if the run in a folder drew from other tokens. before: how many its checkpoint says; None: it
-    is of a version that drew from all rows of the embeddings."""
-    padded = padded_models(job.config, job.known)
-    if before is None and padded:
-        role, rows = next(iter(padded.items()))
-        raise UserError(
-            f"{folder} was started by a version of rlhf_spmd that gave all {rows} rows of the {role}'s embeddings a "
-            f"probability; this version gives one only to the {job.known.count} tokens of the tokenizer, so the "
-            "results would change on the way; resume it with that version, or start a new run"
-        )
-    if before not in (None, job.known.count):
+def refuse_other_support(job: Job, folder: Path, before: int) -> None:
+    """Raises UserError if the run in a folder drew from other tokens. before: how many its checkpoint says."""
+    if before != job.known.count:
         raise UserError(
             f"{folder} sampled from {before} tokens, and the tokenizer of {job.config.main_folder} now has "
             f"{job.known.count}; restore the tokenizer's files, or start a new run"
@@ -145,7 +136,7 @@ def surroundings(job: Job) -> dict[str, str]:
     """Returns the environment that the last bits of a run's numbers depend on: name -> value, or the values with their
     ranks if they differ. Collective."""
     mine = {
-        "stable program": job.program.fingerprint,  # "program", in earlier versions, named classes
+        "stable program": job.program.fingerprint,
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
@@ -214,7 +205,7 @@ def start_or_resume(
         folder.write_samples(join_samples(job, before))
         return history, before
     with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(inputs(job), resumed, started=job.started if job.written_at else "")
+        refuse_other_inputs(inputs(job), resumed)
         refuse_other_support(job, resumed.folder, resumed.state["support"])
         ahead, before = job.program.placement.ahead, resumed.state["ahead"]
         if ahead != before:

@@ -119,11 +119,6 @@ def _minute(time: str) -> str:
 def notes(job: Job, resumed: Resumed | None) -> list[str]:
     """Returns what is to be said once at the start, below the heading."""
     found = list(resumed.notes) if resumed else []
-    if resumed and not resumed.started and job.written_at:
-        found.append(
-            f"{resumed.folder} is of an earlier version, which did not keep the time of the first start; the chat "
-            f"template writes {_minute(job.written_at)}, also when the run is resumed again"
-        )
     if job.evaluation is not None:
         found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
         best, functions = job.config.checkpoint.best, function_labels(job.evaluation.config)

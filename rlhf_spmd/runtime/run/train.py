@@ -13,7 +13,7 @@ from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.ahead.steps import AheadExecutor
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
@@ -84,9 +84,6 @@ def train(
         console.note(f"note: {note}")
     history, before = recorded.start_or_resume(job, folder, origin, summary)
     inputs, surroundings = recorded.inputs(job), recorded.surroundings(job)
-    if resumed and (names := not_compared(inputs, resumed)):
-        what = ", of the ".join(names)
-        console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": inputs}
     about |= {"surroundings": surroundings, "support": job.known.count}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
@@ -148,7 +145,7 @@ class Running:
         """
         world = job.world
         is_ahead = job.program.placement.ahead
-        about |= {"ahead": is_ahead} if is_ahead else {}
+        about["ahead"] = is_ahead
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))

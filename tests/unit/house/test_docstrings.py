@@ -85,9 +85,7 @@ def test_bad_docstrings_are_found(source, words):
     assert any(words in problem for problem in found), found
 
 
-def test_the_command_names_files_and_lines_and_leaves_runs_of_earlier_versions_out(tmp_path, capsys):
-    (tmp_path / "run_of_1").mkdir()
-    (tmp_path / "run_of_1" / "strategy.py").write_text(function("The ranks."), encoding="utf-8")
+def test_the_command_names_files_and_lines(tmp_path, capsys):
     (tmp_path / "good.py").write_text(function("Returns the ranks."), encoding="utf-8")
     assert main([str(tmp_path)]) == 0 and "1 files: no problems" in capsys.readouterr().out
     (tmp_path / "bad.py").write_text("\n\n" + function("The ranks."), encoding="utf-8")

@@ -1,7 +1,6 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.resume import (
     _recorded,
     config_of,
-    not_compared,
     read_run,
     refuse_changes,
     refuse_older,
@@ -28,31 +26,12 @@ from rlhf_spmd.runtime.checkpoint.resume import (
 )
 from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.guard.failures import explain
-from rlhf_spmd.runtime.run import recorded, run_text
+from rlhf_spmd.runtime.run import recorded
 
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
 OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
 ABOUT = {"inputs": {"prompts in x": "abc"}, "surroundings": {"torch": "2.11"}}
-STATE = {"state": OF_PPO, "support": 63} | ABOUT
-OLDER = {"kl_coef": 0.1, "scores": MOMENTS} | ABOUT  # of versions before algorithms had pages
-
-# config.json of a run of `--preset tiny`, but for its folders, as a version before algorithms had pages wrote it
-OLDER_CONFIG = """
-{"preset": "tiny", "models": {"actor": "", "critic": "", "reference": "", "reward": ""}, "shape": "", "device": "auto",
- "device_type": "cpu", "seed": 0, "iterations": 15, "dtype": "float32", "rollout_batch": 128, "samples_per_prompt": 1,
- "mini_batch": 32, "micro_batch": 32, "reward_function": "", "reward_function_mode": "replace",
- "parity_tolerance": null, "deadline_s": 60.0, "num_samples": 3, "wandb": "",
- "data": {"prompts": "", "key": "prompt", "max_prompt": 32, "long_prompts": "error"},
- "generation": {"max_new_tokens": 24, "min_new_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-  "stop": [], "max_sequences": 256, "block_size": 0, "cache_fraction": 0.9},
- "ppo": {"epochs": 2, "kl_coef": 0.05, "kl_controller": "fixed", "kl_target": 6.0, "kl_horizon": 10000, "gamma": 1.0,
-  "lam": 0.95, "clip_ratio": 0.2, "clip_value": 0.2, "entropy_coef": 0.0, "whiten": "mini_batch",
-  "old_logprobs": "generator", "truncation": "penalty", "truncation_penalty": -1.0, "clip_score": null,
-  "normalize_scores": false, "kl_early_stop": null},
- "optimizer": {"actor_lr": 0.0003, "critic_lr": 0.00015, "warmup_steps": 0, "schedule": "constant", "beta1": 0.9,
-  "beta2": 0.95, "eps": 1e-05, "weight_decay": 0.0, "max_grad_norm": 1.0},
- "checkpoint": {"every": 10, "keep": 2}, "strategy": {}}
-"""
+STATE = {"state": OF_PPO, "support": 63, "ahead": 0} | ABOUT
 
 MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
 MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "environment_workers", "data.epochs", "episode.on_failure"}
@@ -189,9 +168,6 @@ def test_a_folder_without_a_manifest_is_noted(tmp_path):
         STATE | {"state": OF_PPO | {"kl_coef": "much"}},
         STATE | {"state": OF_PPO | {"score_moments": {"count": "x"}}},
         STATE | {"state": OF_PPO | {"score_moments": {"number": 1.0}}},
-        OLDER | {"kl_coef": "much"},
-        OLDER | {"scores": {"count": 1.0}},
-        OLDER | {"inputs": 3},
     ],
     ids=lambda state: json.dumps(state)[:60],
 )
@@ -199,10 +175,8 @@ def test_a_state_that_makes_no_sense_is_refused(tmp_path, state):
     assert "state.json can't be read" in refused(write_run(tmp_path, state=state))
 
 
-@pytest.mark.parametrize("written", [STATE, OLDER], ids=["now", "older"])
-def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
-    """Also one of an earlier version, whose parts stand beside the rest."""
-    run = resumed(write_run(tmp_path, state=written))
+def test_the_state_of_a_checkpoint_is_read(tmp_path):
+    run = resumed(write_run(tmp_path))
     state = run.config.algorithm.read_state(run.state["state"])
     assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
     assert {name: run.state[name] for name in ABOUT} == ABOUT
@@ -210,38 +184,12 @@ def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
 
 
 def test_inputs_are_those_of_the_checkpoint(tmp_path):
-    """What an earlier version had no fingerprint of is not compared; everything else is."""
-    run = resumed(write_run(tmp_path))
     now = {"prompts in x": "abc", "columns of the prompts in x": "1", "algorithm": "2", "tokenizer files in y": "3"}
+    run = resumed(write_run(tmp_path, state=STATE | {"inputs": now}))
     refuse_other_inputs(now, run)
-    assert not_compared(now, run) == list(now)[1:]
-    for changed in ({"prompts in x": "abd"}, {"model in y": "1"}):
-        with pytest.raises(UserError, match=f"the {next(iter(changed))} changed since {tmp_path} was started; restore"):
-            refuse_other_inputs(now | changed, run)
-    (tmp_path / "new").mkdir()
-    run = resumed(write_run(tmp_path / "new", state=STATE | {"inputs": now}))
-    assert not_compared(now, run) == []
-    for name in now:
-        with pytest.raises(UserError, match=f"the {name} changed since"):
+    for name in (*now, "model in y"):
+        with pytest.raises(UserError, match=f"the {name} changed since {tmp_path} was started; restore"):
             refuse_other_inputs(now | {name: "another"}, run)
-
-
-def test_the_options_of_an_older_run_folder_are_read(tmp_path):
-    """Of a version before algorithms had pages: as it wrote them for `--preset tiny`, in full."""
-    values = json.loads(OLDER_CONFIG)
-    assert "algorithm" not in values and "options" not in values
-    folders = {name: folder for name, folder in presets.load("tiny").models.items() if folder}
-    values["models"] |= folders  # where the package lies here
-    values["data"]["prompts"] = presets.load("tiny").data.prompts
-    assert config_of(values, "x.json") == presets.load("tiny", ["data.key=prompt"])  # which was the default
-    values["ppo"]["kl_coef"], values["optimizer"]["critic_lr"] = 0.3, 0.25
-    config = config_of(values, "x.json")
-    assert config.algorithm.name == "ppo" and config.options.kl_coef == 0.3
-    assert config.optimizer.lr == {"actor": 3e-4, "critic": 0.25}
-    words = ("ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", "data.key=prompt")
-    folder = write_run(tmp_path, *words, state=OLDER)
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    assert resumed(folder).config == config
 
 
 def test_a_cluster_file_is_found_again(tmp_path):
@@ -304,19 +252,3 @@ def test_the_time_of_the_first_start(tmp_path):
     (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
     with pytest.raises(UserError, match=r"program.json: 3 is not the time of a start, such as '20.*; restore it"):
         read_run(str(folder), [], other_strategy=False)
-
-
-def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
-    run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
-    job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
-    assert "writes 2026-02-03 00:00, also when the run is resumed again" in run_text.notes(job, run)[-1]
-    resumed = replace(run, state={"inputs": {}})
-    with pytest.raises(
-        UserError, match=r"template writes the time, .*: add it to .*program.json, such as .started.: .now"
-    ):
-        refuse_other_inputs({"prompts in x": "a"}, resumed, started="now")
-    with pytest.raises(UserError, match=r"the model in x changed since .* was started; restore"):
-        refuse_other_inputs({"model in x": "a"}, resumed, started="now")
-    job.written_at = ""
-    assert run_text.notes(job, run) == [*run.notes]
-    assert run_text.notes(job, None) == []
