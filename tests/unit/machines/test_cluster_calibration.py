@@ -63,7 +63,7 @@ def test_check_shows_it_and_an_option_changes_it(capsys):
 
 
 def test_plan_shows_it_and_keeps_to_it(capsys, tmp_path):
-    words = ["plan", "--preset", "llama-7b", "--layout", "1x4", "--method", "two_phase", "--top", "1"]
+    words = ["plan", "--preset", "llama-7b", "--layout", "1x4", "--top", "1"]
     peaks = []
     for share in ("0", "0.05"):
         assert main([*words, "--out", str(tmp_path / f"{share}.py"), f"reserve={share}"]) == 0

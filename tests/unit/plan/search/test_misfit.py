@@ -50,6 +50,7 @@ def test_33b_on_two_nodes_ends_in_time_and_says_what_would_help():
         assert found.plans
 
 
+@pytest.mark.slow  # half a minute
 def test_what_was_proved_is_said():
     text = refused("llama-70b", Cluster.parse("1x4", "a100-80g"))
     assert text.startswith("no placement of this workload fits 1x4: all were considered")

@@ -62,7 +62,7 @@ def model_on_one_base(layout: str, num_bytes: int | None = None, **options) -> C
     return CallModel(Cost(SMALL, on_one_base(cost.workload), cost.cluster))
 
 
-LARGER = [("llama-7b", "1x8"), ("llama-70b", "8x8")]
+LARGER = [("llama-7b", "1x8"), ("llama-13b", "2x8"), ("llama-70b", "8x8")]
 
 
 def llama(preset: str, layout: str, *overrides: str) -> tuple:
@@ -71,7 +71,7 @@ def llama(preset: str, layout: str, *overrides: str) -> tuple:
 
 @pytest.mark.parametrize(
     "preset, layout",
-    [("tiny", "1x4"), ("llama-13b", "2x8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGER)],
+    [("tiny", "1x4"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGER)],
 )
 def test_plans_compile_and_fit(preset, layout):
     workload, cluster = llama(preset, layout)
