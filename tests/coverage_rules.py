@@ -20,9 +20,8 @@ NAMED_BY_WORD = ("rlhf_spmd.algorithms", "rlhf_spmd.strategies")  # a test names
 VERBS, PROGRAM = "rlhf_spmd.verbs", "rlhf_spmd"  # a test that runs the program names its verbs
 # test file -> modules without a test file of their own, which it imports or runs, be it by way of other modules
 COVERS: dict[str, tuple[str, ...]] = {
-    "e2e/test_ahead.py": ("runtime.ahead.in_flight",),
-    "e2e/test_rehearse.py": ("runtime.rehearse.ahead", "runtime.rehearse.rehearsal"),
-    "mpi/test_ahead.py": ("runtime.ahead.steps", "runtime.run.ahead_loop"),
+    "e2e/test_ahead.py": ("runtime.checkpoint.in_flight",),
+    "e2e/test_rehearse.py": ("runtime.rehearse.rehearsal",),
     "unit/algorithms/test_controllers.py": ("algorithms.ppo",),
     "unit/algorithms/test_off_policy.py": ("algorithms.importance",),
     "unit/algorithms/test_slow_supervised.py": ("algorithms.dpo", "algorithms.reward_model", "algorithms.sft"),

@@ -75,7 +75,6 @@ RUNTIME: dict[str, tuple[str, ...]] = {
             "plan",
         ),
     ),
-    "ahead": ("plan",),
     "profile": ("config.options", "config.model_folders", "files", "kernels", "model", "plan"),
     "pictures": ("files", "plan"),
     "records": ("pages.algorithm", "algorithms", "config.options", "files", "kernels", "plan"),

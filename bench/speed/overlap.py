@@ -88,44 +88,40 @@ class Runner:
     """One program on one rank, with models of its own."""
 
     def __init__(self, config: Config, program: Program, world: Any):
-        from rlhf_spmd.runtime.ahead.steps import AheadExecutor
         from rlhf_spmd.runtime.execute.executor import Executor
         from rlhf_spmd.runtime.observe.trace import Tracer
         from rlhf_spmd.runtime.run.prepare import prepare
 
         self.program, self.world, self.recorder = program, world, Tracer()
         self.job = prepare(config, program, world)
-        self.executor = (AheadExecutor if program.placement.ahead else Executor)(self.job, self.recorder)
+        self.executor = Executor(self.job, self.recorder)
         self.in_flight: Any = None
 
     def slow(self, seconds: Callable[[Run], float]) -> None:
         """Makes each Run sleep besides from now on."""
-        executor = self.executor.inner if self.program.placement.ahead else self.executor
-        run = executor.run
+        run = self.executor.run
 
         def slowed(step: Run, data: Any) -> None:
             run(step, data)
             time.sleep(seconds(step))
 
-        executor.run = slowed
+        self.executor.run = slowed
 
     def iteration(self, number: int) -> tuple[float, list[float]]:
         """Runs an iteration. Returns its seconds, and those of each Run of this rank. One ahead, the first one is the
         prologue."""
-        from rlhf_spmd.runtime.ahead.in_flight import Batch
-        from rlhf_spmd.runtime.ahead.steps import Batches
         from rlhf_spmd.runtime.run.prepare import make_iteration
 
         data = make_iteration(self.job, number)
+        batches = (data,)
         if self.program.placement.ahead:
-            data = Batches(self.in_flight, Batch(data))
-            self.in_flight = data.drawn
+            batches, self.in_flight = (self.in_flight, data), data
         else:
             self.executor.begin()
         self.world.barrier("the start of an iteration")
         self.recorder.spans.clear()
         began = time.perf_counter()
-        self.executor.iteration(data)
+        self.executor.iteration(*batches)
         took_s = time.perf_counter() - began
         return took_s, [span[3] - span[2] for span in self.recorder.spans if span[1] == "compute"]
 

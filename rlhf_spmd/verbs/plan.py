@@ -201,26 +201,24 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 def iteration_s(config: Config, program: Program, world: Any) -> float:
     """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
     program's groups. Frees the models before it returns."""
-    from rlhf_spmd.runtime.ahead.in_flight import Batch
-    from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.observe.device_clock import clock_of
     from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 
     job = prepare(config, program, world)
-    ahead = program.placement.ahead
-    executor: Any = (AheadExecutor if ahead else Executor)(job, Tracer(world.rank, clock=clock_of(world.device)))
+    executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
     in_flight = None  # of a run that draws ahead: the batch that trains in the next iteration
     seconds = []
     for number in range(1 + COUNTED):  # one ahead, number 0 only draws
-        data: Any = make_iteration(job, number)
-        if ahead:
-            data = Batches(in_flight, Batch(data))
-            in_flight = data.drawn
+        data = make_iteration(job, number)
         world.barrier("the start of an iteration")
         began = time.perf_counter()
-        executor.iteration(data)
+        if program.placement.ahead:
+            executor.iteration(in_flight, data)
+            in_flight = data
+        else:
+            executor.iteration(data)
         seconds.append(max(world.allgather(time.perf_counter() - began, "the seconds of an iteration")))
     del job, executor, data, in_flight
     gc.collect()

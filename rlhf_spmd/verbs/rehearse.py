@@ -135,7 +135,6 @@ def faults_of(parsed: argparse.Namespace, program: Program) -> "Faults":
 def run(world: "World", parsed: argparse.Namespace) -> int:
     """Rehearses on all ranks; rank 0 prints -> the exit status."""
     from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.rehearse.ahead import AheadRehearsal, Batches
     from rlhf_spmd.runtime.rehearse.rehearsal import Rehearsal, Rehearsed, expanded
 
     with world.together("reading the program"):
@@ -155,26 +154,25 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     title = f"rehearsal of {name}, preset {config.title} on {cluster}"
     say(f"{title}: {world.size} processes; a second here stands for {factor:.3g} s by calibration {calibration.name}")
     recorder = Tracer(world.rank, world.hosts[world.rank])
-    given = world, recorder, times, factor, faults
     ahead, num = program.placement.ahead, parsed.iterations
-    rehearsal: Any = AheadRehearsal(program, *given) if ahead else Rehearsal(expanded(program), *given)
+    rehearsal = Rehearsal(expanded(program), world, recorder, times, factor, faults)
     if parsed.out:
         world.keep_records(parsed.out)
     seconds, busy_s, answers = [], [], []
     batches = [Rehearsed(number) for number in range(num + ahead)]
     if ahead:
-        rehearsal.iteration(Batches(None, batches[0]))
+        rehearsal.iteration(None, batches[0])
     for number in range(num):
         world.barrier("the start of an iteration")
         began_s, before_s = time.monotonic(), time.process_time()
-        answers = rehearsal.iteration(Batches(*batches[number : number + 2]) if ahead else batches[number])
+        answers = rehearsal.iteration(*batches[number : number + 1 + ahead])
         seconds.append((time.monotonic() - began_s) * factor)
         busy_s.append(time.process_time() - before_s)
         against = f"forecast {forecast_s:.4g} s ({seconds[-1] / forecast_s - 1:+.1%})"
         say(f"iteration {number + 1} of {num}: {seconds[-1]:.4g} s, {against}")
         batches[number].rows.clear()
     if ahead:
-        rehearsal.iteration(Batches(batches[-1], None))
+        rehearsal.iteration(batches[-1])
         say(f"A first batch was drawn before, and a last one, {num + 1}, trained after these.")
     busy = [sum(some) for some in zip(*world.allgather(busy_s, "processor seconds"), strict=True)]
     if parsed.out:

@@ -17,11 +17,9 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workflow import ModelCall, trains
-from rlhf_spmd.runtime.ahead.steps import AheadExecutor
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.run.ahead_loop import AheadLoop
-from rlhf_spmd.runtime.run.loop import update
+from rlhf_spmd.runtime.run.loop import Loop, update
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.strategies import separation
 from tests.folders import write_all
@@ -74,7 +72,7 @@ class LateExecutor(Executor):
     late = now = None
     made = 0  # steps of the actor before this iteration
 
-    def iteration(self, data):
+    def iteration(self, data, drawn=None):
         engines = self.job.models.engines
         weights = {role: [w.detach().clone() for w in engine.model.parameters()] for role, engine in engines.items()}
         data.lag = int(self.now is not None)
@@ -111,11 +109,11 @@ class Ahead(RunOf):
     def __init__(self, config, world, program):
         super().__init__(config, world, program)
         self.history = []
-        self.loop = AheadLoop(self.job, AheadExecutor(self.job, Tracer()), self.history)
+        self.loop = Loop(self.job, Executor(self.job, Tracer()), self.history)
 
     def iteration(self):
-        answers = self.loop.executor.iteration(self.loop.given(self.number))
-        self.data = self.loop.now
+        self.data = self.loop.begin(self.number)
+        answers = self.loop.executor.iteration(self.data, self.loop.in_flight)
         self.responses.append(self._responses())
         self.history.append(summarize(self.job, answers))
         update(self.job, answers)

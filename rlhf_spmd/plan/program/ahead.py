@@ -119,8 +119,11 @@ def drawn_by(program: Program, rank: int) -> bool:
 
 
 def transfer_draws(program: Program, number: int) -> bool:
-    """Returns whether a transfer carries rows, or the notice of rows, of the batch that is drawn."""
+    """Returns whether a transfer carries rows, or the notice of rows, of the batch that is drawn; one between the
+    stages of a call is of the call's batch."""
     workflow, transfer = program.workload.workflow, program.transfers[number]
+    if transfer.call is not None:
+        return not trains(workflow.call(transfer.call), workflow)
     makers = [workflow.producer(key) for key in transfer.keys]
     return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
 

@@ -36,8 +36,7 @@ class Executor(InstructionLoop):
         self.transfers = Transfers(job, self.program)
 
     def reset(self) -> None:
-        """Frees what the device's allocator holds back, and counts the messages of an iteration anew."""
-        self.transfers.num_bytes_sent, self.transfers.num_messages_sent = 0, 0
+        """Frees what the device's allocator holds back."""
         release_unused(self.world.device)
 
     def run(self, run: Run, data: Iteration) -> Callable[[], None] | None:
@@ -85,7 +84,7 @@ class Executor(InstructionLoop):
     def agree(self, data: Iteration, what: str) -> list[dict[str, Any]]:
         """Exchanges messages at the end -> for each rank its numbers and, under "rows", a record of each response that
         it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
-        sent = {"bytes": self.transfers.num_bytes_sent, "messages": self.transfers.num_messages_sent}
+        sent = {"bytes": data.num_bytes_sent, "messages": data.num_messages_sent}
         numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
         message = json.dumps(numbers).encode() + b"\n" + responses_made(self.program, self.world.rank, data).tobytes()
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))

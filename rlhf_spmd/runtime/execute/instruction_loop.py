@@ -1,38 +1,64 @@
 """Executes a rank's instruction list; plan/program/instructions.py says what each instruction means. A subclass carries
 them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no MPI.
+
+One iteration ahead (plan/program/ahead.py) a list works on two batches: it trains one and draws the next. Without one
+of them only the instructions of the other are executed: the prologue of a run draws, its epilogue trains.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.ahead import draws
+from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
 from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
 from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 
 
+class Doing(NamedTuple):
+    """What a list is executed for: the number of the iteration that trains (in a prologue, of the one that is drawn),
+    from 0, and what messages, flight records and timelines call it. Short: a flight record keeps 40 bytes."""
+
+    number: int
+    title: str
+
+
 class InstructionLoop(ABC):
-    """Runs iterations of one program on this rank. `data` of an iteration has a number and a title."""
+    """Runs iterations of one program on this rank. The data of an iteration have a number and a title."""
 
     def __init__(self, program: Program, world: Any, recorder: Tracer):
         self.program, self.world, self.recorder = program, world, recorder
         self.instructions = program.instructions[world.rank]
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
+        self.doing: Doing | None = None
+        self.lacking = (False, not program.placement.ahead)  # which of the two batches the last list had not
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
         self.world.will_execute(self.program)
 
-    def iteration(self, data: Any) -> list[dict[str, Any]]:
-        """Executes the list once and returns the messages of all ranks at the closing Agree."""
-        self.recorder.iteration = data.number
+    def iteration(self, trained: Any, drawn: Any = None) -> list[dict[str, Any]]:
+        """Executes the list once and returns the messages of all ranks at the closing Agree.
+
+        trained: the data that train; None: the list only draws, and returns no messages.
+        drawn: the data of the next iteration; None: they are not drawn meanwhile.
+        """
+        self.doing = doing = _doing(trained, drawn)
+        if (lacking := (trained is None, drawn is None)) != self.lacking:
+            self.lacking = lacking
+            self.begin()  # the prologue and the first step have the same number
+        self.recorder.iteration = doing.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
-        for position, step in self.steps():
-            of_batch = self.of_batch(step, data)
-            self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
+        for position, step in enumerate(self.instructions):
+            is_drawn = self.program.placement.ahead and draws(self.program, step)
+            data = drawn if is_drawn else trained
+            if data is None and not isinstance(step, Agree):
+                continue
+            of_batch = {"iteration": data.number} if is_drawn else {}
+            self.world.progress(f"{doing.title}: {self.texts[position]}", doing.number, position)
             try:
                 if isinstance(step, Run):
                     args = {"epoch": step.epoch, "mini_batch": step.mini_batch} | of_batch
@@ -55,23 +81,19 @@ class InstructionLoop(ABC):
                     self.offload(step)
                 elif isinstance(step, Agree):
                     with self.recorder.span(step.what, "control"):
-                        answers = self.agree(data, f"{data.title}: {step.what}")
+                        meeting = f"{doing.title}: {step.what}"
+                        if data is None:
+                            self.world.barrier(meeting)
+                        else:
+                            answers = self.agree(data, meeting)
                 if position == len(self.instructions) - 1:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:
                 raise
             except RuntimeError as error:  # those of torch.distributed are
-                raise peer_error(error, self.program, self.world, data, step, position) from error
-        self.world.progress(f"{data.title}: over", data.number)
+                raise peer_error(error, self.program, self.world, doing, step, position) from error
+        self.world.progress(f"{doing.title}: over", doing.number)
         return answers
-
-    def steps(self) -> Iterable[tuple[int, Instruction]]:
-        """Returns the instructions to execute, with their places in the list."""
-        return enumerate(self.instructions)
-
-    def of_batch(self, instruction: Instruction, data: Any) -> dict[str, Any]:
-        """Returns what a span says of the iteration for which an instruction works, if that is another one."""
-        return {}
 
     @abstractmethod
     def reset(self) -> None:
@@ -100,3 +122,11 @@ class InstructionLoop(ABC):
     @abstractmethod
     def agree(self, data: Any, what: str) -> list[dict[str, Any]]:
         """Exchanges messages of all ranks at the end of an iteration."""
+
+
+def _doing(trained: Any, drawn: Any) -> Doing:
+    """Returns what a list is executed for, given the batches that it trains and draws."""
+    if trained is None:
+        return Doing(drawn.number, f"drawing {drawn.title}")
+    title = trained.title if drawn is None else f"{trained.title}, drawing {drawn.number + 1}"
+    return Doing(trained.number, title)

@@ -133,6 +133,8 @@ class Iteration:
     meter: Meter = field(default_factory=Meter)
     generations: dict[str, Rollout] = field(default_factory=dict)  # engines of calls, while they have anything to do
     generate_s: float = 0.0  # on this rank so far
+    num_bytes_sent: int = 0  # by this rank, as num_messages_sent
+    num_messages_sent: int = 0
     noted: dict[str, np.ndarray] = field(default_factory=dict)  # numbers of rows for the log, [M, C]; NaN: elsewhere
     what: str = "iteration"  # the word before the number in messages
     first: int = 1  # what messages call number 0

@@ -75,14 +75,13 @@ def most_under_way(program: Program, rank: int) -> Counter[int]:
 
 
 class Transfers:
-    """This rank's part of the transfers of a program, and what it has sent."""
+    """This rank's part of the transfers of a program. What it sends is counted for the iteration that it serves."""
 
     def __init__(self, job: Job, program: Program):
         self.program, self.world, self.models = program, job.world, job.models
         # transfer -> its operations, the buffers that rows arrive in, and those that they leave from
         self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]], list[torch.Tensor]]] = {}
         self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it
-        self.num_bytes_sent, self.num_messages_sent = 0, 0
         name = self.program.host_group
         self.host: dist.ProcessGroup | None = None if name is None else self.world.group(name)
         self.buffers = HostBuffers(self.program, self.world.rank, self.world.device)
@@ -104,8 +103,8 @@ class Transfers:
                 if through_host:
                     words = self.buffers.take(len(words)).copy_(words)  # waits for the stream that makes them
                 leaving.append(words)
-                self.num_bytes_sent += words.nbytes
-                self.num_messages_sent += 1
+                data.num_bytes_sent += words.nbytes
+                data.num_messages_sent += 1
                 operations.append(dist.P2POp(dist.isend, words, message.destination, group=group, tag=tag + place))
                 assert words.nbytes == message.num_bytes, (transfer.what, message)
             elif rank == message.destination:
@@ -135,8 +134,8 @@ class Transfers:
         if transfer.model is not None:
             mover = self.movers.pop(number)
             mover.finish()
-            self.num_bytes_sent += mover.num_bytes_sent
-            self.num_messages_sent += mover.num_messages_sent
+            data.num_bytes_sent += mover.num_bytes_sent
+            data.num_messages_sent += mover.num_messages_sent
             return
         works, arriving, leaving = self.pending.pop(number)
         for work in works:

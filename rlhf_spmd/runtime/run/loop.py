@@ -1,15 +1,16 @@
 """The loop of a run: one iteration after another. Folder, console, evaluations and checkpoints listen to it.
 
 An iteration executes the program on new data, sums up what all ranks counted, and updates the algorithm's state from
-these global numbers alone, so that it stays the same on every rank.
+these global numbers alone, so that it stays the same on every rank. One iteration ahead, an iteration trains one batch
+and draws the next one.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_spmd.runtime.ahead.steps import AheadExecutor
+from rlhf_spmd.runtime.checkpoint import in_flight
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -40,11 +41,12 @@ class Done:
 class Loop:
     """The iterations of a run on this rank. history: the metrics of those so far, to which each further one adds."""
 
-    def __init__(self, job: Job, executor: Executor | AheadExecutor, history: list[dict[str, Any]]):
+    def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]]):
         self.job, self.executor, self.history = job, executor, history
+        self.is_ahead = bool(job.program.placement.ahead)
         self.last: Done | None = None  # the last iteration of this start
         self.now: Iteration | None = None  # the current one
-        self.doing: Any = None  # what the executor works on: the current one, with a title
+        self.in_flight: Iteration | None = None  # the next one, if it is or has been drawn ahead
         self.began_s = time.perf_counter()  # when it did
         self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
@@ -54,9 +56,8 @@ class Loop:
         job = self.job
         while (number := len(self.history)) < job.config.iterations and not is_over():
             self.began_s = time.perf_counter()
-            answers = self.executor.iteration(self.given(number))
-            data = self.now
-            assert data is not None
+            self.now = data = self.begin(number)
+            answers = self.executor.iteration(data, self.in_flight)
             metrics = summarize(job, answers)
             metrics["iteration_s"] = time.perf_counter() - self.began_s
             check_finite(metrics, data.title)
@@ -67,23 +68,43 @@ class Loop:
             for listener in self.listeners:
                 listener(self.last)
 
-    def given(self, number: int) -> Any:
-        """Returns what the executor works on in an iteration, whose data become `now`."""
-        self.now = self.doing = make_iteration(self.job, number)
-        return self.now
+    def begin(self, number: int) -> Iteration:
+        """Returns the data of an iteration. Ahead they have been drawn, by the prologue if need be, and the next ones
+        become those in flight, if there is a next iteration."""
+        if not self.is_ahead:
+            return make_iteration(self.job, number)
+        data = self.in_flight
+        if data is None:
+            self.in_flight = data = make_iteration(self.job, number)
+            self.executor.iteration(None, data)
+            self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
+        data.before = self.history[-1] if self.history else {}
+        is_last = number + 1 == self.job.config.iterations
+        self.in_flight = None if is_last else replace(make_iteration(self.job, number + 1), lag=1)
+        return data
 
     @property
     def draws(self) -> Iteration | None:
         """The iteration whose responses are being drawn."""
-        return self.now
+        return self.in_flight if self.is_ahead else self.now
 
-    def take_up(self, checkpoint: Checkpoint) -> str:
-        """Restores what only the loop has in a checkpoint -> a note. Collective."""
+    def resume(self, checkpoint: Checkpoint) -> str:
+        """Restores the batch in flight of a checkpoint. Returns a note if it should have one and has none.
+
+        Collective.
+        """
+        if not self.is_ahead:
+            return ""
+        data = make_iteration(self.job, len(self.history))
+        if in_flight.restore(self.job, checkpoint, data):
+            self.in_flight = data
+        elif len(self.history) < self.job.config.iterations:
+            return "note: this run had ended: its next iteration is drawn with the newest weights, not with older ones"
         return ""
 
     def share_in_flight(self) -> Tensors | None:
-        """Returns what a checkpoint has on this rank of rows that wait for their iteration; None: there are none."""
-        return None
+        """Returns what a checkpoint has on this rank of the batch in flight; None: there is none."""
+        return None if self.in_flight is None else in_flight.collect(self.job, self.in_flight)
 
 
 def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -12,7 +12,6 @@ from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.ahead.steps import AheadExecutor
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -26,7 +25,6 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
-from rlhf_spmd.runtime.run.ahead_loop import AheadLoop
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
@@ -144,21 +142,20 @@ class Running:
         history: the metrics of the iterations so far.
         """
         world = job.world
-        is_ahead = job.program.placement.ahead
-        about["ahead"] = is_ahead
+        about["ahead"] = job.program.placement.ahead
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
         self.aliases, self.history = aliases, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
-        executor = (AheadExecutor if is_ahead else Executor)(job, self.recorder, asked)
+        executor = Executor(job, self.recorder, asked)
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         console.note(self.rollouts.note)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
         self.has_warned = bool(timeouts_note([*history, *self.evaluator.rows]))
-        self.loop = (AheadLoop if is_ahead else Loop)(job, executor, history)
+        self.loop = Loop(job, executor, history)
         if resumed and resumed.checkpoint:
-            console.note(self.loop.take_up(resumed.checkpoint))
+            console.note(self.loop.resume(resumed.checkpoint))
         self.loop.listeners = [self.write, self.evaluate_after, self.save, self.forget]
 
     @property
@@ -173,15 +170,15 @@ class Running:
     def doing(self) -> str:
         """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
         Called by another thread."""
-        world, data, total = self.job.world, self.loop.doing, self.job.config.iterations
+        world, now, total = self.job.world, self.loop.executor.doing, self.job.config.iterations
         record = record_in(world.flight.memory)
-        if data is None or not record.text.startswith(f"{data.title}: ") or record.position == NOWHERE:
+        if now is None or not record.text.startswith(f"{now.title}: ") or record.position == NOWHERE:
             return world.doing
         draws = self.loop.draws
         seconds = time.perf_counter() - self.loop.began_s
         left = ""
         if self.history:
-            left_s = self.console.left_s(data.number, total, self.history[-1]) - seconds
+            left_s = self.console.left_s(now.number, total, self.history[-1]) - seconds
             left = f", about {progress.duration(max(left_s, 0.0))} left"
         parts = [
             f"{one.num - one.num_left} of {one.num} responses"
@@ -189,7 +186,7 @@ class Running:
         ]
         parts.append(f"instruction {record.position} of {record.num_instructions}")
         doing = record.text.partition(": ")[2]
-        return f"{data.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {doing}"
+        return f"{now.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {doing}"
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""

@@ -12,8 +12,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
-from rlhf_spmd.runtime.ahead.in_flight import Batch
-from rlhf_spmd.runtime.ahead.steps import AheadExecutor, Batches
 from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
 from rlhf_spmd.runtime.execute import post_and_wait
@@ -53,6 +51,9 @@ class RankOf:
             self.board.places[self.rank] = RankStatus(position, iteration, place)
 
     def will_execute(self, program: Program) -> None:
+        pass
+
+    def barrier(self, what: str) -> None:
         pass
 
     def stragglers(self, needs: Needs, iteration: int) -> dict[int, str]:
@@ -132,17 +133,17 @@ def test_a_run_that_draws_ahead_names_both_iterations_and_keeps_places():
     """The prologue, a step and the epilogue execute parts of one list, so one wait graph holds for all of them."""
     workload, cluster = make_workload(old_logprobs="current", importance_weights="token"), Cluster.parse("1x2")
     program = compile_program(workload, separation.place(workload, cluster, ahead=1), cluster)
-    first, second = (Batch(iteration(number)) for number in (2, 3))
+    first, second = (iteration(number) for number in (2, 3))
     for rank, whole in enumerate(program.instructions):
         board, calls = Board(2), []
-        executor = AheadExecutor(job_of(program, RankOf(rank, board)), Tracer())
-        executor.inner.run = lambda run, data, calls=calls: calls.append((run.call, data.number))
-        executor.inner.transfers.post = executor.inner.transfers.wait = lambda *_: None
+        executor = Executor(job_of(program, RankOf(rank, board)), Tracer())
+        executor.run = lambda run, data, calls=calls: calls.append((run.call, data.number))
+        executor.transfers.post = executor.transfers.wait = lambda *_: None
         executor.agree = lambda *_: []
         said = []
-        for batches in (Batches(None, first), Batches(first, second), Batches(second, None)):
+        for batches in ((None, first), (first, second), (second, None)):
             board.texts[rank].clear()
-            executor.iteration(batches)
+            executor.iteration(*batches)
             said.append([text.partition(": ") for text in board.texts[rank][:-1]])  # the last one says that it is over
         for part, title in zip(said, ("drawing iteration 3", "iteration 3, drawing 4", "iteration 4"), strict=True):
             assert {before for before, *_ in part} == {title}
@@ -225,7 +226,7 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
         for step in program.instructions[rank]:
             if isinstance(step, Post) and not program.transfers[step.transfer].model:
                 executor.transfers.post(step.transfer, data)
-        num_bytes += executor.transfers.num_bytes_sent
+        num_bytes += data.num_bytes_sent
     assert num_bytes == sum(transfer.num_bytes for transfer in program.transfers if not transfer.model) > 0
     for one, other in itertools.permutations(range(4), 2):
         sent = [(size, tag) for call, size, peer, tag in listed[one] if call == "isend" and peer == other]

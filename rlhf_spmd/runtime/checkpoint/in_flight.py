@@ -7,7 +7,6 @@ So are the sums and numbers that the calls noted for the log, which belong to th
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,10 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 
 
-@dataclass(slots=True)
-class Batch:
-    """A batch that is or has been drawn. sent: bytes and messages of its rows that left this rank."""
-
-    data: Iteration
-    sent: tuple[int, int] = (0, 0)
-
-
-def collect(job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Collects what this rank stores of a batch: tensors KEY:FIRST COLUMN, [mini-batches, columns, ...], copied to host
-    memory, and facts."""
-    program, rank, data = job.program, job.world.rank, batch.data
+def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Collects what this rank stores of a batch that was drawn: tensors KEY:FIRST COLUMN, [mini-batches, columns, ...],
+    copied to host memory, and facts."""
+    program, rank = job.program, job.world.rank
     tensors = {}
     for run in program.instructions[rank]:
         if isinstance(run, Run) and draws(program, run) and program.layout_of(run).reports(rank):
@@ -42,16 +33,16 @@ def collect(job: Job, batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
     about: dict[str, Any] = {
         "iteration": data.number,
         "meter": data.meter.to_message(),
-        "sent": batch.sent,
+        "sent": (data.num_bytes_sent, data.num_messages_sent),
         "lag": data.lag,
     }
     about |= {"generate_s": data.generate_s, "noted": {name: rows.tolist() for name, rows in data.noted.items()}}
     return tensors, {name: json.dumps(value) for name, value in about.items()}
 
 
-def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> Batch | None:
-    """Restores the batch in flight of a checkpoint, whose files have been checked; None: it has none. Raises UserError
-    on all ranks. Collective.
+def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> bool:
+    """Restores the batch in flight of a checkpoint, whose files have been checked, and returns whether there is one.
+    Raises UserError on all ranks. Collective.
 
     data: the iteration that trains it, still empty.
     """
@@ -59,8 +50,8 @@ def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> Batch | None:
 
     files = sorted(name for name in checkpoint.files if name.startswith(DRAWN))
     if not files:
-        return None
-    batch, number = Batch(data), data.number
+        return False
+    number = data.number
     with job.world.together("reading the batch in flight"):
         for name in files:
             path = checkpoint.folder / name
@@ -69,13 +60,13 @@ def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> Batch | None:
                     about = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
                     if about["iteration"] != number:
                         raise ValueError(f"it is of iteration {about['iteration'] + 1}, not {number + 1}")
-                    data.lag = about.get("lag", 1)
+                    data.lag = about["lag"]
                     for key in file.keys():  # noqa: SIM118 - a handle, not a dict
-                        _place(job, batch.data, key, file.get_tensor(key))
-                _count(job, batch, int(name.removeprefix(DRAWN).partition(".")[0]), about)
+                        _place(job, data, key, file.get_tensor(key))
+                _count(job, data, int(name.removeprefix(DRAWN).partition(".")[0]), about)
             except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
                 raise unusable(checkpoint.folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
-    return batch
+    return True
 
 
 def _place(job: Job, data: Iteration, name: str, rows: Tensor) -> None:
@@ -88,11 +79,10 @@ def _place(job: Job, data: Iteration, name: str, rows: Tensor) -> None:
             data.store.at(key, (ALL, slice(low, high)))[:] = rows[:, low - start : high - start]
 
 
-def _count(job: Job, batch: Batch, rank: int, about: Mapping[str, Any]) -> None:
-    """Takes over what a rank has counted, on that rank or, if this run has fewer, on the first one."""
+def _count(job: Job, data: Iteration, rank: int, about: Mapping[str, Any]) -> None:
+    """Restores what a rank has counted, on that rank or, if this run has fewer, on the first one."""
     if job.world.rank != (rank if rank < job.world.size else 0):
         return
-    data = batch.data
     for name, (total, weight) in about["meter"]["sums"].items():
         data.meter.add(name, total, weight)
     for name, value in about["meter"]["maxima"].items():
@@ -103,4 +93,6 @@ def _count(job: Job, batch: Batch, rank: int, about: Mapping[str, Any]) -> None:
         rows_MC, mine_MC = np.array(values, dtype=float), data.noted.get(name)
         data.noted[name] = rows_MC if mine_MC is None else np.where(np.isnan(rows_MC), mine_MC, rows_MC)
     data.generate_s += about["generate_s"]
-    batch.sent = (batch.sent[0] + about["sent"][0], batch.sent[1] + about["sent"][1])
+    num_bytes, num_messages = about["sent"]
+    data.num_bytes_sent += num_bytes
+    data.num_messages_sent += num_messages
