@@ -52,7 +52,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "workers": (),
     "rewards": (
         *("config.options", "config.model_folders", "files", "model", "plan.runtime_words"),
-        *("pages.function_sources", "pages.named_objects", "pages.option_suggestions", "pages.user_module"),
+        *("pages.named_objects", "pages.option_suggestions", "pages.user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
     "environments": ("config.file", "files", "model", "pages.named_objects", "pages.option_suggestions"),
@@ -158,11 +158,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
     # it finds the others by name
-    "rlhf_spmd.pages.algorithm": (
-        *("plan", "algorithms.page", "pages.functions", "pages.function_sources", "pages.user_module"),
-    ),
+    "rlhf_spmd.pages.algorithm": (*("plan", "algorithms.page", "pages.functions", "pages.user_module"),),
     "rlhf_spmd.pages.functions": ("plan",),
-    "rlhf_spmd.pages.function_sources": ("pages.user_module",),
     "rlhf_spmd.algorithms": PAGES,
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.function_sources import Source, read_source
 from rlhf_spmd.pages.functions import COMPANIONS, PageFunction, bound, check_call, words_of
 from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
 from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
@@ -109,27 +108,30 @@ class Algorithm:
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
-    def function(self, name: str, module: str = "", *, from_source: bool = False) -> PageFunction:
+    def function(self, name: str, module: str = "") -> PageFunction:
         """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
 
         module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
             function is, so that a page's function gets none of a shared function of the same name.
-        from_source: modules beside the page are read, not imported, since they need torch.
         """
         if module and module not in FUNCTIONS:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
-        load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
-        modules = [*([] if module else [self.module]), *map(load, [module] if module else FUNCTIONS)]
-        found = next((one for place in modules if callable(one := _named(place, name))), None)
-        if found is None:
+        places = [importlib.import_module(f"rlhf_spmd.algorithms.{one}") for one in ([module] if module else FUNCTIONS)]
+        if not module:
+            places.insert(0, self.module)
+        place = next((place for place in places if callable(getattr(place, name, None))), None)
+        if place is None:
             where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
-        same = [place for place in modules if _named(place, name) is found]
-        sums, prepare, finish = (
-            next((one for place in same if callable(one := _named(place, name + suffix))), None)
-            for suffix in COMPANIONS
-        )
-        return PageFunction(name, found, sums, prepare, finish, words_of(found))
+        function = getattr(place, name)
+        same = [place for place in places if getattr(place, name, None) is function]
+
+        def companion(suffix: str) -> Callable[..., Any] | None:
+            defined = (getattr(place, name + suffix, None) for place in same)
+            return next(filter(callable, defined), None)
+
+        sums, prepare, finish = map(companion, COMPANIONS)
+        return PageFunction(name, function, sums, prepare, finish, words_of(function))
 
     def functions(self, workflow: Workflow) -> dict[str, PageFunction]:
         """Returns the functions of all calls that have one, by the name of the call. Raises UserError."""
@@ -236,33 +238,15 @@ class Algorithm:
         return {part.name: getattr(source, part.name) for source in sources for part in dataclasses.fields(source)}
 
 
-def _imported(name: str) -> ModuleType:
-    return importlib.import_module(f"rlhf_spmd.algorithms.{name}")
-
-
-def _source_of(name: str) -> Source:
-    return read_source(Path(page.__file__).with_name(f"{name}.py"), "rlhf_spmd.algorithms")
-
-
-def _named(place: ModuleType | Source, name: str) -> Any:
-    return place.function(name) if isinstance(place, Source) else getattr(place, name, None)
-
-
-def check_functions(
-    algorithm: Algorithm, workflow: Workflow, options: page.Options, *, from_source: bool = False
-) -> None:
+def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
     """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
-    state is not one.
-
-    from_source: see Algorithm.function.
-    """
+    state is not one."""
     algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if isinstance(call, Compute | Train):
             try:
-                function = algorithm.function(call.function, call.module, from_source=from_source)
-                check_call(function, workflow, call, numbers)
+                check_call(algorithm.function(call.function, call.module), workflow, call, numbers)
             except UserError as error:
                 text = str(error).removeprefix(f"algorithm {algorithm.name}: ")
                 raise UserError(f"algorithm {algorithm.name}: {text}") from None

@@ -30,7 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
     findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
-    findings += check_inputs(config, program.workload.workflow)
+    findings += check_inputs(config, program.workload.workflow, parsed.overrides)
     text = config_text(parsed, config, parsed.strategy, length) if parsed.show_config else None
     may_pack, rank = packs(config, program), parsed.rank
     return print_report(
