@@ -180,12 +180,12 @@ CASES = {
     ),
     "a tab in a file": Case(
         ("--config", "{folder}/c.yaml"),
-        ("c.yaml, line 2: the line begins with a tab: indent with spaces",),
+        ("c.yaml, line 2: not valid YAML", "spaces"),
         {"c.yaml": "ppo:\n\tkl_coef: 0.1\n"},
     ),
     "an empty file of options": Case(("--config", "{folder}/c.yaml"), ("c.yaml is empty",), {"c.yaml": "\n"}),
     "a file of options that is a list": Case(
-        ("--config", "{folder}/c.yaml"), ("c.yaml holds a list, not options",), {"c.yaml": "- seed\n"}
+        ("--config", "{folder}/c.yaml"), ("c.yaml holds a sequence, not options",), {"c.yaml": "- seed\n"}
     ),
     "a strategy in a file that does not exist": Case(
         ("--config", "{folder}/c.yaml"),
