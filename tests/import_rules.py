@@ -201,7 +201,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model.adapters.uniform": (
         *("files", "model.adapters.config", "model.config", "model.texts.tokenizer_files", "plan.adapters"),
     ),
-    "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
+    "rlhf_spmd.config.model_folders": ("plan", "model.adapters.uniform", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),
     "rlhf_spmd.model.config": ("files",),

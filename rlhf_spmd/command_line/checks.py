@@ -38,7 +38,7 @@ def packs(config: Config, program: Program) -> bool:
 
 def tokenizer_findings(config: Config) -> list[Finding]:
     """Returns warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
-    notes = [config.tokenizer_warning, *map(reading_note, config.tokenizer_folders)]
+    notes = [config.files().warning, *map(reading_note, config.tokenizer_folders)]
     return [Finding("warning", note) for note in notes if note]
 
 

@@ -14,7 +14,7 @@ from rlhf_spmd.config.options import (
     split_functions,
 )
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.adapters.uniform import other_base
+from rlhf_spmd.model.adapters.uniform import has_own_head, other_base
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs, text_of
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
@@ -238,14 +238,14 @@ def _of_lora(config: Config) -> list[Rule]:
         )
         rules.append((targets == (), f"{key} is empty: name a layer, or drop the option"))
     rules += [(True, text) for text in _without_adapters(config)]
-    vain = lora.base and not any(map(config.adapter, config.algorithm.roles))
+    vain = lora.base and not any(config.files(role).adapter for role in config.algorithm.roles)
     rules.append((vain, f"lora.base={lora.base}: no model is given as the folder of an adapter; drop the option"))
     for role, about in config.algorithm.roles.items():
-        if config.models[role] and about.head == "lm" and config.has_own_head(role):
-            text = f"models.{role}: {config.adapter(role)} is the adapter of a critic or reward model (SEQ_CLS)"
+        if config.models[role] and about.head == "lm" and has_own_head(config.files(role)):
+            text = f"models.{role}: {config.files(role).adapter} is the adapter of a critic or reward model (SEQ_CLS)"
             rules.append((True, f"{text}, and the {role} is a language model; give an adapter of one (CAUSAL_LM)"))
     for role in config.algorithm.roles if lora.base else ():
-        if (folder := config.adapter(role)) and (base := other_base(folder, lora.base)):
+        if (folder := config.files(role).adapter) and (base := other_base(folder, lora.base)):
             text = (
                 f"the {role} goes on from the adapter in {folder}, which was made for {base}, whose weights are not "
                 f"those of lora.base={lora.base}; drop lora.base, or write {lora.base} as base_model_name_or_path into "

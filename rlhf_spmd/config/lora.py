@@ -131,26 +131,26 @@ def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
 def bases(
     shapes: Mapping[str, ModelShape | None],
     roles: Mapping[str, Role],
-    folder: Callable[[str], str],
+    folders: Mapping[str, str],
     same_model: Callable[[str, str], bool],
 ) -> dict[str, str]:
     """Finds the models with the same frozen weights, whatever their heads, where one of the models has adapters.
     Returns the name of these weights for each of them.
 
-    folder: of a role; empty without one, and then models that start from the same role have the same weights.
+    folders: of the roles; empty without one, and then models that start from the same role have the same weights.
     same_model: whether two folders hold equal copies.
     """
     if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
         return {}
     found: dict[tuple[ModelShape, str], list[str]] = {}
-    folders: list[str] = []  # one for each base
+    known: list[str] = []  # a folder for each base
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
             source = first
-            if given := folder(role):
-                source = next((one for one in folders if same_model(one, given)), given)
-                folders += [source] * (source not in folders)
+            if given := folders[role]:
+                source = next((one for one in known if same_model(one, given)), given)
+                known += [source] * (source not in known)
             found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

@@ -197,7 +197,7 @@ def test_an_adapter_in_a_folder_has_its_own_rank_and_so_has_the_reference(words)
     config = load_run(words, "lora.critic.rank=2")
     wanted = Adapters(3, 6.0, ("q_proj", "o_proj", "gate_proj", "down_proj"))
     assert [config.adapters(role) for role in ("actor", "reference", "reward")] == [wanted, wanted, None]
-    assert config.main_folder == config.folder("reference") and config.main_folder.endswith("actor")
+    assert config.main_folder == config.files("reference").folder and config.main_folder.endswith("actor")
     workload = make_workload(config)
     assert workload.shape("reference") == workload.shape("actor") and workload.bases["reference"] == "actor"
     assert load_run(words, "lora.actor.rank=3", "lora.rank=2").adapters("actor") == wanted
@@ -258,11 +258,12 @@ def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
     words, adapter = write_all(tmp_path), tmp_path / "adapter"
     make_adapter(adapter, tmp_path / "actor")
     config = load_run(words, f"models.actor={adapter}")
-    assert (config.tokenizer_folder(), config.tokenizer_warning) == (str(tmp_path / "actor"), "")
+    assert (config.files().tokenizer, config.files().warning) == (str(tmp_path / "actor"), "")
     write_tokenizer(adapter)
     (adapter / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    assert config.tokenizer_folders == [config.tokenizer_folder()] == [str(adapter)] and not config.tokenizer_warning
-    assert config.tokenizer_folder("reward") == str(tmp_path / "reward")
+    config = load_run(words, f"models.actor={adapter}")
+    assert config.tokenizer_folders == [config.files().tokenizer] == [str(adapter)] and not config.files().warning
+    assert config.files("reward").tokenizer == str(tmp_path / "reward")
     text = (adapter / "tokenizer.json").read_text(encoding="utf-8")
     (adapter / "tokenizer.json").write_text(text.replace('"ba"', '"xx"'), encoding="utf-8")
     said = [finding.message for finding in tokenizer_findings(config)]
