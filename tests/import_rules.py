@@ -208,7 +208,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model.texts.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.config.evaluation_metrics": (),
     "rlhf_spmd.config.checks": (
-        *("config.options", "config.evaluation_metrics", "model.adapters.uniform", "plan.adapters", "plan.workflow"),
+        *("config.options", "config.evaluation_metrics", "model.adapters.uniform", "pages.option_tree", "plan"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
     "rlhf_spmd.migration": (

@@ -204,7 +204,7 @@ CASES = {
     ),
     "a critic for another base": Case(
         ("models.critic={folder}/of_critic", "models.actor={folder}/adapter", "lora.base={folder}/actor"),
-        ("the critic goes on from the adapter in", "whose weights are not those of lora.base=", "drop lora.base"),
+        ("the critic goes on from the adapter in", "whose weights are not those of lora.base", "drop it"),
     ),
     "adapters and full training": Case(
         ("models.actor={folder}/adapter", "lora.base={folder}/actor", "lora.actor.rank=0"),
@@ -238,9 +238,7 @@ CASES = {
     "a file of prompts named twice": Case(
         ("data.prompts={models}/prompts.jsonl,{models}/prompts.jsonl",), ("prompts.jsonl twice", "data.weights")
     ),
-    "weights of other files": Case(
-        ("data.weights=1,2",), ("data.weights has 2 numbers for 1 files of prompts", "give one for each")
-    ),
+    "weights of other files": Case(("data.weights=1,2",), ("2 weights for 1 files of prompts", "give one for each")),
     "a weight of zero": Case(("data.prompts=a.txt,b.txt", "data.weights=1,0"), ("data.weights=1,0", "greater than 0")),
     "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "true or false")),
     "aliases of nobody": Case(("logging.aliases=ray",), ("logging.aliases=ray", "'none', 'trl' or 'verl'")),
@@ -285,7 +283,7 @@ CASES = {
     ),
     "a time limit for a function in the rank": Case(
         ("reward_function={folder}/r.py:f", "reward_timeout_s=5"),
-        ("reward_timeout_s=5 needs processes", "set reward_workers=2"),
+        ("reward_timeout_s=5.0: it needs processes", "set reward_workers=2"),
         {"r.py": "def f(prompts, responses):\n    return [1.0] * len(prompts)\n"},
     ),
     "workers without a function": Case(
@@ -343,10 +341,10 @@ CASES = {
         ("episode.max_row_tokens=9 is smaller than generation.max_new_tokens=10", "raise the one or lower the other"),
     ),
     "limits without episodes": Case(
-        ("episode.max_turns=3",), ("episode.max_turns=3 is for responses that an environment answers",)
+        ("episode.max_turns=3",), ("episode.max_turns=3: it is for responses that an environment answers",)
     ),
     "top_p alone": Case(("generation.top_p=0.9",), ("generation.top_k",)),
-    "mini-batch": Case(("mini_batch=7",), ("24 sequences", "mini_batch 7")),
+    "mini-batch": Case(("mini_batch=7",), ("24 sequences", "mini_batch=7")),
     "too long for the model": Case(("generation.max_new_tokens=60",), ("68 tokens", "64")),
 }
 

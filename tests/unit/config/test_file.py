@@ -240,7 +240,7 @@ def test_all_mistakes_of_a_file_and_of_words_are_told_at_once(tmp_path):
 
 
 def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_path):
-    with pytest.raises(UserError, match="mini_batch 7"):
+    with pytest.raises(UserError, match="mini_batch=7"):
         loaded(write(tmp_path, "mini_batch: 7\n"))
     for path, words in ((str(tmp_path / "no.yaml"), "can't be read: No such file"), (str(tmp_path), "Is a directory")):
         with pytest.raises(UserError, match=words):

@@ -76,11 +76,11 @@ def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
     [
         (
             ["lora.rank=4", "lora.targets=q_prj"],
-            "lora.targets: no layer .* called q_prj .did you mean 'q_proj'..; choose",
+            "lora.targets=q_prj: no layer .* called q_prj .did you mean 'q_proj'..; choose",
         ),
         (
             ["lora.actor.rank=4", "lora.actor.targets=lm_head"],
-            "lora.actor.targets: .* called lm_head; choose from q_proj",
+            "lora.actor.targets=lm_head: .* called lm_head; choose from .* q_proj",
         ),
         (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
         (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
@@ -221,8 +221,8 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     given = [*words, f"models.actor={tmp_path / 'policy'}", f"models.critic={critic}"]
     with pytest.raises(
         UserError,
-        match=f"^the critic goes on from the adapter in {critic}, which was made for {other}, whose weights are not "
-        f"those of lora.base={base}; drop lora.base, or write",
+        match=f"^lora.base={base}: the critic goes on from the adapter in {critic}, which was made for {other}, whose "
+        "weights are not those of lora.base; drop it, or write",
     ):
         load_run(given, f"lora.base={base}")
     bases = make_workload(load_run(given)).bases
@@ -243,7 +243,7 @@ def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
     load_run(words, f"models.critic={tmp_path / 'judge'}")
     for role in ("actor", "reference"):
         with pytest.raises(
-            UserError, match=f"^models.{role}: .*judge is the adapter of .*SEQ_CLS.*, and the {role} is a"
+            UserError, match=f"^models.{role}=.*judge: .* the adapter of .*SEQ_CLS.*, and the {role} is a"
         ):
             load_run(words, f"models.{role}={tmp_path / 'judge'}")
 

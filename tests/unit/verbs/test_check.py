@@ -163,7 +163,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         (["check", "flattening", "extra"], ["check takes one strategy", "drop extra"]),
         (["check", "flattening", "iterations=none"], ["iterations=none", "whole number"]),
         (["check", "flattening", "itertions=3"], ["'itertions'", "did you mean 'iterations'"]),
-        (["check", "flattening", "mini_batch=100"], ["mini_batch 100", "512"]),
+        (["check", "flattening", "mini_batch=100"], ["mini_batch=100", "512"]),
         (["check", "flattening", "strategy.zeero=1"], ["strategy flattening", "did you mean 'strategy.zero'?"]),
         (["check", "flattening", "strategy.zero=7"], ["strategy flattening", "critic_train on ranks 0-3", "stage 7"]),
         (["check", "separation", "strategy.generation_ranks=4"], ["leave 0 to train", "from 1 to 3"]),
