@@ -65,11 +65,14 @@ WRONG = {
         ('judge.infer("scores", prompts, responses', 'judge.infer("scores", prompts, responses, current=True'),
         ["judge.infer('scores', current=True): judge does not train; drop current"],
     ),
-    "a role that is no name": (('"judge": Role', '"../judge": Role'), ["ROLES has the key '../judge'", "letters"]),
+    "a role that is no name": (
+        ('"judge": Role', '"../judge": Role'),
+        ["ROLES.../judge", "String should match pattern"],
+    ),
     "a negative learning rate": (("lr=1e-3", "lr=-1.0"), ["the role policy has lr=-1.0", "positive number"]),
     "a metric that is none": (
         ('"surrogate": page.Metric("policy", "loss", "{:+8.4f}")', '"surrogate": "loss"'),
-        ["METRICS does not give surrogate a page.Metric"],
+        ["METRICS.surrogate: ", "an instance of Metric", "it is 'loss'"],
     ),
     "an unknown scope": (
         ('makes={"weights": "token"})', 'makes={"weights": "token"}, scope="all")'),
@@ -181,20 +184,23 @@ WRONG = {
     ),
     "limits that are none": (
         ('Metric("policy", "loss", "{:+8.4f}")', 'Metric("policy", "loss", "{:+8.4f}", limits=3)'),
-        ["METRICS gives surrogate limits=3"],
+        ["METRICS.surrogate.limits: ", "it is 3"],
     ),
     "no prompts": (('DATA = {"prompts": "prompt"}', 'DATA = {"texts": "text"}'), ["DATA has no prompts"]),
-    "data that are none": (('DATA = {"prompts": "prompt"}', "DATA = None"), ["DATA is not a dict"]),
-    "no options": (("class Options(page.Options)", "class Choices(page.Options)"), ["it has no Options"]),
+    "data that are none": (
+        ('DATA = {"prompts": "prompt"}', "DATA = None"),
+        ["DATA: Input should be a valid dictionary (it is None)"],
+    ),
+    "no options": (("class Options(page.Options)", "class Choices(page.Options)"), ["Options: Field required"]),
     "other options": (
         ("class Options(page.Options)", "class Options"),
-        ["Options is not a dataclass that derives from page.Options"],
+        ["Options: Input should be a subclass of Options"],
     ),
     "options that are no dataclass of their own": (
         (OPTIONS, "class Options(page.Options):\n"),
-        ["Options is not a dataclass that derives from page.Options"],
+        ["Options is not a dataclass of its own"],
     ),
-    "options that are a function": ((OPTIONS, "def Options():\n"), ["Options is not a dataclass"]),
+    "options that are a function": ((OPTIONS, "def Options():\n"), ["Options: Input should be a subclass of Options"]),
     "an option without a default": (
         (
             "slots=True)\nclass Options(page.Options):\n",
@@ -202,8 +208,11 @@ WRONG = {
         ),
         ["the option rate has no default"],
     ),
-    "no roles": (('ROLES = {"policy"', 'MODELS = {"policy"'), ["it has no ROLES"]),
-    "a role that is none": (('Role("scalar", judge=True)', '"scalar"'), ["ROLES does not give each model a Role"]),
+    "no roles": (('ROLES = {"policy"', 'MODELS = {"policy"'), ["ROLES: Field required"]),
+    "a role that is none": (
+        ('Role("scalar", judge=True)', '"scalar"'),
+        ["ROLES.judge: ", "an instance of Role", "it is 'scalar'"],
+    ),
     "a start that is no role": (
         ('Role("scalar", judge=True)', 'Role("scalar", judge=True, starts_from=("critic",))'),
         ["judge starts from critic, which is not a role"],
