@@ -265,6 +265,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.model.texts.tokenizer_files": ("tokenizers",),
+    "rlhf_spmd.pages.algorithm": ("pydantic",),
     "rlhf_spmd.pages.option_values": ("pydantic",),
     "rlhf_spmd.plan": ("numpy",),
     "rlhf_spmd.rewards": ("httpx", "vaderSentiment", "math_verify"),

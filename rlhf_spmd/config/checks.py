@@ -227,7 +227,7 @@ def _of_episodes(config: Config) -> Iterator[Rule]:
 def _of_lora(config: Config) -> Iterator[Rule]:
     lora, roles, layers = config.lora, config.algorithm.roles, (ALL_LINEAR, *LINEAR_LAYERS)
     every = {"lora.targets": lora.targets}
-    every |= {f"lora.{role}.targets": targets for role, targets in lora.own_targets.items() if targets is not None}
+    every |= {f"lora.{role}.targets": own.targets for role, own in lora.roles.items() if own.targets is not None}
     for key, targets in every.items():
         unknown = [layer for layer in targets if layer not in layers]
         hint = did_you_mean(unknown[0], layers) if unknown else ""
@@ -261,15 +261,15 @@ def _of_lora(config: Config) -> Iterator[Rule]:
 def _without_adapters(config: Config) -> Iterator[Rule]:
     """Yields a rule for each option of adapters where no model has any."""
     lora, usual = config.lora, type(config.lora)()
-    by_role = {"alpha": lora.alphas, "targets": lora.own_targets, "rslora": lora.own_rslora, "dropout": lora.dropouts}
+    names = ("alpha", "targets", "rslora", "dropout")
     if not any(map(config.adapters, config.algorithm.roles)):
-        for name in by_role:
+        for name in names:
             is_given = getattr(lora, name) != getattr(usual, name)
             yield Rule(f"lora.{name}", is_given, "no model has adapters; give lora.rank=16, or drop the option")
-    for role in config.algorithm.trained_roles:
+    for role, own in lora.roles.items():
         text = f"the {role} has no adapters; give lora.{role}.rank=16, or drop the option"
-        for name, values in by_role.items():
-            is_given = values.get(role) is not None
+        for name in names:
+            is_given = getattr(own, name) is not None
             yield Rule(f"lora.{role}.{name}", is_given and config.adapters(role) is None, text)
 
 

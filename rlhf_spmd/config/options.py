@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveIn
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_episodes import read_forecast_episodes
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
-from rlhf_spmd.config.lora import Lora, adapted, bases, of_folder
+from rlhf_spmd.config.lora import Lora, RoleLora, adapted, bases, of_folder
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
@@ -274,7 +274,8 @@ class Config(OptionTree):
             object.__setattr__(self, "options", dataclasses.replace(self.options, **own))
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
-        object.__setattr__(self, "lora", self.lora.with_roles(usual))
+        of_roles = {role: self.lora.roles.get(role, RoleLora()) for role in usual}
+        object.__setattr__(self, "lora", dataclasses.replace(self.lora, roles=of_roles))
 
     @property
     def main_role(self) -> str:
@@ -474,7 +475,7 @@ def _refuse_dropout(config: Config, workflow: Workflow) -> None:
     lora = config.lora
     for role in workflow.models if workflow.generate_calls else ():
         if (adapters := config.adapters(role)) and adapters.dropout:
-            key = "lora.dropout" if lora.dropouts.get(role) is None else f"lora.{role}.dropout"
+            key = "lora.dropout" if lora.roles[role].dropout is None else f"lora.{role}.dropout"
             raise UserError(
                 f"{key}={adapters.dropout:g}: {config.algorithm.name} generates responses, which training would give "
                 "other probabilities than generation did; drop the option"
