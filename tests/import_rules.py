@@ -270,6 +270,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.plan": ("numpy",),
     "rlhf_spmd.rewards": ("httpx", "vaderSentiment", "math_verify"),
     "rlhf_spmd.runtime": None,
+    "rlhf_spmd.verbs.rehearse": ("psutil",),
 }
 FENCES = {
     "mpi4py": "rlhf_spmd.runtime.world.world",
