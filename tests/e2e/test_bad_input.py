@@ -287,7 +287,7 @@ CASES = {
         {"r.py": "def f(prompts, responses):\n    return [1.0] * len(prompts)\n"},
     ),
     "workers without a function": Case(
-        ("reward_workers=2",), ("reward_workers=2 are for reward functions", "reward_function is empty")
+        ("reward_workers=2",), ("reward_workers=2: there is no reward_function", "give one")
     ),
     "a negative number of workers": Case(("reward_workers=-1",), ("reward_workers=-1", "greater than or equal to 0")),
     "corrections of equal logprobs": Case(
@@ -338,7 +338,7 @@ CASES = {
     ),
     "limits that contradict each other": Case(
         ("environment=m:f", "episode.max_row_tokens=9"),
-        ("episode.max_row_tokens=9 is smaller than generation.max_new_tokens=10", "raise the one or lower the other"),
+        ("episode.max_row_tokens=9, generation.max_new_tokens=10: the first limits", "lower the second"),
     ),
     "limits without episodes": Case(
         ("episode.max_turns=3",), ("episode.max_turns=3: it is for responses that an environment answers",)
