@@ -22,18 +22,9 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
-CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 IMPORT_S = 10  # for importing the functions that the command line of `check` names
-
-
-def packs(config: Config, program: Program) -> bool:
-    """Returns whether a matmul library may pack weights for generation."""
-    shapes = [shape for shape in program.workload.models.values() if shape]
-    return config.products != "linear" and any(shape.has_large_matrices for shape in shapes)
 
 
 def tokenizer_findings(config: Config) -> list[Finding]:
@@ -216,56 +207,6 @@ def column_names(paths: Sequence[Path], key: str, *, has_source: bool, most: int
     for _, row in (entry for path in paths for entry in read_records(path, key, most=most)):
         names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)
-
-
-def print_report(
-    program: Program,
-    findings: Sequence[Finding],
-    name: str,
-    title: str,
-    config: str | None,
-    may_pack: bool,
-    rank: int = 0,
-    evaluate: Evaluate = no_evaluation,
-    length: str = "",
-    as_json: bool | None = None,
-) -> int:
-    """Prints a program, its configuration, the findings about it, the verdict and, last, a line of JSON. Returns the
-    exit status.
-
-    config: the configuration as text; None: it is not printed.
-    may_pack: see `packs`.
-    rank: the rank whose instructions are printed.
-    evaluate: makes the program of the run's evaluations.
-    length: length of the run, see words.length_note.
-    as_json: --json or --no-json.
-    """
-    columns = table_width()
-    print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank, columns=columns))
-    if may_pack and (packed := show_packed(program)):
-        print(packed)
-    if evaluation := evaluate(program):
-        print(show_evaluation(evaluation, columns))
-    if config is not None:
-        print(f"\n{CONFIG_HEADING}\n{config}")
-    if findings:
-        print(show_findings(findings))
-    if advised := advice(program, evaluate):
-        print(f"\n{advised}")
-    print(f"\n{verdict(findings)}")
-    errors = sum(finding.severity == "error" for finding in findings)
-    result = {
-        "strategy": name,
-        "layout": str(program.cluster),
-        "fingerprint": program.fingerprint,
-        "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
-        "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
-        "errors": errors,
-        "warnings": len(findings) - errors,
-        "ok": not errors,
-    }
-    print_json(result, as_json)
-    return 1 if errors else 0
 
 
 def refuse_errors(name: str, program: Program, findings: Sequence[Finding], evaluate: Evaluate = no_evaluation) -> None:

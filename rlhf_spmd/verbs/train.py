@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, packs, print_report, refuse_errors
+from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, refuse_errors
 from rlhf_spmd.command_line.plans import auto
 from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, start_torch
 from rlhf_spmd.command_line.words import (
     DEFAULT_STRATEGY,
     code_note,
-    config_text,
-    length_note,
     load_config,
 )
 from rlhf_spmd.config import options as configs
@@ -25,6 +23,7 @@ from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import CONFIG, Resumed, read_run, refuse_other_start
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program
+from rlhf_spmd.verbs.check import report
 
 AUTO = "auto"  # of --resume
 RUNS = "runs"  # the default of --runs
@@ -62,15 +61,11 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
         if evaluation:
             world.agree("the start", {"the program of the evaluation": evaluation.fingerprint})
-    title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
-            length = length_note(config)
-            text = config_text(parsed, config, parsed.strategy or named, length) if parsed.show_config else None
-            more = {"evaluate": evaluate, "length": length, "as_json": parsed.json}
-            print_report(program, findings, strategy.name, title, text, packs(config, program), **more)
+            report(parsed, config, program, findings, evaluate, strategy.name, parsed.strategy or named)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
@@ -93,7 +88,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             comes_with_package=strategy.comes_with_package,
             note=code_note(parsed.file),
         ),
-        summary=show_program(program, title=title, rank=0),
+        summary=show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=0),
         evaluation=evaluation,
         calibration=calibration,
         asked=asked,

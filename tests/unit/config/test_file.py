@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from rlhf_spmd.__main__ import main, read
 from rlhf_spmd.command_line.arguments import parse
-from rlhf_spmd.command_line.checks import CONFIG_HEADING
 from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
@@ -23,6 +22,7 @@ from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import read_config_file, to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_tree import options_of, with_value
+from rlhf_spmd.verbs.check import CONFIG_HEADING
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [

@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line import checks
-from rlhf_spmd.command_line.checks import CONFIG_HEADING
 from rlhf_spmd.pages import strategy
 from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.verbs.check import CONFIG_HEADING
 from tests.pages import write_page
 
 HEAVY = {"torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
