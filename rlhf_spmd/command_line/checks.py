@@ -100,7 +100,7 @@ def _in_child(check: Callable[[], list[Finding]]) -> tuple[list[Finding] | None,
     reason if the child does not answer."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, check), daemon=True)
+    process = context.Process(target=_answer, args=(sender, check))
     process.start()
     sender.close()
     try:
