@@ -7,7 +7,7 @@ mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out 
 mpirun -n 2 python -m rlhf_spmd evaluate --model FOLDER eval.prompts=test.jsonl reward_function=FILE.py:NAME
 mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
 mpirun -n 4 python -m rlhf_spmd precompute --algorithm dpo --model FOLDER data.prompts=pairs.jsonl --out ref.safetensors
-python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
+python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b strategy.zero=3
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd rehearse mine.py --preset llama-13b --layout 8x8
@@ -16,7 +16,7 @@ python -m rlhf_spmd coming-from verl.yaml > options.yaml
 python -m rlhf_spmd algorithms
 python -m rlhf_spmd convert model.gguf FOLDER
 python -m rlhf_spmd status runs/NAME
-python -m rlhf_spmd rollouts runs/NAME --where "score<0" --limit 5
+python -m rlhf_spmd rollouts runs/NAME --where "scores<0" --limit 5
 python -m rlhf_spmd report runs/NAME --out report.html
 python -m rlhf_spmd postmortem runs/NAME
 mpirun -n 2 python -m rlhf_spmd profile --out mine.json

@@ -51,7 +51,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "workers": (),
     "rewards": (
         *("config.options", "config.model_folders", "files", "model", "plan.runtime_words"),
-        *("pages.function_sources", "pages.named_objects", "pages.option_suggestions", "pages.user_module"),
+        *("pages.named_objects", "pages.option_suggestions", "pages.user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
     "environments": ("config.file", "files", "model", "pages.named_objects", "pages.option_suggestions"),
@@ -156,11 +156,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
     # it finds the others by name
-    "rlhf_spmd.pages.algorithm": (
-        *("plan", "algorithms.page", "pages.functions", "pages.function_sources", "pages.user_module"),
-    ),
+    "rlhf_spmd.pages.algorithm": (*("plan", "algorithms.page", "pages.functions", "pages.user_module"),),
     "rlhf_spmd.pages.functions": ("plan",),
-    "rlhf_spmd.pages.function_sources": ("pages.user_module",),
     "rlhf_spmd.algorithms": PAGES,
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),
@@ -202,14 +199,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model.adapters.uniform": (
         *("files", "model.adapters.config", "model.config", "model.texts.tokenizer_files", "plan.adapters"),
     ),
-    "rlhf_spmd.config.model_folders": ("plan", "model.config", "model.texts.tokenizer_files"),
+    "rlhf_spmd.config.model_folders": ("plan", "model.adapters.uniform", "model.config", "model.texts.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.adapters", "plan.shard"),
     "rlhf_spmd.model.config": ("files",),
     "rlhf_spmd.model.texts.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.config.evaluation_metrics": (),
     "rlhf_spmd.config.checks": (
-        *("config.options", "config.evaluation_metrics", "model.adapters.uniform", "plan.adapters", "plan.workflow"),
+        *("config.options", "config.evaluation_metrics", "model.adapters.uniform", "pages.option_tree", "plan"),
         *("pages.option_suggestions", "pages.option_values"),
     ),
     "rlhf_spmd.migration": (
@@ -266,10 +263,12 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.model.texts.tokenizer_files": ("tokenizers",),
+    "rlhf_spmd.pages.algorithm": ("pydantic",),
     "rlhf_spmd.pages.option_values": ("pydantic",),
     "rlhf_spmd.plan": ("numpy",),
     "rlhf_spmd.rewards": ("httpx", "vaderSentiment", "math_verify"),
     "rlhf_spmd.runtime": None,
+    "rlhf_spmd.verbs.rehearse": ("psutil",),
 }
 FENCES = {
     "mpi4py": "rlhf_spmd.runtime.world.world",

@@ -2,9 +2,10 @@
 arguments."""
 
 import argparse
+import math
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -54,27 +55,24 @@ def _given(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    """Reads a whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def _number(kind: type[int] | type[float], least: float, what: str) -> Callable[[str], float]:
+    """Returns a function that reads a number of at least `least`. what: such a number in words."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
 
 
-def _seconds(text: str) -> float:
-    """Reads a time above 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def _whole(text: str) -> int:
-    """Reads a whole number of at least 0."""
-    return 0 if text == "0" else _positive(text)
+_positive = _number(int, 1, "a whole number of at least 1")
+_whole = _number(int, 0, "a whole number of at least 0")
+_seconds = _number(float, 1e-9, "a number of seconds above 0")
 
 
 def _replaces(what: str) -> Argument:
@@ -102,6 +100,10 @@ CONFIG = (
     _argument("--algorithm", "algorithm, by name or file (default: ppo)", "NAME|FILE.py", type=_given),
     _argument("--preset", "named configuration to start from (default: tiny, or with --model the preset `model`)"),
     _argument("--model", "Hugging Face folder of the model in the first role, such as PPO's actor", "FOLDER"),
+)
+STRATEGY = _argument("strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?")
+PLACEMENT = _argument(
+    "--strategy", "placement of the calls, by strategy name or file (default: flattening)", "NAME|FILE.py"
 )
 SHOW_CONFIG = _flag("--show-config", "print the resolved configuration with the report, as a file for --config")
 LAYOUT = (
@@ -165,9 +167,7 @@ VERBS = {
     "check": Verb(
         "print a placement and prove that its program cannot hang",
         (
-            _argument(
-                "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
-            ),
+            STRATEGY,
             *DEVICES,
             _argument("--rank", "rank whose instruction list is printed (default: 0)", type=int, default=0),
             SHOW_CONFIG,
@@ -200,9 +200,7 @@ VERBS = {
     "forecast": Verb(
         "forecast the seconds of one strategy, what limits them, and its memory",
         (
-            _argument(
-                "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
-            ),
+            STRATEGY,
             *CALIBRATED_DEVICES,
             _argument("--out", "draw to this file which ranks run which call, and the timeline", "FILE.png"),
             _replaces("FILE.png if it exists"),
@@ -213,9 +211,7 @@ VERBS = {
     "rehearse": Verb(
         "run the processes and messages of a job on this machine, with sleeps in place of computation",
         (
-            _argument(
-                "strategies", "name or FILE.py of the strategy (default: that of --config)", "STRATEGY", nargs="?"
-            ),
+            STRATEGY,
             *CALIBRATED_DEVICES,
             _argument(
                 "--iterations",
@@ -266,9 +262,7 @@ VERBS = {
         (
             _argument("--out", "file to write, for data.precomputed_logprobs=FILE", "FILE", required=True),
             _replaces("FILE if it exists"),
-            _argument(
-                "--strategy", "placement of the calls, by strategy name or file (default: flattening)", "NAME|FILE.py"
-            ),
+            PLACEMENT,
             CLUSTER_OF_RANKS,
             *CONFIG,
         ),
@@ -284,9 +278,7 @@ VERBS = {
                 type=_whole,
                 default=0,
             ),
-            _argument(
-                "--strategy", "placement of the calls, by strategy name or file (default: flattening)", "NAME|FILE.py"
-            ),
+            PLACEMENT,
             CLUSTER_OF_RANKS,
             *CONFIG,
         ),

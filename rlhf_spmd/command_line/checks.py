@@ -1,37 +1,35 @@
 """What several subcommands check of a run before it starts, and the report of `check`."""
 
-from collections.abc import Callable, Sequence
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
+from rlhf_spmd.config.checks import foreign_functions
 from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.pages.algorithm import check_functions
-from rlhf_spmd.pages.function_sources import Unread
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
-CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
-
-
-def packs(config: Config, program: Program) -> bool:
-    """Returns whether a matmul library may pack weights for generation."""
-    shapes = [shape for shape in program.workload.models.values() if shape]
-    return config.products != "linear" and any(shape.has_large_matrices for shape in shapes)
+IMPORT_S = 10  # for importing the functions that the command line of `check` names
 
 
 def tokenizer_findings(config: Config) -> list[Finding]:
     """Returns warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
-    notes = [config.tokenizer_warning, *map(reading_note, config.tokenizer_folders)]
+    notes = [config.files().warning, *map(reading_note, config.tokenizer_folders)]
     return [Finding("warning", note) for note in notes if note]
 
 
@@ -69,53 +67,124 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
-def check_inputs(config: Config, workflow: Workflow, *, runs: bool = False) -> list[Finding]:
-    """Checks the functions and the data of a run as its start would, from their source and from the first rows. Of the
-    user's code only the page of the algorithm is imported.
+def check_inputs(
+    config: Config, workflow: Workflow, overrides: Sequence[str] = (), *, runs: bool = False
+) -> list[Finding]:
+    """Checks the functions and the first rows of a run as its start would. Functions of the user are imported in a
+    child process, and only those that the command line names.
 
-    runs: whether this is the command line of a run, which needs prompts.
+    overrides: KEY=VALUE arguments of the command line.
+    runs: whether this is the command line of a run, which needs prompts, and imports no functions.
     """
-    findings = _finding_of(lambda: check_functions(config.algorithm, workflow, config.options, from_source=True))
+    keys = [] if runs else [word.partition("=")[0] for word in overrides]
+    named: list[str] = []
+    unnamed: list[str] = []
+    if config.algorithm.from_file:
+        (unnamed if runs else named).append(f"algorithm {config.algorithm.name}")
+    for key, text in (
+        ("reward_function", config.reward_function),
+        ("eval.reward_function", config.eval.reward_function),
+    ):
+        (named if key in keys else unnamed).extend(f"reward function {spec}" for spec in foreign_functions(text))
+    unchecked = dict.fromkeys(unnamed, "name it on the command line of `check`")
+    if named:
+        findings, why = _in_child(partial(_input_findings, config, workflow, unchecked, runs=runs))
+        if findings is not None:
+            return findings
+        unchecked |= dict.fromkeys(named, why)
+    return _input_findings(config, workflow, unchecked, runs=runs)
+
+
+def _in_child(check: Callable[[], list[Finding]]) -> tuple[list[Finding] | None, str]:
+    """Runs a check that imports code of the user in a child process without GPUs. Returns its findings; None and the
+    reason if the child does not answer."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, check))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(IMPORT_S):
+            return None, f"importing it took more than {IMPORT_S} s"
+        return [Finding(*values) for values in json.loads(receiver.recv_bytes())], ""
+    except EOFError:
+        return None, "importing it ended the process"
+    finally:
+        process.kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+def _answer(sender: Any, check: Callable[[], list[Finding]]) -> None:
+    """Sends the findings of a check from a child process, whose prints are dropped."""
+    os.setsid()  # the parent ends the child together with what it has started
+    signal.alarm(2 * IMPORT_S)  # in case that the parent has been killed
+    os.environ |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    findings = [(finding.severity, finding.message) for finding in check()]
+    sender.send_bytes(json.dumps(findings).encode())
+
+
+def _input_findings(config: Config, workflow: Workflow, unchecked: Mapping[str, str], *, runs: bool) -> list[Finding]:
+    """Checks the functions and the first rows of a run.
+
+    unchecked: what may not be imported -> why not.
+    runs: see check_inputs.
+    """
+    findings: list[Finding] = []
+    if config.algorithm.from_file:
+        check_page = partial(check_functions, config.algorithm, workflow, config.options)
+        findings += _findings_of(f"algorithm {config.algorithm.name}", check_page, unchecked)
     findings += [] if prompt_files(config) or not runs else [Finding("error", NO_PROMPTS)]
-    findings += _check_data(config)
+    findings += _check_data(config, unchecked)
     if config.eval.prompts:
         where = f"evaluation on {config.eval.prompts}"
-        new = [one for one in _check_data(evaluated(config)) if one not in findings]
+        new = [one for one in _check_data(evaluated(config), unchecked) if one not in findings]
         findings += [replace(one, message=f"{where}: {one.message}") for one in new]
     return findings
 
 
-def _finding_of(check: Callable[[], object]) -> list[Finding]:
-    """Returns the error that a check raises as a finding."""
+def _findings_of(what: str, check: Callable[[], object], unchecked: Mapping[str, str]) -> list[Finding]:
+    """Returns the error that a check raises as a finding; a warning if it is not made.
+
+    what: the thing that is checked.
+    unchecked: see _input_findings.
+    """
+    if what in unchecked:
+        return [Finding("warning", f"{what} is not checked: {unchecked[what]}")]
     try:
         check()
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        if isinstance(cause, ModuleNotFoundError) and cause.name == "torch":
+            return [Finding("warning", f"{what} is not checked: it imports torch, which is not installed here")]
         return [Finding("error", str(error))]
     return []
 
 
-def _check_data(config: Config) -> list[Finding]:
+def _check_data(config: Config, unchecked: Mapping[str, str]) -> list[Finding]:
     """Checks the data set, and that it has the columns that reward functions ask for. Returns findings."""
     from rlhf_spmd.runtime.data.first_rows import check_first_rows
 
-    findings = _finding_of(lambda: check_first_rows(config))
+    findings = _findings_of("data", partial(check_first_rows, config), {})
     if not any(role.judge for role in config.algorithm.roles.values()):
         return findings
     is_readable = bool(prompt_files(config)) and not findings
     for spec in split_functions(config.reward_function):
-        try:
-            findings += _finding_of(partial(_check_reward, spec, config, is_readable=is_readable))
-        except Unread as why:
-            findings.append(Finding("warning", f"reward function {spec} is unchecked: {why}"))
+        check_function = partial(_check_reward, spec, config, is_readable=is_readable)
+        findings += _findings_of(f"reward function {spec}", check_function, unchecked)
     return findings
 
 
 def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
-    """Raises UserError for a reward function that a run would refuse, and Unread if that is not known here."""
+    """Raises UserError for a reward function that a run would refuse."""
     from rlhf_spmd.runtime.data.first_rows import NUM_ROWS
-    from rlhf_spmd.runtime.rewards.function import read_reward_function
+    from rlhf_spmd.runtime.rewards.function import load_reward_function
 
-    function = read_reward_function(spec)
+    function = load_reward_function(spec, None)
     if function.asks_for_columns and is_readable:
         named, key = prompt_files(config), config.data.key or config.algorithm.prompts
         names = partial(column_names, every_file(named), key, has_source=len(named) > 1)
@@ -138,56 +207,6 @@ def column_names(paths: Sequence[Path], key: str, *, has_source: bool, most: int
     for _, row in (entry for path in paths for entry in read_records(path, key, most=most)):
         names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)
-
-
-def print_report(
-    program: Program,
-    findings: Sequence[Finding],
-    name: str,
-    title: str,
-    config: str | None,
-    may_pack: bool,
-    rank: int = 0,
-    evaluate: Evaluate = no_evaluation,
-    length: str = "",
-    as_json: bool | None = None,
-) -> int:
-    """Prints a program, its configuration, the findings about it, the verdict and, last, a line of JSON. Returns the
-    exit status.
-
-    config: the configuration as text; None: it is not printed.
-    may_pack: see `packs`.
-    rank: the rank whose instructions are printed.
-    evaluate: makes the program of the run's evaluations.
-    length: length of the run, see words.length_note.
-    as_json: --json or --no-json.
-    """
-    columns = table_width()
-    print(show_program(program, title=f"{title}\n{length}" if length else title, rank=rank, columns=columns))
-    if may_pack and (packed := show_packed(program)):
-        print(packed)
-    if evaluation := evaluate(program):
-        print(show_evaluation(evaluation, columns))
-    if config is not None:
-        print(f"\n{CONFIG_HEADING}\n{config}")
-    if findings:
-        print(show_findings(findings))
-    if advised := advice(program, evaluate):
-        print(f"\n{advised}")
-    print(f"\n{verdict(findings)}")
-    errors = sum(finding.severity == "error" for finding in findings)
-    result = {
-        "strategy": name,
-        "layout": str(program.cluster),
-        "fingerprint": program.fingerprint,
-        "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
-        "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
-        "errors": errors,
-        "warnings": len(findings) - errors,
-        "ok": not errors,
-    }
-    print_json(result, as_json)
-    return 1 if errors else 0
 
 
 def refuse_errors(name: str, program: Program, findings: Sequence[Finding], evaluate: Evaluate = no_evaluation) -> None:

@@ -1,6 +1,7 @@
 """Files that subcommands write: not over others, and with the reason where it fails."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,10 +27,14 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
         raise UserError(f"a picture needs matplotlib ({error}): pip install matplotlib") from None
 
 
-def check_out(parsed: argparse.Namespace) -> Path:
-    """Returns the file of the picture. Raises UserError if it is not a picture or would replace a file."""
+def check_out(parsed: argparse.Namespace, *endings: str) -> Path:
+    """Returns the file of --out. Raises UserError if it has none of these endings, would replace a file or cannot be
+    written."""
     out = Path(parsed.out)
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
+    if out.suffix.lower() not in endings:
+        raise UserError(f"--out {parsed.out} is a file of another kind: give it the ending {' or '.join(endings)}")
     refuse_existing(parsed, out)
+    folder = next(folder for folder in out.absolute().parents if is_folder(folder))
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--out {parsed.out}: {folder} cannot be written; name a file in another folder")
     return out

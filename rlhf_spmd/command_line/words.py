@@ -2,13 +2,12 @@
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from rlhf_spmd.command_line.arguments import CHECKED
 from rlhf_spmd.command_line.checks import num_rows
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.epochs import length_of
-from rlhf_spmd.config.file import FUNCTIONS, ConfigFile, read_config_file, to_text
+from rlhf_spmd.config.file import ConfigFile, read_config_file, to_text
 from rlhf_spmd.config.options import Config, make_workload, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -19,6 +18,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.workload import Workload
 
 DEFAULT_STRATEGY = "flattening"
+NO_STRATEGY = ("plan", "profile")  # verbs that run none
 
 
 def read_words(parsed: argparse.Namespace) -> None:
@@ -48,31 +48,19 @@ def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
     """Returns a file of options. If a run wrote the file, a subcommand that does not train runs no code from it: such
     code must be named on the command line. Raises UserError."""
     trains = parsed.verb in ("train", "evaluate", "precompute") and not getattr(parsed, "dry_run", False)
-    code = file.code
-    if trains or not file.of_run:
-        return file
-    keys = [word.partition("=")[0] for word in parsed.overrides]
-    file = replace(
-        file, settings=tuple(one for one in file.settings if one.key not in keys or one.key not in FUNCTIONS)
-    )
-    words, named = dict(file.words), getattr(parsed, "algorithm", None)
-    how = f"comes from a run's folder, and {parsed.verb} runs no such code; if you trust it, name it yourself:"
-    if parsed.verb == "generate":
-        file = file.without(lambda key: key in code)
-        words = {word: text for word, text in words.items() if word not in ("algorithm", "strategy")}
-        return replace(file, words=words, page=None)
-    if "algorithm" in code and named is None:
-        raise UserError(f"{file.path}: the algorithm {code['algorithm']} {how} --algorithm {code['algorithm']}")
-    if "algorithm" in code and Path(str(named)).absolute() != Path(code["algorithm"]).absolute():
-        own = Path(words.pop("algorithm", "")).stem  # not loaded to ask for its roles
-        file = file.without(lambda key: key.startswith((f"{own}.", "models.", "optimizer.")))
-        return replace(file, words=words, page=None)
-    if "algorithm" in code:
-        file = replace(file, page=named)
-    given = getattr(parsed, "strategies", None) or getattr(parsed, "strategy", None)
-    if "strategy" in code and parsed.verb not in ("plan", "profile") and not given:
-        word = "" if parsed.verb in CHECKED else "--strategy "
-        raise UserError(f"{file.path}: the strategy {code['strategy']} {how} {parsed.verb} {word}{code['strategy']}")
+    code = {} if trains else file.code
+    if parsed.verb == "generate":  # which needs neither
+        words = {word: text for word, text in file.words.items() if word not in ("algorithm", "strategy")}
+        return replace(file, words=words, page=None).without(code.__contains__) if code else file
+    strategy = getattr(parsed, "strategies", None) or getattr(parsed, "strategy", None)
+    given = {"algorithm": parsed.algorithm, "strategy": strategy or parsed.verb in NO_STRATEGY}
+    for what, is_given in given.items():
+        if what in code and not is_given:
+            option = f"{parsed.verb} " if what == "strategy" and parsed.verb in CHECKED else f"--{what} "
+            raise UserError(
+                f"{file.path}: the {what} {code[what]} comes from a run's folder, and {parsed.verb} runs no such code; "
+                f"if you trust it, name it yourself: {option}{code[what]}"
+            )
     return file
 
 

@@ -1,8 +1,8 @@
 """Low-rank adapters as options of a run, and what they make of its models."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -15,6 +15,18 @@ from rlhf_spmd.plan.workload import ModelShape
 
 Share = Annotated[float, Field(ge=0, le=0.99)]
 Targets = tuple[Annotated[str, Field(min_length=1)], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLora:
+    """Adapters of one model."""
+
+    rank: NonNegativeInt | None = None  # rank of the adapters of one model; empty: lora.rank
+    alpha: PositiveFloat | None = None  # scale of the adapters of one model; empty: lora.alpha
+    targets: Targets | None = None  # layers with adapters of one model; empty: lora.targets
+    # whether one model multiplies by alpha / sqrt(rank); empty: lora.rslora
+    rslora: bool | None = None
+    dropout: Share | None = None  # dropout of the adapters of one model; empty: lora.dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,46 +45,18 @@ class Lora:
     # weights that generate: those of training, with the adapters apart from their base; or copies W + s B A of the
     # adapted weights, made anew for the responses of each iteration, which take the memory of a second base
     generate: Literal["apart", "joined"] = "apart"
-    # rank of the adapters of one model; empty: lora.rank
-    ranks: Annotated[Mapping[str, NonNegativeInt | None], ByName("ROLE.rank")] = field(default_factory=dict)
-    # scale of the adapters of one model; empty: lora.alpha
-    alphas: Annotated[Mapping[str, PositiveFloat | None], ByName("ROLE.alpha")] = field(default_factory=dict)
-    # layers with adapters of one model; empty: lora.targets
-    own_targets: Annotated[Mapping[str, Targets | None], ByName("ROLE.targets")] = field(default_factory=dict)
-    # whether one model multiplies by alpha / sqrt(rank); empty: lora.rslora
-    own_rslora: Annotated[Mapping[str, bool | None], ByName("ROLE.rslora")] = field(default_factory=dict)
-    # dropout of the adapters of one model; empty: lora.dropout
-    dropouts: Annotated[Mapping[str, Share | None], ByName("ROLE.dropout")] = field(default_factory=dict)
+    roles: Annotated[Mapping[str, RoleLora], ByName("ROLE")] = field(default_factory=dict)
+
+    def of_role(self, role: str) -> "Lora":
+        """Returns a copy with the options of a role in the places of those of all."""
+        own = self.roles.get(role, RoleLora())
+        given = {part.name: getattr(own, part.name) for part in fields(own)}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def of(self, role: str) -> Adapters | None:
         """Returns the adapters of a model that trains; None if all its weights do."""
-        rank, alpha = _own(self.ranks, role, self.rank), _own(self.alphas, role, self.alpha)
-        named, rslora = _own(self.own_targets, role, self.targets), _own(self.own_rslora, role, self.rslora)
-        return Adapters(rank, alpha, _layers(named) or (), rslora, self.dropout_of(role)) if rank else None
-
-    def dropout_of(self, role: str) -> float:
-        """Returns the dropout of a model that trains."""
-        return _own(self.dropouts, role, self.dropout)
-
-    def with_roles(self, roles: Iterable[str]) -> "Lora":
-        """Returns a copy with the options of these roles, by default none."""
-        every = [*roles]
-        return replace(
-            self,
-            ranks={role: self.ranks.get(role) for role in every},
-            alphas={role: self.alphas.get(role) for role in every},
-            own_targets={role: self.own_targets.get(role) for role in every},
-            own_rslora={role: self.own_rslora.get(role) for role in every},
-            dropouts={role: self.dropouts.get(role) for role in every},
-        )
-
-
-Value = TypeVar("Value")
-
-
-def _own(of_roles: Mapping[str, Value | None], role: str, usual: Value) -> Value:
-    own = of_roles.get(role)
-    return usual if own is None else own
+        own = self.of_role(role)
+        return Adapters(own.rank, own.alpha, _layers(own.targets), own.rslora, own.dropout) if own.rank else None
 
 
 def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
@@ -81,28 +65,22 @@ def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
 
     Their dropout is that of the options: it is not a part of what they compute.
     """
-    usual = Lora()
-    given: dict[str, tuple[object, object, object]] = {  # of all models, as by default, of this one
-        "rank": (lora.rank, usual.rank, lora.ranks.get(role)),
-        "alpha": (lora.alpha, usual.alpha, lora.alphas.get(role)),
-        "targets": (_layers(lora.targets), _layers(usual.targets), _layers(lora.own_targets.get(role))),
-        "rslora": (lora.rslora, usual.rslora, lora.own_rslora.get(role)),
-    }
-    for name, (of_all, by_default, own) in given.items():
-        has, key = getattr(found, name), f"lora.{name}" if own is None else f"lora.{role}.{name}"
-        value = of_all if own is None else own
-        if value != has and (own is not None or of_all != by_default):
+    options, usual = lora.of_role(role), Lora()
+    for name in ("rank", "alpha", "targets", "rslora"):
+        value, has = getattr(options, name), getattr(found, name)
+        is_of_role = getattr(lora.roles[role], name) is not None
+        is_same = (_layers(value) if name == "targets" else value) == has
+        if not is_same and (is_of_role or value != getattr(usual, name)):
+            key = f"lora.{role}.{name}" if is_of_role else f"lora.{name}"
             raise UserError(
                 f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has {_text(has)}; "
                 f"drop the option, or merge the adapter (convert {folder} MERGED --merge) and give MERGED"
             )
-    return replace(found, dropout=lora.dropout_of(role))
+    return replace(found, dropout=options.dropout)
 
 
-def _layers(targets: Targets | None) -> Targets | None:
+def _layers(targets: Targets) -> Targets:
     """Returns the names of layers that an option means."""
-    if targets is None:
-        return None
     return tuple(layer for layer in LINEAR_LAYERS if layer in targets or ALL_LINEAR in targets)
 
 
@@ -131,26 +109,26 @@ def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
 def bases(
     shapes: Mapping[str, ModelShape | None],
     roles: Mapping[str, Role],
-    folder: Callable[[str], str],
+    folders: Mapping[str, str],
     same_model: Callable[[str, str], bool],
 ) -> dict[str, str]:
     """Finds the models with the same frozen weights, whatever their heads, where one of the models has adapters.
     Returns the name of these weights for each of them.
 
-    folder: of a role; empty without one, and then models that start from the same role have the same weights.
+    folders: of the roles; empty without one, and then models that start from the same role have the same weights.
     same_model: whether two folders hold equal copies.
     """
     if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
         return {}
     found: dict[tuple[ModelShape, str], list[str]] = {}
-    folders: list[str] = []  # one for each base
+    known: list[str] = []  # a folder for each base
     for role, shape in shapes.items():
         if shape is not None and (shape.adapters is not None or roles[role].lr is None):
             first = next((one for one in roles[role].starts_from if one in shapes), role)
             source = first
-            if given := folder(role):
-                source = next((one for one in folders if same_model(one, given)), given)
-                folders += [source] * (source not in folders)
+            if given := folders[role]:
+                source = next((one for one in known if same_model(one, given)), given)
+                known += [source] * (source not in known)
             found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
     with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
     return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}

@@ -1,25 +1,26 @@
 """Which checkpoint folder each role of an algorithm is read from, and sizes of models from their configs and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_spmd.model.adapters.uniform import base_folder
 from rlhf_spmd.model.config import ModelConfig, read_config_json
 from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import ModelShape
 
 
-def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], whole: Callable[[str], str]) -> str:
+def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], base: str = "") -> str:
     """Returns a role's own folder, or that of the first role that it starts from and that has one with the first role's
     tokenizer; empty if there is none.
 
-    whole: the folder of the base of an adapter, which has the tokenizer.
+    base: the option lora.base, whose folder has the tokenizer of adapters.
     """
     if folders[role]:
         return folders[role]
-    main = folders[next(iter(roles))]
-    found = (folders[other] for other in roles[role].starts_from if folders[other])
-    return next((folder for folder in found if same_tokenizer(whole(folder), whole(main))), "")
+    main = base_folder(folders[next(iter(roles))], base)
+    others = [folders[other] for other in roles[role].starts_from if folders[other]]
+    return next((folder for folder in others if same_tokenizer(base_folder(folder, base), main)), "")
 
 
 def same_tokenizer(one: str, other: str) -> bool:

@@ -14,20 +14,12 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveIn
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_episodes import read_forecast_episodes
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
-from rlhf_spmd.config.lora import Lora, adapted, bases, of_folder
+from rlhf_spmd.config.lora import Lora, RoleLora, adapted, bases, of_folder
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN, named_parts
-from rlhf_spmd.model.adapters.uniform import (
-    adapters_in,
-    base_folder,
-    is_adapter,
-    same_model,
-    texts_of,
-    tokenizer_warning,
-)
-from rlhf_spmd.model.texts.tokenizer_files import Texts
+from rlhf_spmd.model.adapters.uniform import ModelFiles, adapters_in, model_files, same_model
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.option_tree import (
     ByName,
@@ -260,8 +252,10 @@ class Config(OptionTree):
     rollouts: RolloutFiles = RolloutFiles()
     logging: Logging = Logging()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
+    # what files() found on disk, by role
+    found_files: dict[str, ModelFiles] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    OPEN, NO_OPTIONS = ("strategy",), ("algorithm",)
+    OPEN, NO_OPTIONS = ("strategy",), ("algorithm", "found_files")
 
     def group_name(self, field: str) -> str:
         """Returns the name of the group in a field."""
@@ -280,7 +274,8 @@ class Config(OptionTree):
             object.__setattr__(self, "options", dataclasses.replace(self.options, **own))
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
-        object.__setattr__(self, "lora", self.lora.with_roles(usual))
+        of_roles = {role: self.lora.roles.get(role, RoleLora()) for role in usual}
+        object.__setattr__(self, "lora", dataclasses.replace(self.lora, roles=of_roles))
 
     @property
     def main_role(self) -> str:
@@ -289,7 +284,8 @@ class Config(OptionTree):
 
     @property
     def main_folder(self) -> str:
-        return self._whole(self.models[self.main_role])
+        """The folder of the first role's model."""
+        return self.files().folder
 
     @property
     def title(self) -> str:
@@ -306,60 +302,31 @@ class Config(OptionTree):
         """The limit on the length of a response, with what an environment answers."""
         return self.episode.max_row_tokens or self.generation.max_new_tokens
 
-    def folder(self, role: str) -> str:
-        """Returns the folder of a role, or of the base if it has an adapter; empty if a reward function replaces the
-        role, or if no folder is known."""
-        return self._whole(self._given(role))
-
-    def adapter(self, role: str) -> str:
-        """Returns the folder of the adapter that a role begins with; empty if it begins with a whole model."""
-        if not any(map(is_adapter, filter(None, self.models.values()))):  # so tokenizers need not be compared
-            return ""
-        given = self._given(role)
-        return given if given and is_adapter(given) else ""
+    def files(self, role: str = "") -> ModelFiles:
+        """Returns where the parts of a role's model are (default: the first role); nowhere if a reward function
+        replaces the role, or if no folder is known."""
+        role, roles = role or self.main_role, self.algorithm.roles
+        if role not in self.found_files:
+            is_replaced = roles[role].judge and self.only_function
+            given = "" if is_replaced else folder_of(role, self.models, roles, self.lora.base)
+            self.found_files[role] = model_files(given, self.lora.base)
+        return self.found_files[role]
 
     def adapters(self, role: str) -> Adapters | None:
         """Returns the adapters of a role, by its folder or by options; None if it has none. Raises UserError."""
-        trains = role in self.algorithm.trained_roles
-        if folder := self.adapter(role):
-            found, _ = adapters_in(folder, self.folder(role))
-            return of_folder(self.lora, role, found, folder) if trains else found
+        trains, files = role in self.algorithm.trained_roles, self.files(role)
+        if files.adapter:
+            adapters, _ = adapters_in(files.adapter, files.folder)
+            return of_folder(self.lora, role, adapters, files.adapter) if trains else adapters
         return self.lora.of(role) if trains else None
-
-    def has_own_head(self, role: str) -> bool:
-        """Returns whether the adapter of a role holds the head of one number per token, which its base may lack."""
-        folder = self.adapter(role)
-        return bool(folder) and adapters_in(folder, self.folder(role))[1].head == "scalar"
-
-    def _whole(self, folder: str) -> str:
-        return base_folder(folder, self.lora.base)
-
-    def _given(self, role: str) -> str:
-        roles = self.algorithm.roles
-        return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles, self._whole)
-
-    def texts(self, role: str = "") -> Texts:
-        """Returns what belongs to the model of a role (default: the first) beside its weights."""
-        role = role or self.main_role
-        return texts_of(self.adapter(role) or self.folder(role), self.folder(role))
-
-    def tokenizer_folder(self, role: str = "") -> str:
-        """Returns the folder with the tokenizer of a role (default: the first): of one with an adapter that of the
-        adapter, if it has one, else that of the base."""
-        return str(self.texts(role).source)
 
     @property
     def tokenizer_folders(self) -> list[str]:
         """The folders of the tokenizers of a run: the first role's, and those of judges that have another one."""
-        judges = filter(None, (self.folder(role) for role, about in self.algorithm.roles.items() if about.judge))
-        others = [folder for folder in judges if not same_tokenizer(folder, self.tokenizer_folder())]
-        return list(dict.fromkeys(filter(None, [self.tokenizer_folder(), *others])))
-
-    @property
-    def tokenizer_warning(self) -> str:
-        """That the first role begins with an adapter whose tokenizer is not that of its base; empty if that is not
-        so."""
-        return tokenizer_warning(self.adapter(self.main_role) or self.main_folder, self.main_folder)
+        judges = [self.files(role).folder for role, about in self.algorithm.roles.items() if about.judge]
+        first = self.files().tokenizer
+        others = [folder for folder in judges if folder and not same_tokenizer(folder, first)]
+        return list(dict.fromkeys(filter(None, [first, *others])))
 
 
 def split_functions(text: str) -> list[str]:
@@ -474,7 +441,7 @@ def make_workload(config: Config) -> Workload:
         else:
             shape = shape_of_folder(_known_folder(config, role))
         shape = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
-        if (adapters := config.adapters(role)) and (workflow.train_call(role) or config.adapter(role)):
+        if (adapters := config.adapters(role)) and (workflow.train_call(role) or config.files(role).adapter):
             shape = adapted(role, shape, adapters)
         shapes[role] = shape
     adds_adapters = config.lora.generate == "joined"
@@ -497,7 +464,7 @@ def make_workload(config: Config) -> Workload:
         max_sequences=config.generation.max_sequences,
         host_bytes=config.host_bytes,
         forecast_lengths=lengths,
-        bases=bases(shapes, roles, config.folder, same_model),
+        bases=bases(shapes, roles, {role: config.files(role).folder for role in shapes}, same_model),
         adds_adapters=adds_adapters,
         answers=_forecast_answers(config, lengths.mean if lengths else config.row_tokens),
     )
@@ -508,7 +475,7 @@ def _refuse_dropout(config: Config, workflow: Workflow) -> None:
     lora = config.lora
     for role in workflow.models if workflow.generate_calls else ():
         if (adapters := config.adapters(role)) and adapters.dropout:
-            key = "lora.dropout" if lora.dropouts.get(role) is None else f"lora.{role}.dropout"
+            key = "lora.dropout" if lora.roles[role].dropout is None else f"lora.{role}.dropout"
             raise UserError(
                 f"{key}={adapters.dropout:g}: {config.algorithm.name} generates responses, which training would give "
                 "other probabilities than generation did; drop the option"
@@ -526,7 +493,7 @@ def _forecast_answers(config: Config, length: float) -> Answers | None:
 
 def _known_folder(config: Config, role: str) -> str:
     """Returns the folder of a role. Raises UserError if none is known."""
-    if folder := config.folder(role):
+    if folder := config.files(role).folder:
         return folder
     if role == config.main_role:
         raise UserError(f"preset {config.preset} has no {role}; pass --model FOLDER")

@@ -286,16 +286,21 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
 
     default: of the preset.
     """
-    before = file.words.get("algorithm", default)
-    if name in (None, before, file.page):
-        if file.page and "algorithm" in file.words:
-            return load_algorithm(file.page, before), file
-        return load_algorithm(name or before), file
-    loaded, roles = load_algorithm(name), load_algorithm(before).roles
-    gone = [role for role in roles if role not in loaded.roles]
-    keys = [f"models.{role}" for role in gone] + [f"optimizer.{role}{LR}" for role in gone]
-    groups = (f"{Path(before).stem}.", *(f"lora.{role}." for role in gone))
-    return loaded, file.without(lambda key: key in keys or key.startswith(groups))
+    title = file.words.get("algorithm", default)
+    before = file.page or title
+    if name in (None, before) or Path(str(name)).absolute() == Path(before).absolute():
+        return load_algorithm(before, title if file.page and "algorithm" in file.words else None), file
+    loaded = load_algorithm(name)
+
+    def is_of_another(key: str) -> bool:
+        group, _, option = key.partition(".")
+        role, dot, _ = option.partition(".")
+        if group == "optimizer":
+            role = option.removesuffix(LR) if option.endswith(LR) else ""
+        names_role = group == "models" or (group == "optimizer" and role) or (group == "lora" and dot)
+        return group == Path(title).stem or bool(names_role and role not in loaded.roles)
+
+    return loaded, file.without(is_of_another)
 
 
 def all_keys(file: ConfigFile | None = None) -> list[str]:

@@ -1,7 +1,6 @@
 """Reads and writes a calibration, the measured constants of a machine (plan/cost/calibration.py), as a JSON file."""
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
-from rlhf_spmd.files.reading import is_file, is_folder, read_bytes
+from rlhf_spmd.files.reading import is_file, read_bytes
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cost.calibration import HOST_LINK, SOURCES, VERSION, Calibration, Device, Link, Machine
 
@@ -144,17 +143,6 @@ def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
             yield f"{'.'.join(where)}: {value} should be {'at least' if zero else 'greater than'} 0"
 
 
-def check_out(path: str, *, overwrite: bool = False) -> None:
-    """Raises UserError unless a calibration can be written there. Called before minutes of measuring."""
-    file = Path(path)
-    if file.suffix != ".json":
-        raise UserError(f"--out {path} is not a .json file; name one")
-    if is_folder(file) or not is_folder(file.parent) or not os.access(file.parent, os.W_OK):
-        raise UserError(f"--out {path} cannot be written; name a file in an existing, writable folder")
-    if is_file(file) and not overwrite:
-        raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
-
-
 def write_calibration(calibration: Calibration, path: str) -> None:
     """Writes a file for `read_calibration`. Raises UserError if the file cannot be written."""
     content = {"version": VERSION} | asdict(calibration)
@@ -164,6 +152,7 @@ def write_calibration(calibration: Calibration, path: str) -> None:
     text = json.dumps(content, indent=2)
     text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text)  # one line per row of numbers
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"calibration {path} cannot be written ({error.strerror}); name another file") from None

@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.function_sources import Source, read_source
 from rlhf_spmd.pages.functions import COMPANIONS, PageFunction, bound, check_call, words_of
 from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
 from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
@@ -33,10 +34,10 @@ NO_PAGES = (  # modules beside the pages
     "controllers",
     *FUNCTIONS,
 )
-NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
 OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
+Word = Annotated[str, Field(pattern=r"^[^\W\d]\w*$")]  # a name that Python may have, too
 WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)  # of read_state()
 
 
@@ -109,27 +110,30 @@ class Algorithm:
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
-    def function(self, name: str, module: str = "", *, from_source: bool = False) -> PageFunction:
+    def function(self, name: str, module: str = "") -> PageFunction:
         """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
 
         module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
             function is, so that a page's function gets none of a shared function of the same name.
-        from_source: modules beside the page are read, not imported, since they need torch.
         """
         if module and module not in FUNCTIONS:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
-        load: Callable[[str], ModuleType | Source] = _source_of if from_source else _imported
-        modules = [*([] if module else [self.module]), *map(load, [module] if module else FUNCTIONS)]
-        found = next((one for place in modules if callable(one := _named(place, name))), None)
-        if found is None:
+        places = [importlib.import_module(f"rlhf_spmd.algorithms.{one}") for one in ([module] if module else FUNCTIONS)]
+        if not module:
+            places.insert(0, self.module)
+        place = next((place for place in places if callable(getattr(place, name, None))), None)
+        if place is None:
             where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
-        same = [place for place in modules if _named(place, name) is found]
-        sums, prepare, finish = (
-            next((one for place in same if callable(one := _named(place, name + suffix))), None)
-            for suffix in COMPANIONS
-        )
-        return PageFunction(name, found, sums, prepare, finish, words_of(found))
+        function = getattr(place, name)
+        same = [place for place in places if getattr(place, name, None) is function]
+
+        def companion(suffix: str) -> Callable[..., Any] | None:
+            defined = (getattr(place, name + suffix, None) for place in same)
+            return next(filter(callable, defined), None)
+
+        sums, prepare, finish = map(companion, COMPANIONS)
+        return PageFunction(name, function, sums, prepare, finish, words_of(function))
 
     def functions(self, workflow: Workflow) -> dict[str, PageFunction]:
         """Returns the functions of all calls that have one, by the name of the call. Raises UserError."""
@@ -236,33 +240,15 @@ class Algorithm:
         return {part.name: getattr(source, part.name) for source in sources for part in dataclasses.fields(source)}
 
 
-def _imported(name: str) -> ModuleType:
-    return importlib.import_module(f"rlhf_spmd.algorithms.{name}")
-
-
-def _source_of(name: str) -> Source:
-    return read_source(Path(page.__file__).with_name(f"{name}.py"), "rlhf_spmd.algorithms")
-
-
-def _named(place: ModuleType | Source, name: str) -> Any:
-    return place.function(name) if isinstance(place, Source) else getattr(place, name, None)
-
-
-def check_functions(
-    algorithm: Algorithm, workflow: Workflow, options: page.Options, *, from_source: bool = False
-) -> None:
+def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
     """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
-    state is not one.
-
-    from_source: see Algorithm.function.
-    """
+    state is not one."""
     algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if isinstance(call, Compute | Train):
             try:
-                function = algorithm.function(call.function, call.module, from_source=from_source)
-                check_call(function, workflow, call, numbers)
+                check_call(algorithm.function(call.function, call.module), workflow, call, numbers)
             except UserError as error:
                 text = str(error).removeprefix(f"algorithm {algorithm.name}: ")
                 raise UserError(f"algorithm {algorithm.name}: {text}") from None
@@ -271,21 +257,6 @@ def check_functions(
 def algorithm_names() -> list[str]:
     """Returns the algorithms that come with the package."""
     return modules_in("rlhf_spmd.algorithms", besides=NO_PAGES)
-
-
-def _odd_metric(metric: page.Metric) -> str:
-    """Returns what is wrong with a metric, which the console would notice after an iteration; empty if nothing is."""
-    try:
-        metric.form.format(0.0)
-    except (ValueError, LookupError, AttributeError) as error:
-        return f"form={metric.form!r}, which cannot write a number ({error}); give e.g. '{{:8.4f}}'"
-    limits = metric.limits
-    pair = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
-    if limits is not None and not pair:
-        return f"limits={limits!r}; give the smallest and the largest value without a warning"
-    if metric.floor is not None and not isinstance(metric.floor, int | float):
-        return f"floor={metric.floor!r}; give a number"
-    return "" if metric.over in ("mean", "max", "min") else f"over={metric.over!r}; choose mean, max or min"
 
 
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
@@ -310,60 +281,51 @@ def load_algorithm(name: str, title: str | None = None) -> Algorithm:
     )
 
 
+class _Page(BaseModel):
+    """The types of what a page has; page.py says what it means."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, revalidate_instances="always")
+
+    TITLE: Annotated[str, Field(pattern=r"^[^\n]*\S[^\n]*$")]
+    Options: type[page.Options]
+    ROLES: Annotated[dict[Word, Role], Field(min_length=1)]
+    DATA: dict[Word, str | page.Number | page.AssistantTokens]
+    METRICS: dict[str, page.Metric]
+    workflow: Callable[..., Any]
+
+
 def _problem(module: ModuleType) -> str:
     """Returns what is wrong with a page; empty if nothing is."""
-    lacking = [name for name in NEEDED if not hasattr(module, name)]
-    if lacking:
-        return f"it has no {', '.join(lacking)}"
+    try:
+        _Page.model_validate({name: getattr(module, name) for name in _Page.model_fields if hasattr(module, name)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{place}: {first['msg']} (it is {first['input']!r:.60})"
     options = module.Options
-    is_own = isinstance(options, type) and "__dataclass_fields__" in vars(options)  # @dataclass is not inherited
-    if not is_own or not issubclass(options, page.Options):
-        return "Options is not a dataclass that derives from page.Options"
-    without = [
-        part.name
-        for part in dataclasses.fields(options)
-        if part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING
-    ]
-    if without:
-        return f"the option {without[0]} has no default"
-    for name in ("ROLES", "DATA", "METRICS"):
-        found = getattr(module, name)
-        if not isinstance(found, Mapping):
-            return f"{name} is not a dict"
-        odd = [key for key in found if not isinstance(key, str) or (name != "METRICS" and not key.isidentifier())]
-        if odd:
-            return f"{name} has the key {odd[0]!r}; a key is a word of letters, digits and underscores"
-    if not isinstance(module.TITLE, str) or not module.TITLE.strip() or not module.TITLE.isprintable():
-        return f"TITLE is {module.TITLE!r}, not a line of text"
-    for name, metric in module.METRICS.items():
-        if not isinstance(metric, page.Metric):
-            return f"METRICS does not give {name} a page.Metric"
-        if wrong := _odd_metric(metric):
-            return f"METRICS gives {name} {wrong}"
-    if PROMPTS not in module.DATA:
-        return f"DATA has no {PROMPTS}"
-    texts = [key for key, one in module.DATA.items() if isinstance(one, str)]
-    for key, one in module.DATA.items():
-        if key not in texts and (key == PROMPTS or not isinstance(one, page.Number | page.AssistantTokens)):
-            return f"DATA has {one!r} for {key}; give the name of a column, or a Number or AssistantTokens of page.py"
-        if isinstance(one, page.AssistantTokens) and len(texts) != 2:
-            return f"DATA has AssistantTokens for {key}, which are for one key of responses"
+    if "__dataclass_fields__" not in vars(options):  # @dataclass is not inherited
+        return "Options is not a dataclass of its own: write @dataclass before it"
+    for part in dataclasses.fields(options):
+        if part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING:
+            return f"the option {part.name} has no default"
+    columns = [key for key, column in module.DATA.items() if isinstance(column, str)]
+    if PROMPTS not in columns:
+        return f"DATA has no {PROMPTS} with the name of a column"
+    if len(columns) != 2 and any(isinstance(column, page.AssistantTokens) for column in module.DATA.values()):
+        return "DATA has AssistantTokens, which are for one key of responses"
     stateful = [name for name in STATEFUL if hasattr(module, name)]
     if stateful and len(stateful) < len(STATEFUL):
         return f"it has {', '.join(stateful)} and not all of {', '.join(STATEFUL)}"
-    if not module.ROLES or not all(isinstance(role, Role) for role in module.ROLES.values()):
-        return "ROLES does not give each model a Role"
+    for name, metric in module.METRICS.items():
+        try:
+            metric.form.format(0.0)
+        except (ValueError, LookupError, AttributeError) as error:
+            return f"METRICS gives {name} form={metric.form!r}, which cannot write a number ({error})"
     for name, role in module.ROLES.items():
-        if role.head not in ("lm", "scalar"):
-            return f"the role {name} has head {role.head!r}; choose lm or scalar"
-        is_number = isinstance(role.lr, int | float) and not isinstance(role.lr, bool)
-        if role.lr is not None and not (is_number and 0 < role.lr < math.inf):
+        if role.lr is not None and not 0 < role.lr < math.inf:
             return f"the role {name} has lr={role.lr!r}; give a positive number, or None if it never trains"
-    unknown = [
-        (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
-    ]
-    if unknown:
-        return f"{unknown[0][0]} starts from {unknown[0][1]}, which is not a role"
+        if unknown := [other for other in role.starts_from if other not in module.ROLES]:
+            return f"{name} starts from {unknown[0]}, which is not a role"
     words = (*OF_WORKFLOW, *module.DATA)
     try:
         inspect.signature(module.workflow).bind(**dict.fromkeys(words))

@@ -18,41 +18,28 @@ from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 def load_named(spec: str, what: str, use: str) -> tuple[ModuleType, str]:
     """Returns the module that a text names, imported, and the name in it. what: it should be, for messages
     ("function"). use: what for, in one word. Raises UserError naming the wrong part and the fix."""
-    target, name, in_file = parts_of(spec, what)
-    return (_load_file(Path(target), use) if in_file else _load_module(target, what)), name
-
-
-def parts_of(spec: str, what: str) -> tuple[str, str, bool]:
-    """Returns file or module, the name in it, and whether it is a file. what: see load_named. Raises UserError."""
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
         raise UserError(f"write it as module:{what} or file.py:{what}")
-    return target, name, target.endswith(".py") or "/" in target
-
-
-def checked_file(path: Path) -> Path:
-    if path.suffix != ".py" or not is_file(path):
-        raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
-    return path.resolve()
+    in_file = target.endswith(".py") or "/" in target
+    return (_load_file(Path(target), use) if in_file else _load_module(target, what)), name
 
 
 def _load_file(path: Path, use: str) -> ModuleType:
-    path = checked_file(path)
+    if path.suffix != ".py" or not is_file(path):
+        raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
+    path = path.resolve()
     extend_import_path(path.parent)
     try:
         return import_file(path, f"_rlhf_spmd_{use}_{path.stem}")  # the prefix cannot hide an installed module
     except BaseException as error:
         pass_on_interrupt(error)
-        raise UserError(import_message(str(path), error)) from error
-
-
-def check_module_name(name: str) -> None:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
+        raise UserError(_import_message(str(path), error)) from error
 
 
 def _load_module(name: str, what: str) -> ModuleType:
-    check_module_name(name)
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
     extend_import_path(Path.cwd())
     try:
         with guarded(f"importing {name}"):
@@ -65,7 +52,7 @@ def _load_module(name: str, what: str) -> ModuleType:
                 f"there is no module {missing!r} on the import path: install it, start in its folder, or write "
                 f"path/to/file.py:{what}"
             ) from None
-        raise UserError(import_message(name, error)) from error
+        raise UserError(_import_message(name, error)) from error
 
 
 def extend_import_path(folder: Path) -> None:
@@ -73,6 +60,6 @@ def extend_import_path(folder: Path) -> None:
         sys.path.append(str(folder))  # at the end, so it cannot hide installed packages
 
 
-def import_message(what: str, error: BaseException) -> str:
+def _import_message(what: str, error: BaseException) -> str:
     fix = f"install {error.name} in this environment" if isinstance(error, ModuleNotFoundError) else "fix the file"
     return f"importing {what} raised {described(error, None)}: {fix}"

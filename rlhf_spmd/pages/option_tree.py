@@ -23,7 +23,10 @@ CAPITALS = re.compile("[A-Z]+")
 
 
 class ByName(NamedTuple):
-    """Marks a field that is a mapping with an option for each name. form: of their keys; capitals stand for a name."""
+    """Marks a field that is a mapping with an option, or a group of options, for each name.
+
+    form: of their keys; capitals stand for a name.
+    """
 
     form: str
 
@@ -49,6 +52,7 @@ class Option(NamedTuple):
 
     path: the attributes, and the name in a mapping, that lead to its value.
     owner: the class of its field.
+    field: the name of its field.
     form: of ByName, else empty.
     """
 
@@ -56,12 +60,13 @@ class Option(NamedTuple):
     value: Any
     path: tuple[str, ...]
     owner: type
+    field: str
     form: str = ""
 
     @property
     def meaning(self) -> str:
         """What the comment on its field says."""
-        return comments_of(self.owner).get(self.path[-2 if self.form else -1], "")
+        return comments_of(self.owner).get(self.field, "")
 
 
 class Setting(NamedTuple):
@@ -96,15 +101,19 @@ def _options(
             continue
         if form:
             for name, inner in value.items():
-                own = Option(get_args(annotation)[1], inner, (*path, name), type(node), form)
-                yield CAPITALS.sub(name, form), own
+                key = CAPITALS.sub(name, form)
+                if is_dataclass(inner):
+                    for leaf, one in _options(inner):
+                        yield f"{key}.{leaf}", one._replace(path=(*path, name, *one.path), form=f"{form}.{leaf}")
+                else:
+                    yield key, Option(get_args(annotation)[1], inner, (*path, name), type(node), part.name, form)
         elif is_dataclass(value):
             group = group_name(part.name)
             for key, one in _options(value):
                 form = f"{group}.{one.form}" if one.form else ""
                 yield f"{group}.{key}", one._replace(path=(*path, *one.path), form=form)
         else:
-            yield part.name, Option(annotation, value, path, type(node))
+            yield part.name, Option(annotation, value, path, type(node), part.name)
 
 
 @cache
@@ -151,9 +160,10 @@ def with_value(tree: Tree, key: str, value: Any) -> Tree:
 
 def _changed(node: Any, path: Sequence[str], value: Any) -> Any:
     name, *rest = path
-    if isinstance(node, Mapping):
-        return {**node, name: value}
-    return replace(node, **{name: _changed(getattr(node, name), rest, value) if rest else value})
+    is_mapping = isinstance(node, Mapping)
+    if rest:
+        value = _changed(node[name] if is_mapping else getattr(node, name), rest, value)
+    return {**node, name: value} if is_mapping else replace(node, **{name: value})
 
 
 def assigned(tree: Tree, one: Setting) -> Tree:

@@ -34,7 +34,7 @@ MOST_LANES = 16  # of all timelines together; with more ranks, those that do the
 
 def run(parsed: argparse.Namespace) -> int:
     """Draws the picture and prints a table and a line of JSON -> the exit status. Raises UserError."""
-    out = check_out(parsed)
+    out = check_out(parsed, ".png")
     config, cluster, calibration = read_calibrated(parsed, required=parsed.only != "map")
     forecasts: dict[str, Forecast] = {}
     by = ""

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from rlhf_spmd.command_line.checks import evaluate_of
-from rlhf_spmd.command_line.starts import start_without_training
+from rlhf_spmd.command_line.ranks import on_device, start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
@@ -22,9 +22,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         if not config.eval.prompts:
             raise UserError(f"there are no prompts to evaluate: give eval.prompts=FILE ({KNOWN})")
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
-    world.use_device(config.device)
-    with world.together("reading the configuration for this device"):
-        config = load_config(parsed, on_gpu=world.computes.index is not None)
+    config = on_device(world, parsed, config)
 
     def make(training: Program) -> Program:
         program = evaluate_of(config)(training)

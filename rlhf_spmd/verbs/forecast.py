@@ -24,7 +24,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Prints the forecast and a line of JSON, draws the picture -> the exit status, 1 if the program does not fit.
     Raises UserError."""
     if parsed.out:
-        check_out(parsed)
+        check_out(parsed, ".png")
     config, cluster, calibration = read_calibrated(parsed)
     assert calibration is not None, "required"
     workload = make_workload(config)

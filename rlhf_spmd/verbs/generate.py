@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_spmd.config.file import ConfigFile
 from rlhf_spmd.config.presets import all_keys
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.adapters.uniform import whole_folder
+from rlhf_spmd.model.adapters.uniform import BASE_HERE, model_files
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.option_tree import Setting
 from rlhf_spmd.plan.layout import Layout, group_name
@@ -29,7 +29,7 @@ def run(world, parsed: argparse.Namespace) -> None:
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
-        num_heads = read_config_json(Path(whole_folder(folder)) / "config.json").num_kv_heads
+        num_heads = read_config_json(Path(model_files(folder, option=BASE_HERE).folder) / "config.json").num_kv_heads
         if options.tp > num_heads:
             raise UserError(f"--tp {options.tp} is more than the {num_heads} key-value heads of {folder}; lower it")
     files = {"model": folder} | {name: str(getattr(parsed, name)) for name in ("prompts", "out", "overwrite")}

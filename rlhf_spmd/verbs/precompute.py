@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.command_line.outputs import refuse_existing
-from rlhf_spmd.command_line.starts import start_without_training
+from rlhf_spmd.command_line.ranks import on_device, start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
@@ -44,9 +44,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     with world.together("looking at the output file"):
         if world.rank == 0:
             try_to_write(out).unlink()  # now rather than after all passes
-    world.use_device(config.device)
-    with world.together("reading the configuration for this device"):
-        config = load_config(parsed, on_gpu=world.computes.index is not None)
+    config = on_device(world, parsed, config)
     make = partial(precompute_program, num_rows=config.rollout_batch)
     program = start_without_training(world, parsed, config, strategy, make, {"the file": str(out)})
 

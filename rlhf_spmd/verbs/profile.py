@@ -4,9 +4,10 @@ import argparse
 import time
 from pathlib import Path
 
+from rlhf_spmd.command_line.outputs import check_out
+from rlhf_spmd.command_line.ranks import compare_options, on_device
 from rlhf_spmd.command_line.words import load_config
-from rlhf_spmd.config import options as configs
-from rlhf_spmd.machines.calibration_file import check_out, write_calibration
+from rlhf_spmd.machines.calibration_file import write_calibration
 from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.profile.profile import last_line, profile, summary
 from rlhf_spmd.runtime.world.devices import describe_device
@@ -18,11 +19,9 @@ def run(world: World, parsed: argparse.Namespace) -> None:
     began = time.perf_counter()
     with world.together("reading the configuration"):
         config = load_config(parsed)
-        check_out(parsed.out, overwrite=parsed.overwrite)
-    world.use_device(config.device)
-    with world.together("reading the configuration for this device"):
-        config = load_config(parsed, on_gpu=world.computes.index is not None)
-    world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
+        check_out(parsed, ".json")
+    config = on_device(world, parsed, config)
+    compare_options(world, config)
     world.set_deadline(config.deadline_s)
     calibration = profile(world, config, name=Path(parsed.out).stem)
     with world.together("writing the calibration"):

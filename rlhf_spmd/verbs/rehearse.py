@@ -17,6 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
+
 from rlhf_spmd.command_line.words import read_calibrated
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
@@ -63,7 +65,7 @@ def launch(parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
 
 def check_room(num_ranks: int) -> None:
     """Raises UserError if this machine has not enough memory, processes or open files for so many ranks."""
-    needed, free = num_ranks * BYTES_PER_RANK, free_bytes()
+    needed, free = num_ranks * BYTES_PER_RANK, psutil.virtual_memory().available
     smaller = "rehearse a smaller layout, e.g. with fewer nodes"
     if needed > free:
         text = f"{num_ranks} ranks need {format_bytes(needed)} of memory, and {format_bytes(free)} are free: {smaller}"
@@ -90,14 +92,6 @@ def check_folder(out: str | None) -> None:
         raise UserError(f"--out {out}: the folder is not empty: name a new one")
     if folder.exists() and not is_folder(folder):
         raise UserError(f"--out {out} is a file: name a new folder")
-
-
-def free_bytes() -> int:
-    """Returns memory that new processes may use."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").split("\n"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
 
 
 def faults_of(parsed: argparse.Namespace, program: Program) -> "Faults":

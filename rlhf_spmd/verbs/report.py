@@ -6,18 +6,14 @@ One process; needs neither torch nor MPI.
 import argparse
 from pathlib import Path
 
-from rlhf_spmd.command_line.outputs import refuse_existing, save
-from rlhf_spmd.errors import UserError
+from rlhf_spmd.command_line.outputs import check_out, save
 from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.records.web_page import page, read
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the page and prints a line of JSON -> the exit status. Raises UserError."""
-    out = Path(parsed.out)
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--out {parsed.out} is not the name of a page: give it the ending .html")
-    refuse_existing(parsed, out)
+    out = check_out(parsed, ".html", ".htm")
     folders = {Path(name).resolve(): Path(name) for name in parsed.runs}  # each once
     runs = [read(folder) for folder in folders.values()]
     title = parsed.title or ("Run " if len(runs) == 1 else "Runs ") + ", ".join(one.name for one in runs)

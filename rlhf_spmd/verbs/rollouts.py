@@ -112,11 +112,10 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
 
     def holds(row: Row) -> bool:
         value = row.get(name)
-        if isinstance(value, bool):
-            return sign in ("=", "!=") and OPERATORS[sign](str(value).lower(), wanted.lower())
-        if isinstance(value, int | float) and number is not None:
+        if number is not None and isinstance(value, int | float):
             return OPERATORS[sign](value, number)
-        return value is not None and sign in ("=", "!=") and OPERATORS[sign](str(value), wanted)
+        text = json_text(value) if isinstance(value, bool) else str(value)
+        return value is not None and sign in ("=", "!=") and OPERATORS[sign](text, wanted)
 
     return holds
 
@@ -124,10 +123,8 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
 def _number(text: str) -> int | float | None:
     """Reads a text as a number, whole numbers exactly; None if it is not one."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return None
 
 

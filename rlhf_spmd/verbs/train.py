@@ -6,27 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, packs, print_report, refuse_errors
-from rlhf_spmd.command_line.clusters import cluster_of
+from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, refuse_errors
 from rlhf_spmd.command_line.plans import auto
+from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, start_torch
 from rlhf_spmd.command_line.words import (
     DEFAULT_STRATEGY,
     code_note,
-    config_text,
-    length_note,
     load_config,
 )
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
-from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
-from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import CONFIG, Resumed, read_run, refuse_other_start
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program
+from rlhf_spmd.verbs.check import report
 
 AUTO = "auto"  # of --resume
 RUNS = "runs"  # the default of --runs
@@ -40,19 +37,14 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     if config.preset == "model" and not resumed and world.computes.index is not None:
         with world.together("reading the configuration for a GPU"):
             config = load_config(parsed, on_gpu=True)
-    with world.together("comparing the configuration"):
-        options = {f"option {key}": value for key, value in configs.leaves(config).items()}
-        options["the checkpoint"] = str(resumed.iteration if resumed else 0)
-        options |= {"the strategy": strategy.source if strategy else "auto", "the algorithm": config.algorithm.source}
-        world.agree("the start", options)
+    source = strategy.source if strategy else "auto"
+    compare_options(world, config, {"the checkpoint": str(resumed.iteration if resumed else 0), "the strategy": source})
     with world.together("compiling the program"):
-        if not config.main_folder:
-            raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
         path = parsed.cluster or (resumed.cluster if resumed else None)
         described = Path(path).read_text(encoding="utf-8") if path and is_file(path) else ""
-        cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
-        calibration = calibration_for(parsed.calibration, cluster, required=parsed.strategy == "auto")
-        cluster = with_reserve(cluster, config.reserve, calibration)
+        is_auto = parsed.strategy == "auto"
+        cluster, calibration = cluster_of_run(world, config, path, parsed.calibration, required=is_auto)
+        workload = configs.make_workload(config)
         if strategy is None:  # it is to be planned
             assert calibration is not None, "required"
             strategy = auto(config, workload, cluster, calibration)
@@ -69,20 +61,15 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
         if evaluation:
             world.agree("the start", {"the program of the evaluation": evaluation.fingerprint})
-    title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
-            length = length_note(config)
-            text = config_text(parsed, config, parsed.strategy or named, length) if parsed.show_config else None
-            more = {"evaluate": evaluate, "length": length, "as_json": parsed.json}
-            print_report(program, findings, strategy.name, title, text, packs(config, program), **more)
+            report(parsed, config, program, findings, evaluate, strategy.name, parsed.strategy or named)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
-    world.set_deadline(config.deadline_s)
-    world.start_torch(*communicators([program, *filter(None, [evaluation])]))
+    start_torch(world, config, program, *filter(None, [evaluation]))
 
     from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import train
@@ -101,7 +88,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             comes_with_package=strategy.comes_with_package,
             note=code_note(parsed.file),
         ),
-        summary=show_program(program, title=title, rank=0),
+        summary=show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=0),
         evaluation=evaluation,
         calibration=calibration,
         asked=asked,

@@ -180,12 +180,12 @@ CASES = {
     ),
     "a tab in a file": Case(
         ("--config", "{folder}/c.yaml"),
-        ("c.yaml, line 2: the line begins with a tab: indent with spaces",),
+        ("c.yaml, line 2: not valid YAML", "spaces"),
         {"c.yaml": "ppo:\n\tkl_coef: 0.1\n"},
     ),
     "an empty file of options": Case(("--config", "{folder}/c.yaml"), ("c.yaml is empty",), {"c.yaml": "\n"}),
     "a file of options that is a list": Case(
-        ("--config", "{folder}/c.yaml"), ("c.yaml holds a list, not options",), {"c.yaml": "- seed\n"}
+        ("--config", "{folder}/c.yaml"), ("c.yaml holds a sequence, not options",), {"c.yaml": "- seed\n"}
     ),
     "a strategy in a file that does not exist": Case(
         ("--config", "{folder}/c.yaml"),
@@ -204,7 +204,7 @@ CASES = {
     ),
     "a critic for another base": Case(
         ("models.critic={folder}/of_critic", "models.actor={folder}/adapter", "lora.base={folder}/actor"),
-        ("the critic goes on from the adapter in", "whose weights are not those of lora.base=", "drop lora.base"),
+        ("the critic goes on from the adapter in", "whose weights are not those of lora.base", "drop it"),
     ),
     "adapters and full training": Case(
         ("models.actor={folder}/adapter", "lora.base={folder}/actor", "lora.actor.rank=0"),
@@ -238,9 +238,7 @@ CASES = {
     "a file of prompts named twice": Case(
         ("data.prompts={models}/prompts.jsonl,{models}/prompts.jsonl",), ("prompts.jsonl twice", "data.weights")
     ),
-    "weights of other files": Case(
-        ("data.weights=1,2",), ("data.weights has 2 numbers for 1 files of prompts", "give one for each")
-    ),
+    "weights of other files": Case(("data.weights=1,2",), ("2 weights for 1 files of prompts", "give one for each")),
     "a weight of zero": Case(("data.prompts=a.txt,b.txt", "data.weights=1,0"), ("data.weights=1,0", "greater than 0")),
     "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "true or false")),
     "aliases of nobody": Case(("logging.aliases=ray",), ("logging.aliases=ray", "'none', 'trl' or 'verl'")),
@@ -285,11 +283,11 @@ CASES = {
     ),
     "a time limit for a function in the rank": Case(
         ("reward_function={folder}/r.py:f", "reward_timeout_s=5"),
-        ("reward_timeout_s=5 needs processes", "set reward_workers=2"),
+        ("reward_timeout_s=5.0: it needs processes", "set reward_workers=2"),
         {"r.py": "def f(prompts, responses):\n    return [1.0] * len(prompts)\n"},
     ),
     "workers without a function": Case(
-        ("reward_workers=2",), ("reward_workers=2 are for reward functions", "reward_function is empty")
+        ("reward_workers=2",), ("reward_workers=2: there is no reward_function", "give one")
     ),
     "a negative number of workers": Case(("reward_workers=-1",), ("reward_workers=-1", "greater than or equal to 0")),
     "corrections of equal logprobs": Case(
@@ -340,13 +338,13 @@ CASES = {
     ),
     "limits that contradict each other": Case(
         ("environment=m:f", "episode.max_row_tokens=9"),
-        ("episode.max_row_tokens=9 is smaller than generation.max_new_tokens=10", "raise the one or lower the other"),
+        ("episode.max_row_tokens=9, generation.max_new_tokens=10: the first limits", "lower the second"),
     ),
     "limits without episodes": Case(
-        ("episode.max_turns=3",), ("episode.max_turns=3 is for responses that an environment answers",)
+        ("episode.max_turns=3",), ("episode.max_turns=3: it is for responses that an environment answers",)
     ),
     "top_p alone": Case(("generation.top_p=0.9",), ("generation.top_k",)),
-    "mini-batch": Case(("mini_batch=7",), ("24 sequences", "mini_batch 7")),
+    "mini-batch": Case(("mini_batch=7",), ("24 sequences", "mini_batch=7")),
     "too long for the model": Case(("generation.max_new_tokens=60",), ("68 tokens", "64")),
 }
 

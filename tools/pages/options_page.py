@@ -72,8 +72,8 @@ data:
   run folder is one, too: `train --config runs/NAME/config.json` begins the same run again. What such a `config.json`
   names as code (an algorithm or strategy in a `.py` file, a reward function) is run by `train`, `evaluate` and
   `precompute`, which say so. `check`, `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until
-  you name it yourself, such as `--algorithm runs/NAME/algorithm.py`. `check` reads reward functions without running
-  them.
+  you name it yourself, such as `--algorithm runs/NAME/algorithm.py`. `check` imports reward functions that its
+  command line names, and no others.
 """
 RUN = """
 ## Options of a run

@@ -16,7 +16,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf, weights
 from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, base_of
 from rlhf_spmd.model.adapters.files import check_base, read_adapter
-from rlhf_spmd.model.adapters.uniform import is_whole, texts_of
+from rlhf_spmd.model.adapters.uniform import is_whole, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.transformer import Transformer
 
@@ -54,7 +54,7 @@ def merge(folder: str | Path, out: str | Path, *, base: str | Path | None = None
         model = _untied(model)
     with naming(f"{folder} does not fit {base}"):
         merged = merge_into(model, config, factors, saved)
-    hf.save_state(model.state_dict(), model.config, model.head, out, texts_of(str(folder), str(base)))
+    hf.save_state(model.state_dict(), model.config, model.head, out, model_files(str(folder), str(base)).texts)
     return merged
 
 

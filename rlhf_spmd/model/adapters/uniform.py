@@ -2,6 +2,7 @@
 
 import filecmp
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
@@ -23,6 +24,8 @@ from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 FILES = (CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 WHOLE = ("model.safetensors", "model.safetensors.index.json")  # a folder with one of them holds a whole model
 OF_ATTENTION = LINEAR_LAYERS[:4]
+OPTION = "lora.base=FOLDER"
+BASE_HERE = "base_model_name_or_path in its adapter_config.json"  # names the base without options of a run
 
 
 def is_adapter(folder: Path | str) -> bool:
@@ -35,7 +38,7 @@ def is_whole(folder: Path | str) -> bool:
     return any((Path(folder) / name).is_file() for name in WHOLE)
 
 
-def base_folder(folder: str, base: str = "", *, option: str = "lora.base=FOLDER") -> str:
+def base_folder(folder: str, base: str = "", *, option: str = OPTION) -> str:
     """Returns the folder of the base of an adapter; of a whole model its own. base: what the options give. option: what
     may give it. Raises UserError."""
     if not folder or not is_adapter(folder):
@@ -80,30 +83,48 @@ def _same_files(some: Sequence[Path], others: Sequence[Path]) -> bool:
     return all(filecmp.cmp(*pair, shallow=False) for pair in zip(some, others, strict=True))
 
 
-def whole_folder(folder: str) -> str:
-    """Returns the folder of the base that an adapter names; of a whole model its own. Raises UserError."""
-    return base_folder(folder, option="base_model_name_or_path in its adapter_config.json")
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where the parts of a model are.
+
+    folder: of the whole model, or of the base of its adapter; empty: nowhere.
+    adapter: folder of the adapter; empty: it has none.
+    texts: what belongs to it beside its weights: what lies beside an adapter, else what its base has.
+    """
+
+    folder: str
+    adapter: str
+    texts: Texts
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder with the tokenizer; empty if there is no model."""
+        return str(self.texts.source)
+
+    @property
+    def warning(self) -> str:
+        """That the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
+        if self.tokenizer == self.folder or same_behaviour(Path(self.adapter), Path(self.folder)):
+            return ""
+        return (
+            f"the tokenizer in {self.adapter} makes other tokens than that of its base {self.folder}; the run uses it, "
+            "since the adapter belongs to it. If it does not, delete its files there"
+        )
 
 
-def tokenizer_folder(folder: str, base: str) -> str:
-    """Returns the folder that holds the tokenizer of a model: of an adapter its own, if there is one beside it, else
-    that of its base."""
-    return folder if folder != base and has_tokenizer(Path(folder)) else base
+def model_files(given: str, base: str = "", *, option: str = OPTION) -> ModelFiles:
+    """Returns where the parts of a model in a folder are. base, option: see base_folder. Raises UserError."""
+    folder = base_folder(given, base, option=option)
+    if folder == given:
+        return ModelFiles(folder, "", Texts(folder, folder))
+    tokenizer = given if has_tokenizer(Path(given)) else folder
+    generation = given if (Path(given) / GENERATION).is_file() else folder
+    return ModelFiles(folder, given, Texts(tokenizer, generation))
 
 
-def texts_of(folder: str, base: str) -> Texts:
-    """Returns what belongs to a model beside its weights: what lies beside an adapter, else what its base has."""
-    return Texts(tokenizer_folder(folder, base), folder if (Path(folder) / GENERATION).is_file() else base)
-
-
-def tokenizer_warning(folder: str, base: str) -> str:
-    """Warns that the tokenizer beside an adapter is not that of its base; empty if it is, or if there is none."""
-    if tokenizer_folder(folder, base) == base or same_behaviour(Path(folder), Path(base)):
-        return ""
-    return (
-        f"the tokenizer in {folder} makes other tokens than that of its base {base}; the run uses it, since the "
-        "adapter belongs to it. If it does not, delete its files there"
-    )
+def has_own_head(files: ModelFiles) -> bool:
+    """Returns whether an adapter holds the head of one number per token, which its base may lack."""
+    return bool(files.adapter) and adapters_in(files.adapter, files.folder)[1].head == "scalar"
 
 
 def layer_paths(num_layers: int) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, merge_here
 from rlhf_spmd.model.adapters.files import check_base, read_adapter, write_adapter
-from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter, whole_folder
+from rlhf_spmd.model.adapters.uniform import BASE_HERE, adapters_in, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.texts.tokenizer_files import Texts
@@ -76,10 +76,10 @@ def load_any(
 ) -> Transformer:
     """Loads the frozen model in a folder, or one shard of it; of an adapter with its base, unmerged. Raises
     UserError."""
-    below = whole_folder(folder)
-    adapted = adapters_in(folder, below) if is_adapter(folder) else None
+    files = model_files(folder, option=BASE_HERE)
+    adapted = adapters_in(folder, files.folder) if files.adapter else None
     fresh = adapted is not None and adapted[1].head == "scalar"
-    model = hf.load_model(below, head=head, fresh_head=fresh, dtype=dtype, device=device, parallel=parallel)
+    model = hf.load_model(files.folder, head=head, fresh_head=fresh, dtype=dtype, device=device, parallel=parallel)
     if adapted is not None:
         model = model.with_adapters(adapted[0])
         take_adapter(model, folder)

@@ -34,7 +34,7 @@ def check_first_rows(config: Config) -> None:
     depends on the tokenizer and the chat template (lengths, tokens) is not checked."""
     algorithm, forms = config.algorithm, dict[str, str]()
     tokenizer: Any = Characters()
-    folder = config.tokenizer_folder()
+    folder = config.files().tokenizer
     lacks = folder if folder and not config.data.chat_template and not has_chat_template(Path(folder)) else ""
     reading = Reading(
         tokenizer,

@@ -43,16 +43,17 @@ def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, s
     if padded := padded_models(config, known):
         found[SUPPORT] = f"{known.count} of {', '.join(f'{rows} ({role})' for role, rows in padded.items())}"
     for role in (call.model for call in calls_of(config)):
-        of_both = [folder_fingerprint(Path(one)) for one in (config.folder(role), config.adapter(role)) if one]
-        found[f"the {role}"] = " ".join(of_both)
+        files = config.files(role)
+        folders = filter(None, [files.folder, files.adapter])
+        found[f"the {role}"] = " ".join(folder_fingerprint(Path(folder)) for folder in folders)
     return found
 
 
 def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
     """Returns, for each language model with more rows of embeddings than tokens that may be drawn, their number."""
     roles = config.algorithm.roles
-    folders = {role: config.folder(role) for role in roles if roles[role].head == "lm" and config.folder(role)}
-    rows = {role: read_config(folder).vocab_size for role, folder in folders.items()}
+    folders = {role: config.files(role).folder for role in roles if roles[role].head == "lm"}
+    rows = {role: read_config(folder).vocab_size for role, folder in folders.items() if folder}
     return {role: num for role, num in rows.items() if num > known.count}
 
 
@@ -136,7 +137,7 @@ def _compare(
             raise UserError(f"{path} was computed with probabilities of tokens that the tokenizer lacks: {FIX}")
         if name.startswith("the "):
             role = name.removeprefix("the ")
-            raise UserError(f"{path} was computed with another {role} than {config.folder(role)}: {FIX}")
+            raise UserError(f"{path} was computed with another {role} than {config.files(role).folder}: {FIX}")
         raise UserError(f"{path} was computed with {name}={stored.get(name)}, and this run has {value}: {FIX}")
 
 

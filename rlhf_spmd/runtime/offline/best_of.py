@@ -14,7 +14,7 @@ import torch
 from rlhf_spmd.config.model_folders import same_tokenizer
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder
-from rlhf_spmd.model.adapters.uniform import tokenizer_folder, whole_folder
+from rlhf_spmd.model.adapters.uniform import BASE_HERE, model_files
 from rlhf_spmd.model.adapters.unmerged import load_any
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
@@ -54,11 +54,11 @@ class Judge:
         if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_any(reward, head="scalar", dtype=dtype, device=device).eval()
-            reward, base = whole_folder(reward), whole_folder(model)
-            if not same_tokenizer(reward, tokenizer_folder(model, base)):
+            reward, files = model_files(reward, option=BASE_HERE).folder, model_files(model, option=BASE_HERE)
+            if not same_tokenizer(reward, files.tokenizer):
                 self.texts = RewardTexts(reward, self.model.config, self.key, "reward model", started=started)
                 self.texts.try_on(prompt.columns for prompt in prompts)
-            elif self.model.config.vocab_size < tokenizer.known(read_config(base).vocab_size).stop:
+            elif self.model.config.vocab_size < tokenizer.known(read_config(files.folder).vocab_size).stop:
                 raise UserError(
                     f"best_of={reward}: the reward model has {self.model.config.vocab_size} tokens, fewer than the "
                     f"tokenizer of {model}; resize its embeddings"

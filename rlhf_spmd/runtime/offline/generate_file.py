@@ -28,7 +28,7 @@ from rlhf_spmd.files.json_text import json_lines, json_text
 from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.adapters.uniform import texts_of, tokenizer_warning, whole_folder
+from rlhf_spmd.model.adapters.uniform import BASE_HERE, model_files
 from rlhf_spmd.model.adapters.unmerged import load_any
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
@@ -218,7 +218,8 @@ def make_replica(
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
         parallel = Parallel(layout.shard(world.rank), group=world.group(group_name(group)) if len(group) > 1 else None)
-        dtype, config = DTYPES[options.dtype], read_config(whole := whole_folder(folder), texts_of(folder, whole))
+        files = model_files(folder, option=BASE_HERE)
+        dtype, config = DTYPES[options.dtype], read_config(files.folder, files.texts)
         model = load_any(folder, head="lm", dtype=dtype, device=world.device, parallel=parallel)
     generation, samples, index = options.generation, options.samples_per_prompt, layout.dp_index(world.rank)
     mine = prompts[index :: layout.dp]
@@ -257,10 +258,11 @@ def generate_file(
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
         has_judge = options.best_of and is_folder(options.best_of)
-        whole, *judges = [whole_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
-        texts = str(texts_of(model, whole).source)
+        files = model_files(model, option=BASE_HERE)
+        whole, texts = files.folder, files.tokenizer
+        judges = [model_files(options.best_of, option=BASE_HERE).folder] if has_judge else []
         tokenizer = load_tokenizer(texts)
-        notes = [*filter(None, [tokenizer_warning(model, whole)]), *tokenizer_notes(world, [texts, *judges])]
+        notes = [*filter(None, [files.warning]), *tokenizer_notes(world, [texts, *judges])]
         template = ChatTemplate(texts, options.data.chat_template, started=started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(whole), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads

@@ -24,15 +24,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.model.config import naming
-from rlhf_spmd.pages.function_sources import read_module, read_source
-from rlhf_spmd.pages.named_objects import (
-    check_module_name,
-    checked_file,
-    extend_import_path,
-    import_message,
-    load_named,
-    parts_of,
-)
+from rlhf_spmd.pages.named_objects import extend_import_path, load_named
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
@@ -193,37 +185,14 @@ def load_reward_function(spec: str, columns: Sequence[str] | None = ()) -> Rewar
 def _load(spec: str) -> Callable:
     module, name = load_named(spec, "function", "score")
     if not hasattr(module, name):
+        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_")
+        there = f": it has {', '.join(functions[:10])}" if functions else ": it defines no function"
         target = spec.rpartition(":")[0]
-        raise _no_function(target, name, [key for key, value in vars(module).items() if inspect.isfunction(value)])
-    return _callable(name, getattr(module, name))
-
-
-def _callable(name: str, found: Any) -> Callable:
-    if not callable(found):
-        raise UserError(f"{name} is {shortened(found)}, not a function")
-    return found
-
-
-def read_reward_function(spec: str) -> RewardFunction:
-    """Reads a reward function from its source alone: nothing of it is imported, and it cannot be called. Raises
-    UserError as load_reward_function does, and Unread if the source does not show its parameters or if its module is
-    not on this machine."""
-    with naming(f"reward function {spec!r}"):
-        target, name, is_file = parts_of(spec, "function")
-        if is_file:
-            path = checked_file(Path(target))
-        else:
-            check_module_name(target)
-        try:
-            source = read_source(path) if is_file else read_module(target, Path.cwd())
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            raise UserError(import_message(target, error)) from None
-        if missing := source.missing_modules():
-            raise UserError(f"{target} imports {missing[0]}: install it in this environment")
-        found = source.function(name)
-        if found is None:
-            raise _no_function(target, name, source.functions)
-        return RewardFunction(spec, bind(_callable(name, found), None))
+        raise UserError(f"{target} has no function {name!r}{did_you_mean(name, functions) or there}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"{name} is {shortened(function)}, not a function")
+    return function
 
 
 def source_file(spec: str) -> Path | None:
@@ -263,13 +232,6 @@ def package_source(spec: str) -> str:
         elif one not in parts and isinstance(value, str | int | float | tuple | re.Pattern):
             parts[one] = repr(value)
     return "\n".join(f"{one} {parts[one]}" for one in sorted(parts)) if name in parts else ""
-
-
-def _no_function(target: str, name: str, functions: Sequence[str]) -> UserError:
-    """Returns the error for a module without a function of this name, with those that it has."""
-    own = [one for one in functions if not one.startswith("_")]
-    there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
-    return UserError(f"{target} has no function {name!r}{did_you_mean(name, own) or there}")
 
 
 def _finite(value: numbers.Real) -> float | None:

@@ -57,7 +57,7 @@ class Scorer:
         calls: whether this rank calls the reward functions, and starts workers for them.
         beat: see RewardWorkers.
         """
-        folder = config.folder(role)
+        folder = config.files(role).folder
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
         columns = data.column_names if data is not None else ()
@@ -145,15 +145,15 @@ class Scorer:
 
 def reads_text(config: Config, role: str) -> bool:
     """Returns whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
-    folder = config.folder(role)
-    return bool(folder) and not same_tokenizer(folder, config.tokenizer_folder())
+    folder = config.files(role).folder
+    return bool(folder) and not same_tokenizer(folder, config.files().tokenizer)
 
 
 def how_read(config: Config, role: str, data: PromptSet) -> str:
     """Returns how a judge with another tokenizer gets the rows, for the heading of a run; empty: as tokens."""
     if not reads_text(config, role):
         return ""
-    folder = config.folder(role)
+    folder = config.files(role).folder
     key = config.data.key or config.algorithm.prompts
     texts = RewardTexts(folder, read_config(folder), key, role, started="")
     return f" ({texts.describe(data.records([0])[0])})"

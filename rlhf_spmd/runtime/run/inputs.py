@@ -94,7 +94,7 @@ def run_environments(
     """Starts what answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
     if not config.environment:
         return None
-    template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
+    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=time_of(config) or started)
     limits = config.episode
     return RunEnvironments(
         config.environment,
@@ -102,7 +102,7 @@ def run_environments(
         tokenizer,
         partial(template.render, chat_template_kwargs=config.data.chat_template_kwargs),
         eos_ids,
-        template=config.data.chat_template or config.tokenizer_folder(),
+        template=config.data.chat_template or config.files().tokenizer,
         key=config.data.key or config.algorithm.prompts,
         num_workers=config.environment_workers,
         limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
@@ -122,7 +122,7 @@ def read_prompts(
     eos_ids: the first one ends the responses that the set has, if there are any.
     started: the time that chat templates write, unless a file of precomputed logprobs has its own.
     """
-    template = ChatTemplate(config.tokenizer_folder(), config.data.chat_template, started=time_of(config) or started)
+    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=time_of(config) or started)
     prompts = load_rendered(
         prompt_files(config),
         tokenizer,

@@ -61,10 +61,10 @@ def prepare(
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not prompt_files(config):
             raise UserError(NO_PROMPTS)
-        tokenizer = load_tokenizer(config.tokenizer_folder())
+        tokenizer = load_tokenizer(config.files().tokenizer)
         known = shared_vocabulary(config, tokenizer)
-        notes = [*filter(None, [config.tokenizer_warning]), *tokenizer_notes(world, config.tokenizer_folders)]
-        model = read_config(config.main_folder, config.texts())
+        notes = [*filter(None, [config.files().warning]), *tokenizer_notes(world, config.tokenizer_folders)]
+        model = read_config(config.main_folder, config.files().texts)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
         budget = config.mini_batch_tokens

@@ -86,11 +86,13 @@ def inputs(job: Job) -> dict[str, str]:
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
     found |= {f"{BASE}{role}": text for role, text in job.base_sums.items()}
-    for folder in dict.fromkeys(filter(None, map(config.adapter, config.algorithm.roles))):
+    every = [config.files(role) for role in config.algorithm.roles]
+    folders = [files.folder for files in every if files.folder]
+    for folder in dict.fromkeys(files.adapter for files in every if files.adapter):
         found[f"adapter in {folder}"] = folder_fingerprint(Path(folder))
-    for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
+    for folder in dict.fromkeys(folders):
         found[f"model in {folder}"] = folder_fingerprint(Path(folder))
-    for folder in dict.fromkeys(filter(None, [*map(config.folder, config.algorithm.roles), config.tokenizer_folder()])):
+    for folder in dict.fromkeys(filter(None, [*folders, config.files().tokenizer])):
         others = [name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
         for kind, names in (("tokenizer files", others), ("named chat templates", named_templates(Path(folder)))):
             paths = [Path(folder) / name for name in names]

@@ -59,7 +59,7 @@ def _adapters(job: Job) -> str:
         layers = ALL_LINEAR if own.targets == LINEAR_LAYERS else ", ".join(own.targets)
         rate = f"learning rate {config.optimizer.lr[name]:g}" if name in config.optimizer.lr else "frozen"
         rate += ", ten times that of full training" if has_adapter_rate(config, name) else ""
-        rate += f"; from {folder}" if (folder := config.adapter(name)) else ""
+        rate += f"; from {folder}" if (folder := config.files(name).adapter) else ""
         texts.append(f"{name} rank {own.rank}, scale {own.scale:g}, {layers}: {format_count(numbers)} numbers; {rate}")
     texts += ["generation with copies of the weights that have them"] if workload.adds_adapters else []
     for base in dict.fromkeys(workload.bases.values()):

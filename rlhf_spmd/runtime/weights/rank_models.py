@@ -15,6 +15,7 @@ from rlhf_spmd.config.model_folders import same_tokenizer
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.adapters.uniform import has_own_head
 from rlhf_spmd.model.adapters.unmerged import take_adapter
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
@@ -48,10 +49,10 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
     roles, main, folder_of_main = config.algorithm.roles, config.main_role, config.main_folder
     known = tokenizer.known(read_config(folder_of_main).vocab_size)
     for name in sorted(roles, key=lambda name: not config.models[name]):  # those with a folder of their own first
-        folder = config.folder(name)
+        folder = config.files(name).folder
         if folder in ("", folder_of_main) or (roles[name].judge and not same_tokenizer(folder, folder_of_main)):
             continue
-        of_main = config.tokenizer_folder(main)
+        of_main = config.files().tokenizer
         own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, of_main)
         if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
             raise UserError(
@@ -70,7 +71,7 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
 
 def _texts(config: Config, role: str) -> Texts:
     """Returns what belongs to the model of a role beside its weights, as the run has it. Raises UserError."""
-    files, template = config.texts(role), config.data.chat_template
+    files, template = config.files(role).texts, config.data.chat_template
     source, generation = (Path(folder).absolute() for folder in (files.source, files.generation))
     return Texts(source, generation, read_template(template) if template else "", stop=config.generation.stop)
 
@@ -86,7 +87,8 @@ class RankModels:
     def __init__(self, program: Program, config: Config, world: World):
         self.program, self.config, self.world = program, config, world
         # absolute, since user code may change the working folder before a model is written with files of its first one
-        self.folders = {name: Path(path).absolute() for name in config.algorithm.roles if (path := config.folder(name))}
+        folders = {name: config.files(name).folder for name in config.algorithm.roles}
+        self.folders = {name: Path(folder).absolute() for name, folder in folders.items() if folder}
         self.texts = {name: _texts(config, name) for name in self.folders}
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[tuple[str, Shard], Transformer] = {}
@@ -98,7 +100,7 @@ class RankModels:
         layouts, copies = program.placement.layouts, program.copies(world.rank)
         training = {call.model: layouts[call.name] for call in program.workload.workflow.train_calls}
         here = {name: layout for name, layout in training.items() if world.rank in layout.ranks}
-        kept = {key: layouts[calls[0]] for key, calls in copies.items() if config.folder(key[0])}
+        kept = {key: layouts[calls[0]] for key, calls in copies.items() if folders[key[0]]}
         self._heads = self._heads_of_bases([*here.items(), *((name, layout) for (name, _), layout in kept.items())])
         for name, layout in here.items():
             self._to_train[name] = self._model(name, layout)
@@ -126,7 +128,7 @@ class RankModels:
             self._bases[base, shard] = self._load(name, layout, self._heads[base, shard])
         adapters, parallel = workload.shape(name).adapters, self._parallel(layout)
         made = self._bases[base, shard].with_adapters(adapters, self.config.seed, parallel=parallel, head=head)
-        if folder := self.config.adapter(name):
+        if folder := self.config.files(name).adapter:
             take_adapter(made, folder)
         return made
 
@@ -135,12 +137,12 @@ class RankModels:
         workload, roles = self.program.workload, self.config.algorithm.roles
         same = [other for other, base in workload.bases.items() if base == workload.bases.get(name)] or [name]
         same = [other for other in same if roles[other].head == "scalar"]
-        fresh_head = all(workload.workflow.train_call(one) or self.config.has_own_head(one) for one in same)
+        fresh_head = all(workload.workflow.train_call(one) or has_own_head(self.config.files(one)) for one in same)
         # a frozen reward model needs a head in its folder, and a language model none: one of the two is refused
         heads: tuple[Head, ...] = (head,) if fresh_head or head == "scalar" else ("scalar", "lm")
         *_, model = (
             load_model(
-                self.config.folder(name),
+                self.config.files(name).folder,
                 head=one,
                 fresh_head=fresh_head,
                 dtype=DTYPES[self.config.dtype],

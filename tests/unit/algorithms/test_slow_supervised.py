@@ -103,7 +103,7 @@ def test_losses_metrics_and_gradients(name, folder, float64, monkeypatch):
     loss_of = {
         "sft": functools.partial(slow.likelihood, said),
         "reward_model": functools.partial(slow.bradley_terry, said),
-        "dpo": functools.partial(slow.preference, said, model_of(config.folder("reference"), "lm")[1])
+        "dpo": functools.partial(slow.preference, said, model_of(config.files("reference").folder, "lm")[1])
         if page == "dpo"
         else None,
     }[page]

@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line.checks import refuse_errors
-from rlhf_spmd.command_line.clusters import cluster_of
 from rlhf_spmd.command_line.fitting_strategies import COMPARED, advice, fitting_options, options_to_try
+from rlhf_spmd.command_line.ranks import cluster_of
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -129,7 +129,21 @@ def test_an_empty_model_is_no_model(capsys):
 def test_check_judges_the_precision_of_the_run(folder, capsys):
     path, told = folder(ONE), set()
     for words in (["--device-type", "h100-80g"], ["device_type=h100-80g"]):
-        assert main(["check", "flattening", "--layout", "1x2", "--model", path, "reward_function=m:f", *words]) == 0
+        assert (
+            main(
+                [
+                    "check",
+                    "flattening",
+                    "--layout",
+                    "1x2",
+                    "--model",
+                    path,
+                    "reward_function=rlhf_spmd.rewards:exact_answer",
+                    *words,
+                ]
+            )
+            == 0
+        )
         told.add(capsys.readouterr().out)
     assert len(told) == 1 and "58.0 GiB" in told.pop()  # of bfloat16; of float32 it would not fit
 

@@ -76,11 +76,11 @@ def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
     [
         (
             ["lora.rank=4", "lora.targets=q_prj"],
-            "lora.targets: no layer .* called q_prj .did you mean 'q_proj'..; choose",
+            "lora.targets=q_prj: no layer .* called q_prj .did you mean 'q_proj'..; choose",
         ),
         (
             ["lora.actor.rank=4", "lora.actor.targets=lm_head"],
-            "lora.actor.targets: .* called lm_head; choose from q_proj",
+            "lora.actor.targets=lm_head: .* called lm_head; choose from .* q_proj",
         ),
         (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
         (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
@@ -197,7 +197,7 @@ def test_an_adapter_in_a_folder_has_its_own_rank_and_so_has_the_reference(words)
     config = load_run(words, "lora.critic.rank=2")
     wanted = Adapters(3, 6.0, ("q_proj", "o_proj", "gate_proj", "down_proj"))
     assert [config.adapters(role) for role in ("actor", "reference", "reward")] == [wanted, wanted, None]
-    assert config.main_folder == config.folder("reference") and config.main_folder.endswith("actor")
+    assert config.main_folder == config.files("reference").folder and config.main_folder.endswith("actor")
     workload = make_workload(config)
     assert workload.shape("reference") == workload.shape("actor") and workload.bases["reference"] == "actor"
     assert load_run(words, "lora.actor.rank=3", "lora.rank=2").adapters("actor") == wanted
@@ -221,8 +221,8 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     given = [*words, f"models.actor={tmp_path / 'policy'}", f"models.critic={critic}"]
     with pytest.raises(
         UserError,
-        match=f"^the critic goes on from the adapter in {critic}, which was made for {other}, whose weights are not "
-        f"those of lora.base={base}; drop lora.base, or write",
+        match=f"^lora.base={base}: the critic goes on from the adapter in {critic}, which was made for {other}, whose "
+        "weights are not those of lora.base; drop it, or write",
     ):
         load_run(given, f"lora.base={base}")
     bases = make_workload(load_run(given)).bases
@@ -243,7 +243,7 @@ def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
     load_run(words, f"models.critic={tmp_path / 'judge'}")
     for role in ("actor", "reference"):
         with pytest.raises(
-            UserError, match=f"^models.{role}: .*judge is the adapter of .*SEQ_CLS.*, and the {role} is a"
+            UserError, match=f"^models.{role}=.*judge: .* the adapter of .*SEQ_CLS.*, and the {role} is a"
         ):
             load_run(words, f"models.{role}={tmp_path / 'judge'}")
 
@@ -258,11 +258,12 @@ def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
     words, adapter = write_all(tmp_path), tmp_path / "adapter"
     make_adapter(adapter, tmp_path / "actor")
     config = load_run(words, f"models.actor={adapter}")
-    assert (config.tokenizer_folder(), config.tokenizer_warning) == (str(tmp_path / "actor"), "")
+    assert (config.files().tokenizer, config.files().warning) == (str(tmp_path / "actor"), "")
     write_tokenizer(adapter)
     (adapter / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    assert config.tokenizer_folders == [config.tokenizer_folder()] == [str(adapter)] and not config.tokenizer_warning
-    assert config.tokenizer_folder("reward") == str(tmp_path / "reward")
+    config = load_run(words, f"models.actor={adapter}")
+    assert config.tokenizer_folders == [config.files().tokenizer] == [str(adapter)] and not config.files().warning
+    assert config.files("reward").tokenizer == str(tmp_path / "reward")
     text = (adapter / "tokenizer.json").read_text(encoding="utf-8")
     (adapter / "tokenizer.json").write_text(text.replace('"ba"', '"xx"'), encoding="utf-8")
     said = [finding.message for finding in tokenizer_findings(config)]

@@ -8,7 +8,6 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import (
     SHIPPED,
-    check_out,
     load_calibration,
     read_calibration,
     write_calibration,
@@ -70,15 +69,6 @@ def test_unknown_names_are_refused():
         load_calibration("a100-80")
     with pytest.raises(UserError, match="does not know devices of type a100-80g, only cpu"):
         calibration().require("a100-80g")
-
-
-def test_where_a_calibration_may_be_written(tmp_path):
-    check_out(str(tmp_path / "mine.json"))
-    (tmp_path / "mine.json").touch()
-    check_out(str(tmp_path / "mine.json"), overwrite=True)
-    for path, says in (("mine.json", "exists"), ("mine.txt", r"\.json"), ("no/mine.json", "cannot be written")):
-        with pytest.raises(UserError, match=says):
-            check_out(str(tmp_path / path))
 
 
 SMALLEST = """{"version": 1, "provenance": "none", "sources": {"layer_s": "fitted"}, "devices": {"cpu": {

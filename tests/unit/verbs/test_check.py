@@ -10,12 +10,13 @@ import sys
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.command_line.checks import CONFIG_HEADING
+from rlhf_spmd.command_line import checks
 from rlhf_spmd.pages import strategy
 from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.verbs.check import CONFIG_HEADING
 from tests.pages import write_page
 
-HEAVY = {"yaml", "torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
+HEAVY = {"torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
 BIG = ["check", "flattening", "--layout", "8x8", "--preset", "llama-65b"]
 FITS = ["check", "flattening", "--layout", "1x4", "--preset", "llama-7b", "--device-type", "cpu"]
 
@@ -62,18 +63,18 @@ def test_hundreds_of_devices_take_seconds():
 
 
 def test_nothing_heavy_is_imported(tmp_path):
-    """PyYAML only for a file of --config; no torch for functions that need it, which are bound nevertheless."""
+    """No torch for functions that need it, which a child imports."""
     (tmp_path / "c.yaml").write_text("seed: 3\n", encoding="utf-8")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
     (tmp_path / "r.py").write_text("import torch\n\ndef right(responses, answer): ...\n", encoding="utf-8")
     own = ["--algorithm", "grpo", f"data.prompts={tmp_path / 'p.jsonl'}", f"reward_function={tmp_path / 'r.py'}:right"]
-    for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"}), (own, set())):
+    for words in ([], ["--config", str(tmp_path / "c.yaml")], own):
         done = run(*FITS, *words, python=("-X", "importtime"))
         found = [
             line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")
         ]
         assert "rlhf_spmd.plan.proof.check" in found and done.returncode == 0
-        assert {name.partition(".")[0] for name in found} & HEAVY == heavy
+        assert {name.partition(".")[0] for name in found} & HEAVY == set()
 
 
 def test_a_program_that_fits_is_shown_and_passes():
@@ -162,7 +163,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         (["check", "flattening", "extra"], ["check takes one strategy", "drop extra"]),
         (["check", "flattening", "iterations=none"], ["iterations=none", "whole number"]),
         (["check", "flattening", "itertions=3"], ["'itertions'", "did you mean 'iterations'"]),
-        (["check", "flattening", "mini_batch=100"], ["mini_batch 100", "512"]),
+        (["check", "flattening", "mini_batch=100"], ["mini_batch=100", "512"]),
         (["check", "flattening", "strategy.zeero=1"], ["strategy flattening", "did you mean 'strategy.zero'?"]),
         (["check", "flattening", "strategy.zero=7"], ["strategy flattening", "critic_train on ranks 0-3", "stage 7"]),
         (["check", "separation", "strategy.generation_ranks=4"], ["leave 0 to train", "from 1 to 3"]),
@@ -223,17 +224,13 @@ def test_options_and_overrides_reach_the_program(capsys):
         ("data.prompts=p.jsonl,q.txt reward_function=r.py:source", ""),
         ("data.prompts=none.jsonl reward_function=r.py:other", "prompt file none.jsonl does not exist"),
         ("data.prompts=p.jsonl reward_function=r.py:right eval.prompts=q.txt", "evaluation on q.txt: reward function"),
-        ("data.prompts=p.jsonl reward_function=m:f", "warning: reward function m:f is unchecked: there is no source"),
-        (
-            "data.prompts=p.jsonl reward_function=r.py:made",
-            "warning: reward function r.py:made is unchecked: r.py makes",
-        ),
+        ("data.prompts=p.jsonl reward_function=m:f", "there is no module 'm' on the import path: install it"),
         ("data.prompts=p.jsonl reward_function=r.py", "write it as module:function"),
         ("data.prompts=p.jsonl reward_function=r.py:rihgt", "did you mean 'right'?"),
         ("data.prompts=p.jsonl reward_function=r.py:gives", "it is a generator"),
         ("data.prompts=p.jsonl reward_function=none.py:right", "none.py does not exist"),
-        ("data.prompts=p.jsonl reward_function=bad.py:right", "importing bad.py raised SyntaxError: "),
-        ("data.prompts=p.jsonl reward_function=lacks.py:right", "lacks.py imports no_such_package: install it"),
+        ("data.prompts=p.jsonl reward_function=bad.py:right", "bad.py raised SyntaxError: "),
+        ("data.prompts=p.jsonl reward_function=lacks.py:right", "No module named 'no_such_package'"),
     ],
 )
 def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp_path, monkeypatch):
@@ -244,16 +241,46 @@ def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp
     (tmp_path / "r.py").write_text(
         "def right(responses, answer): ...\ndef places(p, r): ...\ndef other(responses, solution): ...\n"
         "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n"
-        "made = print(right)\ndef gives(responses):\n    yield 1.0\nraise AssertionError('it is only read')\n",
+        "def gives(responses):\n    yield 1.0\n",
         encoding="utf-8",
     )
     (tmp_path / "bad.py").write_text("def right(responses: ...\n", encoding="utf-8")
     (tmp_path / "lacks.py").write_text("import no_such_package\ndef right(responses): ...\n", encoding="utf-8")
-    refused = bool(says) and not says.startswith("warning")
-    assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == refused
+    assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == bool(says)
     out, err = capsys.readouterr()
-    kind = "Refused: 1 error." if refused else "Passed with 1 warning: " if says else "No findings: "
+    kind = "Refused: 1 error." if says else "No findings: "
     assert says in out and err == "" and out.splitlines()[-2].startswith(kind)
+    assert not {"r", "bad", "lacks", "m"} & set(sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import time\ntime.sleep(60)", "importing it took more than 1 s"),
+        ("import os\nos._exit(0)", "importing it ended the process"),
+        ("import torch", "it imports torch, which is not installed here"),
+        ("import os\nassert os.environ['CUDA_VISIBLE_DEVICES'] == ''\nprint('hidden')", ""),
+    ],
+)
+def test_named_functions_are_imported_in_a_child(text, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "IMPORT_S", 1 if "sleep" in text else 30)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    path = tmp_path / "r.py"
+    path.write_text(f"{text}\ndef right(responses): ...\n", encoding="utf-8")
+    words = ["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", f"reward_function={path}:right"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"reward function {path}:right is not checked: {says}" in out if says else "not checked" not in out
+    assert "hidden" not in out
+
+
+def test_functions_that_a_file_names_are_not_imported(capsys, tmp_path):
+    path, config = tmp_path / "r.py", tmp_path / "c.yaml"
+    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef right(responses): ...\n", encoding="utf-8")
+    config.write_text(f"algorithm: grpo\nreward_function: {path}:right\n", encoding="utf-8")
+    assert main(["check", "flattening", "--layout", "1x2", "--config", str(config)]) == 0
+    assert f"{path}:right is not checked: name it on the command line" in capsys.readouterr().out
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +302,7 @@ def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp
         (
             [('train("surrogate"', 'train("policy_loss"')],
             "policy_loss(): no value for parameter ",
-        ),  # of surrogates.py, which is read
+        ),  # of surrogates.py
         ([("def surrogate(", "def other(")], "no function surrogate is in the page or in advantages.py"),
     ],
 )

@@ -5,7 +5,9 @@ import resource
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rlhf_spmd.__main__ import main
@@ -75,7 +77,7 @@ def test_a_rehearsal_larger_than_the_machine(limit, words, monkeypatch):
 
 
 def test_memory(monkeypatch):
-    monkeypatch.setattr(rehearse, "free_bytes", lambda: 2**28)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**28))
     with pytest.raises(UserError, match="64 ranks need 4.0 GiB of memory, and 256.0 MiB are free"):
         rehearse.check_room(64)
 

@@ -14,7 +14,7 @@ from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.config import AdapterConfig
 from rlhf_spmd.model.adapters.files import PREFIX, read_adapter, write_adapter
 from rlhf_spmd.model.adapters.merge import bit_sum, merge, merge_into
-from rlhf_spmd.model.adapters.uniform import texts_of
+from rlhf_spmd.model.adapters.uniform import model_files
 from rlhf_spmd.model.texts.tokenizer_files import tokenizer_files
 from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load
@@ -180,7 +180,9 @@ def test_the_merged_model_has_what_lies_beside_the_adapter(tmp_path):
     merge(folder, out)
     assert tokenizer_files(out) == tokenizer_files(folder)
     assert json.loads((out / "generation_config.json").read_text(encoding="utf-8")) == about
-    assert hf.read_config(base, texts_of(str(folder), str(base))).eos_token_ids == (1, 7), "also where it is not merged"
+    assert hf.read_config(base, model_files(str(folder), str(base)).texts).eos_token_ids == (1, 7), (
+        "also where it is not merged"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

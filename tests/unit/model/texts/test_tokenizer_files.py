@@ -265,6 +265,6 @@ def test_the_critic_starts_from_a_reward_model_whose_tokenizer_is_written_otherw
     config = load("tiny", [])
     other = copy(tmp_path / "m", change=older)
     folders = dict(config.models) | {"reward": str(other)}
-    assert folder_of("critic", folders, config.algorithm.roles, str) == str(other)
+    assert folder_of("critic", folders, config.algorithm.roles) == str(other)
     rewrite(other / "tokenizer.json", traded)
-    assert folder_of("critic", folders, config.algorithm.roles, str) == config.main_folder
+    assert folder_of("critic", folders, config.algorithm.roles) == config.main_folder

@@ -107,11 +107,10 @@ def test_check_names_each_kind_of_code(run, marker, capsys):
     assert f"name it yourself: check {run / 'strategy.py'}" in capsys.readouterr().err
     config = str(run / "config.json")
     assert main(["check", "flattening", "--layout", "1x1", "--config", config]) == 0
-    wrong = "def score(prompts, answers): ...\n"
-    (run / "reward.py").write_text((run / "reward.py").read_text(encoding="utf-8") + wrong, encoding="utf-8")
-    assert main(["check", "flattening", "--layout", "1x1", "--config", config]) == 1
-    assert f"reward function {spec!r}: no parameter of it receives the response" in capsys.readouterr().out
-    assert not marker.exists()  # a reward function is read, not run
+    assert f"reward function {spec} is not checked: name it on the command line" in capsys.readouterr().out
+    assert not marker.exists()
+    assert main(["check", "flattening", "--layout", "1x1", "--config", config, f"reward_function={spec}"]) == 0
+    assert marker.exists()  # because the command line names the function
 
 
 def test_a_page_that_the_user_names_is_loaded(run, tmp_path, capsys):

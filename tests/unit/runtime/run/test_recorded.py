@@ -57,7 +57,7 @@ def test_every_folder_has_what_the_model_was_trained_with(tmp_path):
     folders = {}
     for name, more in runs.items():
         run = RunOf(load(words, *more))
-        rendered = ChatTemplate(run.config.tokenizer_folder(), run.config.data.chat_template, started="")
+        rendered = ChatTemplate(run.config.files().tokenizer, run.config.data.chat_template, started="")
         given.rename(tmp_path / "gone") if more[:1] == asked else None  # a run has read it
         (tmp_path / name).mkdir()
         recorded.save_models(run.job, RunFolder(tmp_path / name), "best")

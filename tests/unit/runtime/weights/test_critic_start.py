@@ -65,7 +65,7 @@ def body_of(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("overrides", "source", "has_head"), CASES.values(), ids=CASES)
 def test_first_weights(root, overrides, source, has_head):
     config = config_of(root, *overrides)
-    assert Path(config.folder("critic")) == root / source
+    assert Path(config.files("critic").folder) == root / source
     run = RunOf(config)
     weights = run.weights("critic")
     score_1D = weights.pop("score.weight")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_spmd.command_line.clusters import cluster_of
+from rlhf_spmd.command_line.ranks import cluster_of
 from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.runtime.world.devices import choose_devices
 from tests.unit.command_line.test_fitting_strategies import H100, world_of
