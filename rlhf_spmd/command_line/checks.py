@@ -9,6 +9,7 @@ from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evalu
 from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
+from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.pages.function_sources import Unread
@@ -18,7 +19,6 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 

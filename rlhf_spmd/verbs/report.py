@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.runtime.records.web_page import page, read
 
 

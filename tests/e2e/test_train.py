@@ -15,7 +15,7 @@ from tests.folders import write_all
 from tests.noise import LIMIT, in_standard_errors
 from tests.page_runs import metrics
 from tests.run_mpi import mpi_command
-from tests.unit.runtime.guard.test_terminal import on_terminal
+from tests.unit.files.test_output import on_terminal
 
 RESULT_KEYS = {
     "strategy",

@@ -4,10 +4,10 @@ For refactorings, which may not change a bit. Thirteen small runs of the real pr
 bfloat16, and one that is stopped and resumed) must leave the same hashes of responses, the same bits of weights and
 moments, and the same metrics; twenty programs must be the same instruction by instruction, with what `check` finds,
 bytes and simulated seconds; two searches must end with the same plans. Six sessions do the same for what is not PPO
-(sessions.py). What was renamed on purpose is in RENAMES
-(compare.py). A worktree of the commit, made for this and removed afterwards, runs its own copy of this tool
-(`--write FOLDER --only PART`, which must go on to mean the same), so that each tree uses its own names. What a commit
-computed is kept in .cache/unchanged/ for the next time on the same machine.
+(sessions.py). What was renamed on purpose is in RENAMES (compare.py). A worktree of the commit, made for this and
+removed afterwards, runs its own copy of this tool (`--write FOLDER --only PART`, which must go on to mean the same), so
+that each tree uses its own names. What a commit computed is kept in .cache/unchanged/ for the next time on the same
+machine.
 
 With --speed instead: does the working tree take more processor time for the same work (speed.py)?
 

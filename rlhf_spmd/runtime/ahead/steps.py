@@ -11,8 +11,8 @@ from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.guard.signals import Asked
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.failure.signals import Asked
+from rlhf_spmd.runtime.world.trace import Tracer
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, STEP, draws, part_of, transfer_draws
 from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
 from rlhf_spmd.plan.workflow import trains
-from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
+from rlhf_spmd.runtime.failure.diagnosis import text_of
 from rlhf_spmd.runtime.rehearse.rehearsal import Rehearsal, Rehearsed, expanded
 
 

@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from rlhf_spmd.runtime.guard.failures import Failed, Late
+from rlhf_spmd.runtime.failure.failures import Failed, Late
 
 BLOCK = 512  # bytes per rank in the first round; longer messages take a second one
 HEADER = struct.Struct("<q i ? 63s")  # sequence number, length of the message, whether it is a failure, its name

@@ -1,6 +1,6 @@
 """Starts torch.distributed: the store in which ranks find each other, and the process groups.
 
-The ranks already know each other through MPI. Those of one node keep the store in a file that no other user can open.
+The ranks already know each other through MPI. Those of one node keep the store in memory of rank 0.
 Those of several reach it at a port that the operating system chooses on rank 0's node, so no port is configured and no
 two jobs compete for one. If all ranks share one network stack, all connections stay on the loopback interface.
 """
@@ -10,13 +10,13 @@ import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import HOST
-from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
-from rlhf_spmd.runtime.observe.node_files import share_file
+from rlhf_spmd.runtime.failure.surroundings import check_answer, reach
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
 from rlhf_spmd.runtime.world.network import (
     GLOO,
@@ -31,7 +31,6 @@ from rlhf_spmd.runtime.world.network import (
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 60.0
 HEARTBEAT, HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480  # after which torch ends a rank, and its default
-STORE_BYTES = 1 << 14  # of a file store, for each rank: 1.8 kB measured with 64 ranks in 5 groups
 
 
 def network_stack() -> str:
@@ -111,13 +110,17 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
 
 
 def file_store(world: Any, timeout_s: float) -> Any:
-    """Makes a store in a file of this node, which asks no server; None if a rank does not see the file. Collective."""
+    """Makes a store in memory of rank 0, which asks no server; None if a rank does not see it. Collective."""
     from torch.distributed import FileStore
 
-    descriptor, views = share_file(
-        STORE_BYTES * world.size, world.rank, 0, lambda view: world.allgather(view, "opening the store"), is_empty=True
-    )
-    if not all(is_seen for _, is_seen in views):
+    made = os.memfd_create("rlhf_spmd_store") if world.rank == 0 else -1
+    inode = os.fstat(made).st_ino if world.rank == 0 else 0
+    process, number, inode = world.bcast([os.getpid(), made, inode], what="the store")
+    descriptor = -1
+    with suppress(OSError):  # this rank does not see it, or sees another file by that path
+        opened = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = opened if os.fstat(opened).st_ino == inode else -1
+    if min(world.allgather(descriptor, "opening the store")) < 0:
         return None
     store = FileStore(f"/proc/self/fd/{descriptor}", -1)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -144,8 +147,8 @@ def connect_store(world: Any, timeout_s: float) -> Any:
             interface, _ = choose_interface([address])
         store = join_store(address, port, timeout_s)
     choose_for_torch(os.environ, interface)
-    if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
-        world.board.store, world.board.second_store = store.clone(), store.clone()
+    if world.num_nodes > 1 or not all(world.allgather(world.positions.shared, "the records")):
+        world.positions.store, world.positions.second_store = store.clone(), store.clone()
     return store
 
 

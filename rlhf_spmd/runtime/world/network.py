@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard.launcher import ON_NODE, number_in
+from rlhf_spmd.runtime.failure.launcher import ON_NODE, number_in
 
 LOOPBACK_INTERFACE = "lo"
 INTERFACE_OPTION = "RLHF_SPMD_INTERFACE"
