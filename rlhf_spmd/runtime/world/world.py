@@ -39,7 +39,7 @@ from rlhf_spmd.runtime.failure.records import NOWHERE, Positions, Record, forget
 from rlhf_spmd.runtime.failure.signals import INTERRUPTED_STATUS
 from rlhf_spmd.runtime.failure.surroundings import check_answer, check_open_files
 from rlhf_spmd.runtime.failure.watch import LONGEST_WAIT, Watch
-from rlhf_spmd.runtime.world import devices, network, visible_devices
+from rlhf_spmd.runtime.world import devices
 from rlhf_spmd.runtime.world import groups as torch_groups
 from rlhf_spmd.runtime.world.control_messages import Control
 
@@ -150,11 +150,12 @@ class World:
         """Chooses the device of every rank (the option `device`, see devices.py), before the first use of `computes`.
         Collective; errors are reported once."""
         with self.together("looking for devices"):
-            report = visible_devices.find_devices(wanted, self.hosts[self.rank], self.threads, self.size)
+            report = devices.find_devices(wanted, self.hosts[self.rank], self.threads, self.size)
         reports = self.allgather(report, "the devices")
         with self.together("choosing devices"):
-            visible = visible_devices.parse_reports(reports)
-            self.chosen = devices.choose_devices(wanted, *visible, self.nodes, self.hosts)
+            unseen = next((report["unseen"] for report in reports if report["unseen"]), "")
+            visible = [[devices.VisibleDevice(**device) for device in report["seen"]] for report in reports]
+            self.chosen = devices.choose_devices(wanted, visible, unseen, self.nodes, self.hosts)
 
     @property
     def computes(self) -> devices.RankDevice:
@@ -305,7 +306,7 @@ class World:
                 check_answer(torch_groups.LOOPBACK)  # torch would try for a minute, and not tell why
             of_rank = [ranks for ranks in groups.values() if self.rank in ranks]
             check_open_files(self.size + sum(len(ranks) for ranks in of_rank))
-            visible_devices.import_torch(threads, self.threads)
+            devices.import_torch(threads, self.threads)
             self._device_bytes = devices.select_device(self.computes)
         with self.together("connecting to the store"):
             store = torch_groups.connect_store(self, timeout_s)
@@ -397,7 +398,7 @@ class World:
 
 def _load_mpi() -> Any:
     try:
-        network.choose_for_mpi(os.environ)
+        torch_groups.choose_for_mpi(os.environ)
         from mpi4py import MPI
     except (UserError, ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         if not launcher.reports(os.environ, on_node=True):

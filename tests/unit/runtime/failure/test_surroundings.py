@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.failure import failures, surroundings
-from rlhf_spmd.runtime.world import visible_devices
+from rlhf_spmd.runtime.world import devices
 
 
 def test_a_working_folder_that_is_gone(monkeypatch):
@@ -70,7 +70,7 @@ def test_variables_of_torch_that_have_a_wrong_value_are_named(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("builtins.__import__", load)
     with pytest.raises(UserError, match="torch can't be loaded: The value of TORCH_DISTRIBUTED_DEBUG must be"):
-        visible_devices.import_torch(1, 1)
+        devices.import_torch(1, 1)
 
 
 def test_an_address_that_does_not_answer():

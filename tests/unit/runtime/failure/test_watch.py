@@ -13,8 +13,7 @@ import pytest
 from rlhf_spmd.runtime.failure.processes import LIBC, PR_SET_NAME, process_fields
 from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.failure.watch import Watch
-from rlhf_spmd.runtime.world.devices import choose_devices
-from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
+from rlhf_spmd.runtime.world.devices import VisibleDevice, choose_devices
 
 
 class Alone:
