@@ -136,7 +136,7 @@ def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[in
     """
     me = name_ranks([rank], hosts or [socket.gethostname()] * (rank + 1))
     if not late.ranks:
-        text = "all ranks arrived, but their messages did not get through: check the network between the hosts"
+        text = "not all others arrived: find out what keeps them from starting, or check the network between the hosts"
     else:
         text = f"{name_ranks(late.ranks, hosts)} did not arrive; find out what delays them, or raise the deadline"
         for straggler, position in last.items():

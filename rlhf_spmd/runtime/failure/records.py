@@ -67,6 +67,7 @@ class Position(ctypes.Structure):
         ("position", ctypes.c_int32),  # as in Action
         ("process", ctypes.c_int32),  # 0: its watch has not reported yet
         ("is_meeting", ctypes.c_bool),  # it waits in a control message
+        ("sequence", ctypes.c_int64),  # the number of its control messages
         ("since_s", ctypes.c_double),  # when the current action began
         ("active_s", ctypes.c_double),  # its last activity
         ("reported_s", ctypes.c_double),  # the last report by its watch

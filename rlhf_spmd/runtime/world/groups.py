@@ -90,7 +90,7 @@ def check_interfaces(environment: Mapping[str, str], names: Sequence[str]) -> No
 
 def interface_addresses(*families: int) -> dict[str, str]:
     """Returns an address of every network interface that has one of these families (default: IPv4)."""
-    addresses = {}
+    addresses: dict[str, str] = {}
     for name, known in psutil.net_if_addrs().items():
         for address in known:
             if address.family in (families or (socket.AF_INET,)):

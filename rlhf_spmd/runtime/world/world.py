@@ -104,12 +104,11 @@ class World:
     @classmethod
     def _meet(cls, mpi: Any, deadline_s: float, record: Record) -> "World":
         comm, host = mpi.COMM_WORLD, socket.gethostname()
-        first = Control(comm, deadline_s=deadline_s)
+        first = Control(comm, record, deadline_s=deadline_s)  # for one message: nothing else uses COMM_WORLD
         facts = {"host": host, "network": torch_groups.network_stack(), "cores": sorted(os.sched_getaffinity(0))}
         everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
-        first.settle()  # COMM_WORLD is not used for anything else
-        control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # all ranks are here, so MPI's own collectives, which have no deadline, are safe
+        control = Control(comm.Dup(), record, deadline_s=deadline_s)
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
         node_ranks = tuple(mpi.Group.Translate_ranks(node_comm.group, range(node_comm.size), comm.group))
         record.describe(rank=comm.rank, size=comm.size, host=host)
@@ -142,7 +141,8 @@ class World:
             one_network=len({facts["network"] for facts in everyone}) == 1,
             record=record,
         )
-        control.may_arrive, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
+        control.positions, control.may_arrive = positions, world.watch.is_alive
+        control.longest_wait = LONGEST_WAIT
         world.watch.start()
         return world
 
@@ -342,10 +342,6 @@ class World:
             self._groups = self.positions.store = self.positions.second_store = None
             distributed.destroy_process_group()
             self.barrier("closing torch.distributed")  # rank 0 keeps the store until then
-        try:
-            self.control.settle()
-        except Late as late:
-            raise deadline_error(late, self.rank, self.hosts, {}) from None
         self.watch.stop()
 
     def finalize(self, status: int = 0) -> None:
