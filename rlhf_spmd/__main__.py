@@ -135,7 +135,7 @@ def _alone(arguments: list[str]) -> int:
         raise
     except (UserError, OSError, MemoryError) as error:
         gone = why_no_folder()
-        text = str(error) if isinstance(error, UserError) else explain(error, alone=True)
+        text = str(error) if isinstance(error, UserError) else explain(error)
         if not gone and text is None:
             raise
         text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text

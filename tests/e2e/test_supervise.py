@@ -277,16 +277,6 @@ def test_a_signal_of_one_rank_alone_is_told():
     assert process.returncode == 128 + signal.SIGQUIT and stderr.count(PREFIX) == 1 and "by SIGQUIT" in stderr, stderr
 
 
-def test_a_rank_ends_with_its_supervisor():
-    process, child = start("time.sleep(60)")
-    process.kill()
-    process.communicate(timeout=LIMIT_S)
-    began = time.monotonic()
-    while is_alive(child):
-        assert time.monotonic() - began < LIMIT_S
-        time.sleep(0.01)
-
-
 def test_a_supervisor_ends_with_its_launcher():
     """The launcher is a shell that waits; without one (a shell that is left) a job goes on."""
     command = f"{sys.executable} -c '{PROGRAM}{READY}time.sleep(60)' & wait"

@@ -6,6 +6,7 @@ no MPI.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,35 +181,32 @@ def _divergence(
 ) -> Divergence:
     sentences = []
     for rank in late:
-        state, waits_for_it = by_rank[rank], [other for other in waiting if rank in missing[other]]
-        problem = f"{state.name} makes no progress"
+        state, problem = by_rank[rank], f"{by_rank[rank].name} makes no progress"
+        waits_for_it = [by_rank[other] for other in waiting if rank in missing[other]]
         if waits_for_it:
-            first = min(waits_for_it, key=lambda other: (by_rank[other].iteration, by_rank[other].position))
-            others = [other for other in waits_for_it if by_rank[other].text == by_rank[first].text]
+            first = min(waits_for_it, key=lambda other: (other.iteration, other.position))
+            others = [other.rank for other in waits_for_it if other.text == first.text]
             wait = f"{name_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
-            problem = f"{state.name} did not reach {by_rank[first].text}, where {wait} for it"
+            problem = f"{state.name} did not reach {first.text}, where {wait} for it"
         length = len(graph.of_rank[rank]) if graph and rank < len(graph.of_rank) else 0
         sentences.append(f"{problem}; it is in {state.describe(length)}")
-    if late and all(missing[rank] for rank in late) and not any(by_rank[rank].trouble for rank in late):
+    if late and all(missing[rank] and not by_rank[rank].trouble for rank in late):
         sentences.append(f"{name_ranks(late)} wait for one another: they entered different collectives")
     return Divergence(late, waiting, ". ".join(sentences))
 
 
 def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
-    """Groups the ranks by their current action, if no rank is missing according to the program."""
-    by_text: dict[str, list[RankState]] = {}
-    for state in states:
-        by_text.setdefault(state.text, []).append(state)
-    groups = sorted(by_text.values(), key=lambda group: (len(group), -group[0].rank))
-    if len(groups) == 1:
-        if graph is None or not any(graph.instruction(state.rank, state.position) for state in states):
-            return None
-        text = f"all ranks reached {states[0].text}, but none makes progress"
-        return Divergence((), tuple(state.rank for state in states), text)
-    few = tuple(state.rank for state in groups[0]) if len(groups[0]) < len(groups[-1]) else ()
-    rest = tuple(state.rank for state in states if state.rank not in few)
-    described = [f"{name_ranks([state.rank for state in group])}: {group[0].describe()}" for group in groups]
-    return Divergence(few, rest, "ranks are in different places: " + "; ".join(described))
+    """Compares the actions of the ranks, if no rank is missing according to the program."""
+    ranks, counts = tuple(state.rank for state in states), Counter(state.text for state in states)
+    if len(counts) > 1:
+        rare = min(counts.values())
+        few = tuple(state.rank for state in states if counts[state.text] == rare < max(counts.values()))
+        places = "; ".join(f"rank {state.rank}: {state.describe()}" for state in states)
+        rest = tuple(rank for rank in ranks if rank not in few)
+        return Divergence(few, rest, f"ranks are in different places: {places}")
+    if graph is None or not any(graph.instruction(state.rank, state.position) for state in states):
+        return None
+    return Divergence((), ranks, f"all ranks reached {states[0].text}, but none makes progress")
 
 
 def peer_error(

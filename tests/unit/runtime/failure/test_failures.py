@@ -24,17 +24,16 @@ def test_the_position_reads_as_a_sentence(where, says):
 
 
 @pytest.mark.parametrize(
-    ("error", "alone", "says"),
+    ("error", "says"),
     [
-        (MemoryError(), True, "this process ran out of memory (MemoryError); end others, or raise the limit"),
-        (MemoryError(), False, "this rank ran out of memory (MemoryError); lower micro_batch"),
-        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), True, "this process has too many open files"),
-        (OSError(errno.EIO, "broken", "f"), False, "broken when reading or writing f: check the disk and the rights"),
-        (OSError(errno.EROFS, "no", "f"), True, "when writing f: check the disk and the rights, or write elsewhere"),
+        (MemoryError(), "this process ran out of memory (MemoryError); lower micro_batch"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "this process has too many open files"),
+        (OSError(errno.EIO, "broken", "f"), "broken when reading or writing f: check the disk and the rights"),
+        (OSError(errno.EROFS, "no", "f"), "when writing f: check the disk and the rights, or write elsewhere"),
     ],
 )
-def test_the_advice_fits_the_cause(error, alone, says):
-    told = failures.explain(error, alone=alone)
+def test_the_advice_fits_the_cause(error, says):
+    told = failures.explain(error)
     assert says in told and ("elsewhere" in told) == ("elsewhere" in says)
 
 

@@ -6,12 +6,10 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.runtime.failure import signals
 from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
@@ -78,18 +76,6 @@ def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_exception_that_cannot_print_itself():
-    class Mute(Exception):
-        def __str__(self):
-            raise Mine
-
-    def score(prompts, responses):
-        raise Mute
-
-    with pytest.raises(UserError, match=r"r.py:score raised Mute \(.*test_signals.py, line \d+: raise Mute\)"):
-        RewardFunction("r.py:score", bind(score))(["p"], ["a"])
-
-
 @pytest.mark.parametrize("kind", ["GeneratorExit", "Mine"])
 def test_the_same_of_files_and_place(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -103,13 +89,3 @@ def test_the_same_of_files_and_place(kind, tmp_path, monkeypatch):
         load_reward_function(f"{path}:place")
     with pytest.raises(UserError, match=f"cannot be imported: {kind}: no"):
         load_strategy(str(path))
-
-
-def test_a_page_may_raise_anything_too(tmp_path):
-    """In the function that no table of test_page_mistakes.py has."""
-    path = tmp_path / "mine.py"
-    source = (Path(__file__).parents[3] / "toy_pages" / "group.py").read_text(encoding="utf-8")
-    path.write_text(source + "\ndef refused(options, can_end): 1 / 0\n", encoding="utf-8")
-    page = load_algorithm(str(path))
-    with pytest.raises(UserError, match=r"algorithm mine: refused\(\) raised ZeroDivisionError: .*mine.py, line"):
-        page.refused(page.options(), can_end=True)
