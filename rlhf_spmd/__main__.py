@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     arguments: by default those of this process, whose standard streams are then prepared as well.
     """
-    from rlhf_spmd.runtime.guard import launcher, signals, streams
+    from rlhf_spmd.files import output
+    from rlhf_spmd.runtime.failure import launcher, signals
 
     is_process = arguments is None
     if is_process:
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if is_process:
         launcher.forget_leftovers(os.environ)
         signals.remember_interrupts()
-        streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
+        output.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
     if on_ranks:
         return _on_ranks(words)
     return _to_the_end(words) if is_process else _alone(words)
@@ -79,13 +80,13 @@ def _in_utf8() -> None:
 
 def _to_the_end(arguments: list[str]) -> NoReturn:
     """Runs a subcommand in one process, and ends the process, whatever threads own functions have left in it."""
-    from rlhf_spmd.runtime.guard import progress
-    from rlhf_spmd.runtime.guard.supervise import leave
-    from rlhf_spmd.runtime.observe import node_files
+    from rlhf_spmd.files import progress
+    from rlhf_spmd.runtime.failure import records
+    from rlhf_spmd.runtime.failure.supervise import leave
 
-    node_files.keep_compiled()
-    atexit.register(node_files.remove, node_files.COMPILED)
-    progress.start(f"rlhf_spmd {arguments[0] if arguments else ''}", only_in_place=True)
+    records.keep_compiled()
+    atexit.register(records.remove_node_files, records.COMPILED)
+    progress.start(f"rlhf_spmd {arguments[0] if arguments else ''}", is_alone=True, is_run=False)
     try:
         status = _alone(arguments)
     except SystemExit as end:  # of --help
@@ -102,9 +103,10 @@ def _alone(arguments: list[str]) -> int:
     The variables of an interactive step of Slurm (srun -n 4 --pty bash) are those of the first of several processes. So
     under srun the first process works, and copies do nothing. Under mpirun the subcommand is refused.
     """
-    from rlhf_spmd.runtime.guard import launcher, signals, streams
-    from rlhf_spmd.runtime.guard.failures import explain
-    from rlhf_spmd.runtime.guard.surroundings import without_folder
+    from rlhf_spmd.files import output
+    from rlhf_spmd.runtime.failure import launcher, signals
+    from rlhf_spmd.runtime.failure.failures import explain
+    from rlhf_spmd.runtime.failure.surroundings import why_no_folder
 
     place = launcher.launched(os.environ)
     try:
@@ -126,14 +128,14 @@ def _alone(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
         return PIPE_STATUS
     except KeyboardInterrupt:
-        streams.say("rlhf_spmd: error: interrupted by SIGINT")
+        output.say("rlhf_spmd: error: interrupted by SIGINT")
         return signals.INTERRUPTED_STATUS
     except SystemExit:  # of --help
-        streams.flush()
+        output.flush()
         raise
     except (UserError, OSError, MemoryError) as error:
-        gone = without_folder()
-        text = str(error) if isinstance(error, UserError) else explain(error, alone=True)
+        gone = why_no_folder()
+        text = str(error) if isinstance(error, UserError) else explain(error)
         if not gone and text is None:
             raise
         text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text
@@ -157,16 +159,18 @@ def read(words: list[str]) -> argparse.Namespace:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a subcommand on every rank; one rank reports an error."""
-    from rlhf_spmd.runtime.guard import launcher, progress, streams, user_code
-    from rlhf_spmd.runtime.guard.supervise import leave, supervised
-    from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder
+    from rlhf_spmd.files import output, progress
+    from rlhf_spmd.runtime.failure import launcher
+    from rlhf_spmd.runtime.failure.supervise import leave, supervised
+    from rlhf_spmd.runtime.failure.surroundings import check_common_folder, check_folder
 
-    flight = supervised()  # before anything of MPI is loaded
+    record = supervised()  # before anything of MPI is loaded
     place = launcher.launched(os.environ)
     if place.rank == 0:
-        progress.start(f"rlhf_spmd: starting {arguments[0]} on {place.num} rank{'s' * (place.num > 1)}")
+        text = f"rlhf_spmd: starting {arguments[0]} on {place.num} rank{'s' * (place.num > 1)}"
+        progress.start(text, is_alone=not launcher.is_launched(os.environ), is_run=True)
 
-    from rlhf_spmd.runtime.guard.signals import CHECKPOINT, Asked
+    from rlhf_spmd.runtime.failure.signals import CHECKPOINT, Asked
     from rlhf_spmd.runtime.world.world import World
 
     on_interrupt = signal.getsignal(signal.SIGINT)  # ignored in the background of some shells
@@ -176,18 +180,17 @@ def _on_ranks(arguments: list[str]) -> int:
     if arguments[0] == "train":
         asked.listen(CHECKPOINT)  # at once: without a handler the signal ends the process
     try:
-        world = World.discover(flight=flight)
+        world = World.discover(record=record)
     except UserError as error:
-        streams.say(f"rlhf_spmd: error: {error}")
+        output.say(f"rlhf_spmd: error: {error}")
         return USER_STATUS
-    user_code.notes.say_if(world.board.first_to_say)
     progress.say(lambda: world.doing)
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         with world.together("reading the command line"):
-            check_folder()
+            folder = check_folder()
             if world.num_nodes > 1:
-                check_common_folder(world.allgather(working_folder(), "the working folder"))
+                check_common_folder(world.allgather(folder, "the working folder"))
             parsed = read(arguments)
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         if parsed.verb == "train":
@@ -195,7 +198,7 @@ def _on_ranks(arguments: list[str]) -> int:
         else:
             status = (verb.measure if parsed.verb == "plan" else verb.run)(world, parsed)
         world.shutdown()
-        streams.flush()
+        output.flush()
         world.finalize(status or 0)
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)

@@ -40,15 +40,13 @@ ANYTHING = ("",)
 
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
 RUNTIME: dict[str, tuple[str, ...]] = {
-    "observe": ("files",),
-    "guard": ("files", "plan"),
-    "diagnosis": ("files", "plan"),
-    "world": ("plan",),
+    "failure": ("files", "plan"),
+    "world": ("files", "plan"),
     "data": (
         *("config.options", "config.model_folders", "files", "kernels", "model", "plan.runtime_words", "plan.workflow"),
         *("pages.option_suggestions", "pages.option_values", "pages.user_module"),
     ),
-    "workers": (),
+    "workers": ("files",),
     "rewards": (
         *("config.options", "config.model_folders", "files", "model", "plan.runtime_words"),
         *("pages.named_objects", "pages.option_suggestions", "pages.user_module"),
@@ -190,7 +188,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (
         *("algorithms.page", "command_line", "config", "files", "machines", "pages", "plan"),
-        *("model.texts.tokenizer_check", "runtime.data", "runtime.guard", "runtime.offline"),
+        *("model.texts.tokenizer_check", "runtime.data", "runtime.failure", "runtime.offline"),
         *("runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),
@@ -238,8 +236,8 @@ OURS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rlhf_spmd.strategies.separation", "rlhf_spmd.strategies.heterogeneous"), ("plan", "strategies")),
     "rlhf_spmd.pages.strategy": ("plan", "strategies", *(f"pages.{name}" for name in BELOW_PAGES)),
     "rlhf_spmd.files": ("files",),
-    "rlhf_spmd.pages.user_module": ("files", "pages.option_suggestions", "runtime.guard.user_code"),
-    "rlhf_spmd.pages.named_objects": ("files", "pages.user_module", "runtime.guard.user_code"),
+    "rlhf_spmd.pages.user_module": ("files", "pages.option_suggestions", "runtime.failure.signals"),
+    "rlhf_spmd.pages.named_objects": ("files", "pages.user_module", "runtime.failure.signals"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),

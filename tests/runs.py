@@ -16,12 +16,12 @@ from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
-from rlhf_spmd.runtime.observe.metric_sums import Meter
-from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.loop import update
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 from rlhf_spmd.runtime.world.devices import RankDevice
+from rlhf_spmd.runtime.world.metric_sums import Meter
+from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import flattening
 from tests.trainee import whole_weights
 

@@ -179,7 +179,7 @@ def _receive(connection: socket.socket) -> tuple[list[int], list]:
 
 def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str, str], folder: str, mask: int) -> None:
     """Makes this process that of tests/warm_rank.py."""
-    from rlhf_spmd.runtime.guard import streams
+    from rlhf_spmd.files import output
 
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -193,4 +193,4 @@ def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str
     os.chdir(folder)
     os.umask(mask)
     sys.argv[1:] = words
-    streams._wrote_s = time.monotonic()  # it starts now: nothing has been silent for long
+    output._wrote_s = time.monotonic()  # it starts now: nothing has been silent for long

@@ -22,7 +22,7 @@ from bench.speed.generate_peers import use_fastest
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.world.trace import Tracer
 from tests.runs import RunOf
 
 REWARD = "from bench.against_trl.work import reward\n\n\ndef letters(prompts, responses):\n"

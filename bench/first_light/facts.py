@@ -25,7 +25,7 @@ def device(light: Light) -> Found:
     if "torch" not in facts["missing"]:
         import torch
 
-        from rlhf_spmd.runtime.world.visible_devices import VISIBLE, hints, visible_devices
+        from rlhf_spmd.runtime.world.devices import VISIBLE, hints, visible_devices
 
         facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda}
         facts["visible"] = [device.name for device in visible_devices(torch, "")]

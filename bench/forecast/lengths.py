@@ -159,9 +159,8 @@ def measure(
     """Measures the slowest rank's seconds of each iteration after the warm-up, and the mean seconds of each call;
     `tokens` are those of planted()."""
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.device_clock import clock_of
-    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
+    from rlhf_spmd.runtime.world.trace import Tracer, clock_of
 
     job, tracer, seconds = prepare(config, program, world), Tracer(world.rank, clock=clock_of(world.device)), []
     executor, iterations = Executor(job, tracer), [make_iteration(job, number) for number in range(ITERATIONS)]

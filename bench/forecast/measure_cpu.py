@@ -35,7 +35,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workload import ResponseLengths, Workload
-from rlhf_spmd.runtime.observe.trace import read_chrome
+from rlhf_spmd.runtime.world.trace import read_chrome
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
 SEARCHED = "plan"  # the row of the planner's best plan

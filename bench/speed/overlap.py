@@ -89,8 +89,8 @@ class Runner:
 
     def __init__(self, config: Config, program: Program, world: Any):
         from rlhf_spmd.runtime.execute.executor import Executor
-        from rlhf_spmd.runtime.observe.trace import Tracer
         from rlhf_spmd.runtime.run.prepare import prepare
+        from rlhf_spmd.runtime.world.trace import Tracer
 
         self.program, self.world, self.recorder = program, world, Tracer()
         self.job = prepare(config, program, world)

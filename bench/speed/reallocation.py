@@ -252,7 +252,7 @@ def measure(world, name: str) -> dict:
 
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="bench reallocation", description=__doc__).parse_args(arguments)
-    from rlhf_spmd.runtime.guard.launcher import num_launched
+    from rlhf_spmd.runtime.failure.launcher import num_launched
 
     if num_launched(os.environ) == 1:
         try:

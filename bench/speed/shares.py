@@ -9,7 +9,7 @@ Collectives inside a call (gradients, say) count as that call's computation.
 from collections.abc import Sequence
 
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.observe.trace import Lane, Span
+from rlhf_spmd.runtime.world.trace import Lane, Span
 
 KINDS = ("compute", "waiting", "control")
 

@@ -80,7 +80,7 @@ def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
 ) -> tuple[dict, list[dict], int]:
     """Runs the program once. Returns the row, what its timeline recorded, and the number of its median iteration."""
-    from rlhf_spmd.runtime.observe.trace import lanes, read_chrome
+    from rlhf_spmd.runtime.world.trace import lanes, read_chrome
 
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
     command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")

@@ -420,7 +420,7 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from rlhf_spmd.command_line.version import version_text
-        from rlhf_spmd.runtime.guard.terminal import table_width
+        from rlhf_spmd.files.output import table_width
 
         columns = table_width()
         for line in version_text().split("\n"):

@@ -18,6 +18,7 @@ from rlhf_spmd.command_line.fitting_strategies import (
 from rlhf_spmd.command_line.words import refuse_options
 from rlhf_spmd.config.options import Config, evaluated
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import progress
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
@@ -34,7 +35,6 @@ from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.validate import ahead_problems
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.guard import progress
 
 TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated

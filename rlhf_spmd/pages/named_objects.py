@@ -12,7 +12,7 @@ from types import ModuleType
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.pages.user_module import described, import_file
-from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
+from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
 
 
 def load_named(spec: str, what: str, use: str) -> tuple[ModuleType, str]:
@@ -42,8 +42,7 @@ def _load_module(name: str, what: str) -> ModuleType:
         raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
     extend_import_path(Path.cwd())
     try:
-        with guarded(f"importing {name}"):
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except BaseException as error:
         pass_on_interrupt(error)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

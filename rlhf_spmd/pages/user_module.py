@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import why_no_file
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
+from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
 
 COOKIE = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # PEP 263
 PACKAGE = str(Path(__file__).parents[1])  # its own lines say nothing about an error in a user's code
@@ -40,8 +40,7 @@ def import_file(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        with guarded(f"importing {path}"):
-            loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -88,11 +87,10 @@ def source_of(path: Path) -> str:
 def calling(
     who: str, function: Callable[..., Any], fix: str, *, lets: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Runs the block, one call of a user's function, guarded. Whatever it raises becomes a UserError that names the
+    """Runs the block, one call of a user's function. Whatever it raises becomes a UserError that names the
     function and the line, but for UserErrors and those of `lets`, and the user's wish to end the program."""
     try:
-        with guarded(who):
-            yield
+        yield
     except UserError:
         raise
     except BaseException as error:

@@ -4,8 +4,8 @@ import argparse
 import sys
 import textwrap
 
+from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
 
 def run(parsed: argparse.Namespace) -> int:

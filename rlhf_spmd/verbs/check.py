@@ -8,12 +8,12 @@ from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice
 from rlhf_spmd.command_line.words import config_text, length_note, read_config_and_cluster
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 

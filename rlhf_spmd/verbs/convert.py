@@ -5,10 +5,10 @@ import argparse
 import sys
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.model.adapters.merge import merge
 from rlhf_spmd.model.adapters.uniform import other_base
 from rlhf_spmd.model.hf import convert_gguf
-from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def run(parsed: argparse.Namespace) -> int:

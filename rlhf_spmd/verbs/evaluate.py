@@ -8,9 +8,9 @@ from rlhf_spmd.command_line.ranks import on_device, start_without_training
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.records.evaluation_text import titled
 
 

@@ -11,12 +11,12 @@ from rlhf_spmd.command_line.fitting_strategies import missing_bytes
 from rlhf_spmd.command_line.outputs import check_out, save
 from rlhf_spmd.command_line.words import read_calibrated
 from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 from rlhf_spmd.verbs.draw import compile_all, picture_of
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from rlhf_spmd.config.file import ConfigFile
 from rlhf_spmd.config.presets import all_keys
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.model.adapters.uniform import BASE_HERE, model_files
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.option_tree import Setting
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.offline.options import OPTIONS, check_options, load_options
 
 

@@ -36,13 +36,13 @@ from rlhf_spmd.command_line.plans import (
 from rlhf_spmd.command_line.words import config_words, read
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.files.printing import command_lines
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.text.program_listing import table
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 
 COUNTED = 3  # measured iterations, after one that warms up; the same for all plans, because responses differ in length
@@ -202,9 +202,8 @@ def iteration_s(config: Config, program: Program, world: Any) -> float:
     """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
     program's groups. Frees the models before it returns."""
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.device_clock import clock_of
-    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
+    from rlhf_spmd.runtime.world.trace import Tracer, clock_of
 
     job = prepare(config, program, world)
     executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))

@@ -4,18 +4,17 @@ import argparse
 import time
 from pathlib import Path
 
-from rlhf_spmd.runtime.diagnosis.diagnose import WaitGraph
-from rlhf_spmd.runtime.diagnosis.postmortem import (
+from rlhf_spmd.files.output import print_json
+from rlhf_spmd.runtime.failure.diagnosis import WaitGraph
+from rlhf_spmd.runtime.failure.last_checkpoint import newest_checkpoint
+from rlhf_spmd.runtime.failure.postmortem import (
     find_divergence,
-    full_text,
     how_ended,
     records_of,
     run_status,
     to_json,
 )
-from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
-from rlhf_spmd.runtime.guard.terminal import print_json
-from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, read_message
+from rlhf_spmd.runtime.failure.records import NOWHERE, read_message
 
 SHOWN = 12  # entries per rank
 
@@ -34,11 +33,11 @@ def run(parsed: argparse.Namespace) -> int:
     print("First divergence: " + (divergence.text if divergence else "none in the records"))
     for record in records:
         print(f"rank {record.rank} on {record.host}, process {record.process}{how_ended(record)}, last did:")
-        for entry in record.entries[-SHOWN:]:
-            end_s = entry.end_s or max(record.end_s, record.beat_s, entry.begin_s)
-            place = "" if entry.position == NOWHERE else f"{entry.position:>4}"
-            clock = time.strftime("%H:%M:%S", time.localtime(entry.begin_s)) + f".{int(entry.begin_s % 1 * 1000):03d}"
-            print(f"  {clock} {place:>4} {end_s - entry.begin_s:9.4f} s  {full_text(entry, record.rank, graph)}")
+        for action in record.last_actions()[-SHOWN:]:
+            end_s = action.end_s or max(record.end_s, record.beat_s, action.begin_s)
+            place = "" if action.position == NOWHERE else f"{action.position:>4}"
+            clock = time.strftime("%H:%M:%S", time.localtime(action.begin_s)) + f".{int(action.begin_s % 1 * 1000):03d}"
+            print(f"  {clock} {place:>4} {end_s - action.begin_s:9.4f} s  {action.text}")
     newest = newest_checkpoint(run)
     result = {
         "run": str(run),

@@ -12,11 +12,11 @@ from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_confi
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.runtime.data.precomputed import try_to_write
-from rlhf_spmd.runtime.guard.terminal import print_json
 
 
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:

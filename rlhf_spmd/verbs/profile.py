@@ -7,8 +7,8 @@ from pathlib import Path
 from rlhf_spmd.command_line.outputs import check_out
 from rlhf_spmd.command_line.ranks import compare_options, on_device
 from rlhf_spmd.command_line.words import load_config
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.machines.calibration_file import write_calibration
-from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.runtime.profile.profile import last_line, profile, summary
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World

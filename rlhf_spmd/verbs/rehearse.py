@@ -22,12 +22,12 @@ import psutil
 from rlhf_spmd.command_line.words import read_calibrated
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import progress
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.text.program_listing import format_bytes
-from rlhf_spmd.runtime.guard import progress
-from rlhf_spmd.runtime.guard.terminal import print_json
 from rlhf_spmd.verbs.draw import MOST_LANES, compile_all
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def faults_of(parsed: argparse.Namespace, program: Program) -> "Faults":
 
 def run(world: "World", parsed: argparse.Namespace) -> int:
     """Rehearses on all ranks; rank 0 prints -> the exit status."""
-    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.rehearse.rehearsal import Rehearsal, Rehearsed, expanded
+    from rlhf_spmd.runtime.world.trace import Tracer
 
     with world.together("reading the program"):
         config, cluster, calibration = read_calibrated(parsed)
@@ -186,8 +186,8 @@ def _nothing(text: str) -> None:
 
 def draw(folder: Path, records: Sequence[Mapping[str, object]], title: str, program: Program) -> None:
     """Writes the timeline, as that of a run."""
-    from rlhf_spmd.runtime.observe.trace import write_chrome
     from rlhf_spmd.runtime.pictures.timeline import write_png
+    from rlhf_spmd.runtime.world.trace import write_chrome
 
     write_chrome(folder / "timeline.json", records, about={"title": title})
     lanes = {"most_lanes": MOST_LANES, "num_iterations": 1}

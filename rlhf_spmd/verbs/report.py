@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from rlhf_spmd.command_line.outputs import check_out, save
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.runtime.records.web_page import page, read
 
 

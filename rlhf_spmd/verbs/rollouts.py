@@ -14,11 +14,11 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_text
+from rlhf_spmd.files.output import print_json
 from rlhf_spmd.files.printing import on_one_line, printable
 from rlhf_spmd.files.reading import paths_in
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
-from rlhf_spmd.runtime.guard.terminal import print_json
+from rlhf_spmd.runtime.failure.postmortem import check_is_folder
 from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.rollout_files import read_part
 

@@ -7,16 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.plan.text.program_listing import table
-from rlhf_spmd.runtime.diagnosis.postmortem import records_of, run_status, slowest_rank, to_json
-from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, newest_checkpoint
-from rlhf_spmd.runtime.guard.terminal import print_json, table_width
-from rlhf_spmd.runtime.observe.flight_recorder import Record
+from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, newest_checkpoint
+from rlhf_spmd.runtime.failure.postmortem import records_of, run_status, slowest_rank, to_json
+from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
 
 RECENT = 10  # iterations of which the medians of seconds and tokens are taken
 COLUMNS = ("rank", "host", "state", "memory", "seen", "for", "what it does")
-STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "Z": "ended"}
+STATES = {"running": "runs", "sleeping": "sleeps", "disk-sleep": "disk", "zombie": "ended"}
+STATES |= {"stopped": "STOPPED", "tracing-stop": "STOPPED"}
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -75,5 +76,5 @@ def _row(record: Record, now: float) -> tuple[str, ...]:
     memory = f"{record.memory_bytes / 2**30:.2f} GiB"
     memory += f" + {record.device_bytes / 2**30:.1f} on device" if record.device_bytes else ""
     state = "ended" if record.end_s else STATES.get(record.state, record.state)
-    seen, since = f"{now - record.beat_s:,.1f} s ago", f"{now - record.since_s:,.1f} s"
+    seen, since = f"{now - record.beat_s:,.1f} s ago", f"{now - record.now.since_s:,.1f} s"
     return str(record.rank), record.host, state, memory, seen, since, record.where

@@ -21,7 +21,7 @@ from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import CONFIG, Resumed, read_run, refuse_other_start
-from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
+from rlhf_spmd.runtime.failure.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program
 from rlhf_spmd.verbs.check import report
 

@@ -15,9 +15,9 @@ import pytest
 from tests.folders import write_all, write_model
 from tests.run_mpi import mpi_command, run_limited
 from tests.unchanged import contents
+from tests.unit.files.test_output import on_terminal
 from tests.unit.model.adapters.test_files import change
 from tests.unit.model.adapters.test_merge import make_adapter
-from tests.unit.runtime.guard.test_terminal import on_terminal
 
 LIMIT_S = 60.0  # for a hang
 PROMISED_S = 10.0  # of a rank's processor time: by the clock a job takes longer beside other tests

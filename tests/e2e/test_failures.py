@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.runtime.observe.flight_recorder import read_records
+from rlhf_spmd.runtime.failure.records import read_records
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 

@@ -17,7 +17,7 @@ NUM_RANDOM, NUM_PLANTED = 100, 20
 REHEARSED = """
 import random
 from rlhf_spmd.plan.cost.simulate import Times
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.rehearse.rehearsal import Faults, Rehearsal, Rehearsed, expanded
 from tests import programs
 

@@ -28,13 +28,12 @@ torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
 addresses = sorted({address for address, _ in listening() - launchers})
 
 links = {number: os.readlink(f"/proc/self/fd/{number}") for number in map(int, os.listdir("/proc/self/fd")[:-1])}
-files = [number for number, link in links.items() if link.startswith("/dev/shm/rlhf_spmd_")]
-found = sorted({(about.st_ino, about.st_mode & 0o777, about.st_nlink) for about in map(os.fstat, files)})
+files = [number for number, link in links.items() if link.startswith("/memfd:rlhf_spmd_")]
 read = []
 if world.rank == 0 and os.geteuid() == 0:
     for path in (f"/proc/{os.getpid()}/fd/{number}" for number in files):
         read += [path] * (subprocess.run(["cat", path], capture_output=True, user=65534).returncode == 0)
-every = world.allgather([addresses, len(listening() - before), [rest for _, *rest in found], read])
+every = world.allgather([addresses, len(listening() - before), len(files), read])
 if world.rank == 0:
     print(json.dumps(every))
 world.shutdown()
@@ -42,7 +41,7 @@ world.shutdown()
 
 
 def test_a_job_on_one_machine_can_be_reached_by_loopback_only():
-    """Its store is a file without a name, which is gone however the job ends. Variables for jobs of several nodes do
+    """Its store is memory of a process, which is gone however the job ends. Variables for jobs of several nodes do
     not open it to a network."""
     exported = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "UCX_NET_DEVICES": "eth0"}
     command = [*mpi_command(3), sys.executable, "-c", PROGRAM]
@@ -51,4 +50,4 @@ def test_a_job_on_one_machine_can_be_reached_by_loopback_only():
     of_ranks = json.loads(out)
     assert [addresses for addresses, *_ in of_ranks] == [["127.0.0.1"]] * 3
     assert len({num_ports for _, num_ports, *_ in of_ranks[:2]}) == 1  # rank 0 has no server of its own
-    assert [rest for _, _, *rest in of_ranks] == [[[[0o600, 0]] * 2, []]] * 3  # the board and the store
+    assert all(num_files >= 4 and not read for _, _, num_files, read in of_ranks)  # the records and the store

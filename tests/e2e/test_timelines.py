@@ -9,7 +9,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.runtime.observe.trace import Lane, lanes, read_chrome
+from rlhf_spmd.runtime.world.trace import Lane, lanes, read_chrome
 
 LARGEST_CONTROL = 0.05  # of an iteration
 OPTIONS = ["iterations=3", "num_samples=0"]

@@ -14,8 +14,7 @@ from rlhf_spmd.__main__ import main
 from tests.folders import write_all
 from tests.noise import LIMIT, in_standard_errors
 from tests.page_runs import metrics
-from tests.run_mpi import mpi_command
-from tests.unit.runtime.guard.test_terminal import on_terminal
+from tests.unit.files.test_output import on_terminal
 
 RESULT_KEYS = {
     "strategy",
@@ -101,10 +100,9 @@ def test_on_a_terminal(overrides, tmp_path):
     """No line of the table or the next command is longer than the terminal is wide, unless one word is, the cursor
     stays where it is, and there is no JSON."""
     words = [*overrides, "iterations=2", "--runs", str(tmp_path), "--name", "shown"]
-    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *words]
-    said = on_terminal(command, 80, NO_COLOR="1")
+    said = on_terminal([sys.executable, "-m", "rlhf_spmd", "train", *words], 80, NO_COLOR="1", TERM="dumb")
     lines = said.split("\n")
-    assert lines[0] == "rlhf_spmd: starting train on 2 ranks" and "\r" not in said and "\x1b" not in said
+    assert "\r" not in said and "\x1b" not in said
     (heading,) = [line for line in lines if line.startswith("iteration   ")]
     assert len(heading) <= 80 and heading.split()[-2:] == ["seconds", "left"]
     assert {len(line) for line in lines if re.match(" +[12]/2 ", line)} == {len(heading)}

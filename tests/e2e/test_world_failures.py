@@ -67,34 +67,6 @@ with world.together("reading the configuration"):
     assert status == 2 and the_message(err) == "no such file: a.json"
 
 
-def test_a_mistake_on_one_rank_is_told_with_its_name():
-    status, _, err = run(
-        4,
-        """
-with world.together("reading the configuration"):
-    if world.rank == 2:
-        raise UserError("no such file: a.json")
-    world.barrier("inside")
-""",
-    )
-    message = the_message(err)
-    assert status == 2 and message.startswith("no such file: a.json (on rank 2 (host ") and message.endswith(" of 4)")
-
-
-def test_a_different_configuration_is_named():
-    status, _, err = run(
-        4,
-        """
-config = {"seed": "2" if world.rank == 2 else "1", "preset": "tiny"}
-with world.together("comparing the configuration"):
-    world.agree("the configuration", config)
-""",
-    )
-    message = the_message(err)
-    assert status == 2 and "the configuration: seed is not the same on every rank" in message
-    assert "'1' on ranks 0, 1, 3" in message and "'2' on rank 2" in message and "preset" not in message
-
-
 @pytest.mark.parametrize("num_failing", [1, 4])
 def test_a_mistake_in_the_middle_ends_ranks_that_are_busy(num_failing):
     status, _, err = run(
@@ -126,17 +98,6 @@ torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
     )
     assert status == 2 and the_message(err).startswith("the disk is full (reported by rank 2 (host ")
     assert time.time() - float(out.split()[-1]) < 30
-
-
-def test_a_good_run_ends_quietly():
-    status, out, err = run(
-        2,
-        """
-world.use_device("cpu")
-world.start_torch({"all": range(2)}, threads=1)
-""",
-    )
-    assert (status, out, err) == (0, "", "")
 
 
 def test_a_programming_error_shows_one_traceback():

@@ -17,9 +17,8 @@ from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import KVCache
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.observe.device_clock import DeviceClock
-from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy
+from rlhf_spmd.runtime.world.trace import DeviceClock, Tracer
 from tests.draws import random_responses
 from tests.unit.runtime.generation.test_rollout import OFTEN, make_model, make_prompts, rows
 

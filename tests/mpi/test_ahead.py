@@ -18,9 +18,9 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workflow import ModelCall, trains
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.loop import Loop, update
 from rlhf_spmd.runtime.run.metrics import summarize
+from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, weights_of, with_groups

@@ -26,9 +26,9 @@ from pathlib import Path
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import NO_RIGHT, paths_in, read_bytes, why_no_file
+from rlhf_spmd.runtime.failure.failures import NO_ROOM, advice
+from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, complete_checkpoints, has_manifest, number_of
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
-from rlhf_spmd.runtime.guard.failures import NO_ROOM, advice
-from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, has_manifest, number_of
 
 FORMAT = 1
 DIRECTORY_MODE = 0o750

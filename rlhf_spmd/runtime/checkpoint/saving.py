@@ -16,8 +16,8 @@ from torch import Tensor
 from rlhf_spmd.plan.program.ahead import drawn_by
 from rlhf_spmd.runtime.checkpoint import checkpoint_files as files
 from rlhf_spmd.runtime.checkpoint.train_state import collect, write_tensors
-from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.failure.watch import LONGEST_WAIT
 
 Tensors = tuple[Mapping[str, Tensor], Mapping[str, str]]  # and facts about them, for write_tensors
 

@@ -14,7 +14,7 @@ from numpy.lib import format as npy
 
 from rlhf_spmd.runtime.data.packed_rows import NumberRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
-from rlhf_spmd.runtime.observe.node_files import PREFIX, SHARED_MEMORY
+from rlhf_spmd.runtime.failure.records import PREFIX, SHARED_MEMORY
 from rlhf_spmd.runtime.world.world import World
 
 COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")

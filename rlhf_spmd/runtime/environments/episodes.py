@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import output
 from rlhf_spmd.model.texts.tool_calls import Call
 from rlhf_spmd.runtime.environments.journal import END, OPENING, Journal, Key
 from rlhf_spmd.runtime.environments.kinds import Opening, Step
@@ -20,7 +21,6 @@ from rlhf_spmd.runtime.environments.rows import Asking, Life, Limits, Result, Ro
 from rlhf_spmd.runtime.environments.speech import Speech
 from rlhf_spmd.runtime.environments.workers import EnvironmentWorkers
 from rlhf_spmd.runtime.generation.episodes import Answer
-from rlhf_spmd.runtime.guard import user_code
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
@@ -405,7 +405,7 @@ class Episodes:
     def _give_up(self, number: int, life: Life, broken: str) -> None:
         said = f"the environment {life.speech.environment.name} broke {life.tries} times"
         if self.on_failure == "drop_group":
-            user_code.notes.tell(f"{said}, so the group of an episode is dropped\n{broken}")
+            output.say(f"{output.NOTE}{said}, so the group of an episode is dropped\n{broken}")
             self.dropped.add(life.row.group)
             line = {"reason": TOOL_STOPPED, "turn": life.turn, "reward": 0.0, "is_broken": True}
             self.journal.add(self._key(life, END), line)

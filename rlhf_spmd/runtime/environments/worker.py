@@ -22,9 +22,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import output
 from rlhf_spmd.runtime.environments.adapters import Environment, chosen, load_environments
 from rlhf_spmd.runtime.environments.kinds import Episode, Start, hanging
-from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.workers.serve import connected
 
 MOST_LINE = 2**30  # bytes of a message
@@ -69,7 +69,7 @@ class Server:
             self._say(answer | {"ticket": message["ticket"], "hanging": len(hanging)})
 
     def _say(self, answer: dict[str, Any]) -> None:
-        streams.flush()  # what the environment printed, before the rank goes on
+        output.flush()  # what the environment printed, before the rank goes on
         self.writer.write(json.dumps(answer).encode() + b"\n")
 
     async def _done(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def main() -> None:
     try:
         asyncio.run(_run())
     finally:
-        streams.flush()
+        output.flush()
         os._exit(0)  # calls that hang do not keep the process
 
 

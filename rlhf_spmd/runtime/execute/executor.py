@@ -18,9 +18,9 @@ from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.passes import Passes, through_stages
 from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, responses_made
+from rlhf_spmd.runtime.failure.signals import Asked
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
-from rlhf_spmd.runtime.guard.signals import Asked
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.world.trace import Tracer
 
 
 class Executor(InstructionLoop):

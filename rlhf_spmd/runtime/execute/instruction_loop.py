@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.ahead import draws
 from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
-from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
-from rlhf_spmd.runtime.diagnosis.wait_graph import text_of
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.failure.diagnosis import peer_error, text_of
+from rlhf_spmd.runtime.world.trace import Tracer
 
 
 class Doing(NamedTuple):

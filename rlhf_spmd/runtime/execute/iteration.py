@@ -23,7 +23,7 @@ from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of
 from rlhf_spmd.plan.workflow import LossCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
-from rlhf_spmd.runtime.observe.metric_sums import Meter
+from rlhf_spmd.runtime.world.metric_sums import Meter
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
 NUMBER = "number of the row"  # in the iteration, beside the data

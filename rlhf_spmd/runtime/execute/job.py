@@ -29,9 +29,9 @@ from rlhf_spmd.runtime.data.step_order import StepOrder
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place, mask_of
 from rlhf_spmd.runtime.generation.episodes import LAST, Episodes
-from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.weights.rank_models import RankModels
+from rlhf_spmd.runtime.world.metric_sums import Meter
 from rlhf_spmd.runtime.world.world import World
 
 

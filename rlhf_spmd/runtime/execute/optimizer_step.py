@@ -36,7 +36,7 @@ from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import called, read_loss, stored_arguments
 from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
-from rlhf_spmd.runtime.observe.metric_sums import Meter
+from rlhf_spmd.runtime.world.metric_sums import Meter
 
 
 def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | None":

@@ -12,7 +12,7 @@ from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
 from rlhf_spmd.plan.workflow import LossCall
-from rlhf_spmd.runtime.observe.metric_sums import Meter
+from rlhf_spmd.runtime.world.metric_sums import Meter
 
 # Limits in nats: of one token, and of the mean over many. In bfloat16 a logit between 16 and 32 has a last digit of
 # 0.125, so rounding moves one token in a thousand by half a nat (bench/LOG.md); a fault moves the mean by nats.

@@ -19,7 +19,7 @@ from rlhf_spmd.plan.program.instructions import Message, Post, Run, Wait
 from rlhf_spmd.plan.program.pipeline import Pass, body
 from rlhf_spmd.plan.workflow import ModelCall, Train
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.world.trace import Tracer
 
 
 class Passes:

@@ -23,6 +23,7 @@ import torch
 
 from rlhf_spmd.config.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import progress
 from rlhf_spmd.files.data_files import files_of
 from rlhf_spmd.files.json_text import json_lines, json_text
 from rlhf_spmd.files.printing import formatted
@@ -38,7 +39,6 @@ from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
-from rlhf_spmd.runtime.guard import progress
 from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts

@@ -10,6 +10,7 @@ import torch
 
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import progress
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.data.precomputed import TIME, about, write_logprobs
@@ -17,9 +18,8 @@ from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
-from rlhf_spmd.runtime.guard import progress
-from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.prepare import given_rows, prepare
+from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.world.world import World
 
 

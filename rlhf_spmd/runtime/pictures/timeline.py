@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.observe.trace import Lane, Span, busy_fraction, lanes
 from rlhf_spmd.runtime.pictures import palette
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, TRANSFER, WAITING, Style, styles_of
 from rlhf_spmd.runtime.pictures.picture import CHARACTER, SMALL, TEXT, WIDTH, Area, Picture
+from rlhf_spmd.runtime.world.trace import Lane, Span, busy_fraction, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

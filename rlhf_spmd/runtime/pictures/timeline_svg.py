@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rlhf_spmd.runtime.observe.trace import Lane, Span, busy_fraction, lanes
 from rlhf_spmd.runtime.pictures.axis_ticks import ticks_around
 from rlhf_spmd.runtime.pictures.curves_svg import (
     EDGE,
@@ -27,6 +26,7 @@ from rlhf_spmd.runtime.pictures.palette import (
     style_of_span,
 )
 from rlhf_spmd.runtime.pictures.timeline import ends_of, last_iterations
+from rlhf_spmd.runtime.world.trace import Lane, Span, busy_fraction, lanes
 
 WIDTH, LANE = 970, 14  # of a picture, and from one lane to the next, in pixels
 MOST_LANES = 32  # of a run

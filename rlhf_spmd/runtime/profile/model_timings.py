@@ -38,10 +38,10 @@ from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from rlhf_spmd.runtime.execute.page_functions import read_output
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.profile.clock import Clock
 from rlhf_spmd.runtime.profile.measured_sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
+from rlhf_spmd.runtime.world.metric_sums import Meter
 from rlhf_spmd.runtime.world.world import World
 
 FEW, MANY = 1, 3  # layers of the measured models

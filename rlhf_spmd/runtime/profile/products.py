@@ -21,7 +21,7 @@ from rlhf_spmd.files.user_cache import keep, recall
 from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, LINEAR, Choice, Library, use
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.guard.failures import name_ranks
+from rlhf_spmd.runtime.failure.failures import name_ranks
 from rlhf_spmd.runtime.profile.machine import free_memory, kind_of_machine
 from rlhf_spmd.runtime.world.world import World
 

@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.files import progress
 from rlhf_spmd.plan.cost.calibration import (
     HOST_LINK,
     OF_DEVICE,
@@ -23,7 +24,6 @@ from rlhf_spmd.plan.cost.calibration import (
     fit_link,
 )
 from rlhf_spmd.plan.layout import HOST, Layout, group_name
-from rlhf_spmd.runtime.guard import progress
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
 from rlhf_spmd.runtime.profile.machine import machines, processor
 from rlhf_spmd.runtime.profile.measured_sizes import Grid

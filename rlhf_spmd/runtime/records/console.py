@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.files import output, progress
 from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import command_lines, formatted
-from rlhf_spmd.runtime.guard import progress, streams, terminal
 from rlhf_spmd.runtime.records.evaluation_text import told
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
@@ -116,8 +116,8 @@ class Console:
         """
         self.metrics, self.columns, self.enabled = metrics, columns, enabled
         self.stream, self.as_json = stream or sys.stdout, as_json
-        self.terminal = terminal.terminal(self.stream)
-        self._colour = self.terminal is not None and not os.environ.get("NO_COLOR")
+        self.room = output.table_width(self.stream)  # columns of the terminal; None: there is none
+        self._colour = self.room is not None and not os.environ.get("NO_COLOR")
         self._columns: list[Column] = []
         self._ended_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last iterations ended
 
@@ -145,7 +145,7 @@ class Console:
                 width = max(len(metric.column), len(metric.form.format(0.0)))
                 self._columns.append(Column(name, metric.column, metric.form, width, metric.leaves))
             self._columns.append(Column(LEFT, LEFT, "", 6, 0))
-            self._columns = columns_that_fit(self._columns, terminal.width(self.stream))
+            self._columns = columns_that_fit(self._columns, self.room or output.width())
             headings = [column.heading.rjust(column.width) for column in self._columns]
             self._print(self._style("  ".join(headings), FAINT))
         self._ended_s.append(time.monotonic())
@@ -167,7 +167,7 @@ class Console:
         """Prints responses before and after training, one below the other."""
         if not samples:
             return
-        width = min(MOST_TEXT, terminal.width(self.stream))
+        width = min(MOST_TEXT, self.room or output.width())
         self._print(self._style("\nResponses before and after training, with their scores", BOLD))
         for line in format_samples(samples, width).removesuffix("\n").split("\n"):
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
@@ -203,10 +203,9 @@ class Console:
         for text in folder.notes:
             self._print(f"  note: {text}")
         if next_command:
-            columns, words = self.terminal.columns if self.terminal else None, list(map(shlex.quote, next_command))
-            text = command_lines(words, columns, before=len(NEXT))
-            self._print(streams.Styled.joined(self._style(NEXT, BOLD), text))
-        if terminal.wants_json(self.as_json, self.terminal):
+            text = command_lines(list(map(shlex.quote, next_command)), self.room, before=len(NEXT))
+            self._print(output.Styled.joined(self._style(NEXT, BOLD), text))
+        if self.room is None if self.as_json is None else self.as_json:
             self._print(result.to_json())
 
     def _print_facts(self, facts: Mapping[str, object]) -> None:
@@ -214,16 +213,16 @@ class Console:
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             lines = [str(value)]
-            if self.terminal is not None:
-                room = max(20, self.terminal.columns - width - 4)
+            if self.room is not None:
+                room = max(20, self.room - width - 4)
                 lines = textwrap.wrap(str(value), room, break_long_words=False, break_on_hyphens=False) or [""]
-            self._print(streams.Styled.joined("  ", self._style(name.ljust(width), FAINT), f"  {lines[0]}"))
+            self._print(output.Styled.joined("  ", self._style(name.ljust(width), FAINT), f"  {lines[0]}"))
             for line in lines[1:]:
                 self._print(" " * (width + 4) + line)
 
     def _print(self, text: str = "") -> None:
         if self.enabled:
-            self.enabled = streams.put(text, self.stream)
+            self.enabled = output.put(text, self.stream)
 
     def _style(self, text: str, style: str) -> str:
-        return streams.Styled.of(text, style, RESET) if self._colour else text
+        return output.Styled.of(text, style, RESET) if self._colour else text

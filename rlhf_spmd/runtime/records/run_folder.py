@@ -35,11 +35,11 @@ from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_va
 from rlhf_spmd.files.printing import formatted, on_one_line
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
-from rlhf_spmd.runtime.guard.failures import advice
-from rlhf_spmd.runtime.observe.trace import write_chrome
+from rlhf_spmd.runtime.failure.failures import advice
 from rlhf_spmd.runtime.pictures.timeline import write_png
 from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
+from rlhf_spmd.runtime.world.trace import write_chrome
 
 CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)

@@ -16,14 +16,14 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_text
 from rlhf_spmd.files.printing import formatted, printable
 from rlhf_spmd.files.reading import is_file, paths_in, why_no_file
-from rlhf_spmd.runtime.diagnosis.postmortem import check_is_folder
-from rlhf_spmd.runtime.observe.trace import read_chrome
+from rlhf_spmd.runtime.failure.postmortem import check_is_folder
 from rlhf_spmd.runtime.pictures.curves_svg import Series, curves, finite_points
 from rlhf_spmd.runtime.pictures.palette import run_colours
 from rlhf_spmd.runtime.pictures.timeline_svg import last_iteration, timelines
 from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.run_files import Reported, Row, read_config, read_rows, reported
 from rlhf_spmd.runtime.records.run_folder import CONFIG, EVALUATIONS
+from rlhf_spmd.runtime.world.trace import read_chrome
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262e; max-width: 1000px; margin: 2em auto; padding: 0 1em }

@@ -25,8 +25,8 @@ from rlhf_spmd.plan.program.pipeline import expand, usual_number
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
-from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.rehearse.communicators import Communicators, Operation, Part
+from rlhf_spmd.runtime.world.trace import Tracer
 
 NUM_TOKENS = 8  # of generation through stages; the others take only time
 MOST_BUCKETS = 4  # of weights on a chain

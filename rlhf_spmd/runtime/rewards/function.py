@@ -28,7 +28,7 @@ from rlhf_spmd.pages.named_objects import extend_import_path, load_named
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
-from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
+from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
 from rlhf_spmd.runtime.rewards.styles import Bound, Result, Scored, bind
 
 SEARCH_S = 10.0  # after which the search for the response on which a function raises stops
@@ -86,8 +86,7 @@ class RewardFunction:
         return found, {name: values for name, values in logs.items() if any(one is not None for one in values)}
 
     def _call(self, rows: Scored) -> Result:
-        with guarded(f"reward function {self.name}"):
-            return self.bound.call(rows)
+        return self.bound.call(rows)
 
     def _logged(self, values: Sequence[Any], rows: Scored) -> list[float | None]:
         """Returns numbers for the log; None for texts and whatever else is not a finite number."""
@@ -202,8 +201,7 @@ def source_file(spec: str) -> Path | None:
         return Path(target) if is_file(target) else None
     extend_import_path(Path.cwd())
     try:
-        with guarded(f"importing {target}"):
-            module = importlib.util.find_spec(target)
+        module = importlib.util.find_spec(target)
     except BaseException as error:
         pass_on_interrupt(error)
         return None  # the module's package does not load: reported by the ranks that score

@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard import streams
+from rlhf_spmd.files import output
 from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.rewards.styles import Scored
 from rlhf_spmd.runtime.workers.serve import connected, lines_of
@@ -31,7 +31,7 @@ def main() -> None:
                 answer = _answer(json.loads(line), functions)
             except UserError as error:
                 answer = {"error": str(error)}
-            streams.flush()  # what the function printed, before the rank goes on
+            output.flush()  # what the function printed, before the rank goes on
             try:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
             except (BrokenPipeError, ConnectionResetError):  # the rank has ended

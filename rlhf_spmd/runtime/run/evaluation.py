@@ -40,14 +40,14 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.observe.metric_sums import combine
-from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.records.evaluation_text import told
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
 from rlhf_spmd.runtime.run.prepare import given_rows, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
+from rlhf_spmd.runtime.world.metric_sums import combine
+from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.world.world import World
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])

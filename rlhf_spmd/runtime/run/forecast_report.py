@@ -20,9 +20,9 @@ from rlhf_spmd.plan.workflow import Compute
 from rlhf_spmd.plan.workload import Answers, ResponseLengths
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand, at_hand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.world.trace import Lane, Span, lanes
 
 WHOLE = "iteration"  # the row of the whole iteration
 FIRST_ROWS = 1000  # of a data set, whose lengths are taken

@@ -16,9 +16,9 @@ from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.run.metrics import check_finite, summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration
+from rlhf_spmd.runtime.world.metric_sums import combine
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation.episodes import REASONS
-from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.records.run_folder import Sample
+from rlhf_spmd.runtime.world.metric_sums import combine
 
 EXPLODED = 10.0  # times the largest value so far
 NUM_BEFORE = 3  # iterations before the first warning

@@ -23,8 +23,8 @@ from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job, RunState
+from rlhf_spmd.runtime.failure.failures import name_ranks
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.profile.products import Recorded, choose, limit_packing
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.run.inputs import (

@@ -10,18 +10,16 @@ import psutil
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names
+from rlhf_spmd.files import output, progress
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.guard import progress, streams
-from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
-from rlhf_spmd.runtime.guard.signals import END, Asked
-from rlhf_spmd.runtime.observe.device_clock import clock_of
-from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, record_in
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.failure.last_checkpoint import resume_command
+from rlhf_spmd.runtime.failure.records import NOWHERE
+from rlhf_spmd.runtime.failure.signals import END, Asked
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
@@ -33,6 +31,7 @@ from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
+from rlhf_spmd.runtime.world.trace import Tracer, clock_of
 from rlhf_spmd.runtime.world.world import World
 
 TIMELINE_ITERATIONS = 3  # the last ones are kept
@@ -170,23 +169,24 @@ class Running:
     def doing(self) -> str:
         """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
         Called by another thread."""
-        world, now, total = self.job.world, self.loop.executor.doing, self.job.config.iterations
-        record = record_in(world.flight.memory)
-        if now is None or not record.text.startswith(f"{now.title}: ") or record.position == NOWHERE:
+        world, doing, total = self.job.world, self.loop.executor.doing, self.job.config.iterations
+        record = world.record
+        now = record.now
+        if doing is None or not now.text.startswith(f"{doing.title}: ") or now.position == NOWHERE:
             return world.doing
         draws = self.loop.draws
         seconds = time.perf_counter() - self.loop.began_s
         left = ""
         if self.history:
-            left_s = self.console.left_s(now.number, total, self.history[-1]) - seconds
+            left_s = self.console.left_s(doing.number, total, self.history[-1]) - seconds
             left = f", about {progress.duration(max(left_s, 0.0))} left"
         parts = [
             f"{one.num - one.num_left} of {one.num} responses"
             for one in [*(draws.generations if draws else {}).values()]
         ]
-        parts.append(f"instruction {record.position} of {record.num_instructions}")
-        doing = record.text.partition(": ")[2]
-        return f"{now.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {doing}"
+        parts.append(f"instruction {now.position} of {record.num_instructions}")
+        text = now.text.partition(": ")[2]
+        return f"{doing.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {text}"
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
@@ -259,7 +259,7 @@ def _ended(running: Running) -> None:
     if job.world.rank == 0:
         done = f"{len(running.history)} of {job.config.iterations} iterations"
         resume = resume_command(folder.shown, job.world.size)
-        streams.say(f"rlhf_spmd: ended by SIGTERM after {done}; resume with: {resume}")
+        output.say(f"rlhf_spmd: ended by SIGTERM after {done}; resume with: {resume}")
 
 
 def _compared(running: Running, folder: RunFolder, title: str, calibration: Calibration | None) -> Compared | None:

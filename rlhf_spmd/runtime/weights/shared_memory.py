@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.runtime.observe.node_files import PREFIX, SHARED_MEMORY
+from rlhf_spmd.runtime.failure.records import PREFIX, SHARED_MEMORY
 
 NONCE_BYTES = 16
 ALIGNED = 64  # bytes: the alignment of parts, sufficient for any dtype

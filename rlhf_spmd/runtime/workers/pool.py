@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard.descendants import below
-from rlhf_spmd.runtime.guard.launcher import without_launcher
-from rlhf_spmd.runtime.guard.supervise import process_fields
+from rlhf_spmd.runtime.failure.launcher import without_launcher
+from rlhf_spmd.runtime.failure.processes import below, process_fields
 from rlhf_spmd.runtime.workers.serve import LEFT_TO_THE_RANK
 
 TICK_S = 0.2  # between two looks at workers that say nothing

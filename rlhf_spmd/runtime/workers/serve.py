@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from rlhf_spmd.runtime.guard import signals, streams
-from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
+from rlhf_spmd.files import output
+from rlhf_spmd.runtime.failure import signals
+from rlhf_spmd.runtime.failure.processes import PR_SET_PDEATHSIG
+from rlhf_spmd.runtime.failure.signals import ASKED_BY
 
 # What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
 # need answers. A handler and not SIG_IGN, which the processes that user code starts would inherit.
@@ -22,7 +24,7 @@ LEFT_TO_THE_RANK = ASKED_BY | {signal.SIGUSR1, signal.SIGUSR2}
 def connected() -> socket.socket:
     """Prepares this process -> the socket to its rank. Arguments of the process: the socket's descriptor, and the
     process id of the rank."""
-    streams.prepare(is_work=False, speaks=False)
+    output.prepare(is_work=False, speaks=False)
     descriptor, rank = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != rank:  # it ended before that

@@ -4,9 +4,14 @@
 so nothing runs on the CPU by accident. `cuda` requires devices; `cpu` ignores them. `shared` distributes any number of
 ranks over the devices of their node and sends their tensors through host memory (host_group.py): slow, for developing
 strategies on a workstation.
+
+torch takes seconds to import, so it is only asked for devices if there is evidence of one: a driver's device file, or a
+variable by which a launcher assigns GPUs. Evidence without a visible device is an error unless device=cpu is chosen, so
+nothing runs on the CPU because of a broken driver, container or build of torch.
 """
 
 import ctypes
+import glob
 import importlib.util
 import os
 import shutil
@@ -17,14 +22,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import device_type_of
 from rlhf_spmd.plan.workflow import Train
-from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program
@@ -34,6 +38,26 @@ BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC of CUDA's driver
 COMPILERS = ("clang", "gcc")  # that Triton looks for if CC names none
 KERNELS = ("TRITON_CACHE_DIR", "TRITON_HOME")  # where Triton keeps compiled kernels: the folder, or the one above it
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "shared": "host"}  # of torch.distributed, by kind of device
+# Device files of drivers: NVIDIA's, NVIDIA's in the Windows Subsystem for Linux, and AMD's.
+DRIVER_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg")
+AMD_FILE = "/dev/kfd"
+# Set by users and by launchers (by Slurm according to the allocation). ROCm obeys VISIBLE, too.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+AMD_VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+ALLOCATED = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "PBS_NGPUS")  # of any vendor
+NOTHING = ("", "-1", "NoDevFiles")  # values that hide all devices
+THREADS, MOST_THREADS = "OMP_NUM_THREADS", 4096
+# of torch's allocator on a device; the last is the documented name, but the others count more
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleDevice:
+    """A device that torch sees. identity: unique to the device, the same in every process."""
+
+    identity: str
+    name: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +70,98 @@ class RankDevice:
     num_devices: int  # of the whole job; the CPUs of a node count as one
     name: str = ""  # of the device, from torch
     num_bytes: int | None = None  # its memory; None: a CPU
+
+
+# What a rank sees
+
+
+def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> dict[str, Any]:
+    """Returns this rank's report to the others: "seen": its devices, in order (fields of VisibleDevice); "unseen": if
+    there are none, the evidence of some.
+
+    wanted: the option `device`.
+    threads: of torch on this rank.
+    num_ranks: of the job.
+    """
+    evidence = hints(os.environ)
+    if wanted == "cpu" or wanted == "auto" and not evidence:
+        return {"seen": [], "unseen": ""}
+    if num_ranks > 1:  # loading a kernel later may wait for a message posted early
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    torch = import_torch(None, threads)
+    seen, version = visible_devices(torch, host), torch.version
+    hinted = f"{host} has {', '.join(evidence)}, but " if evidence else ""
+    built = f"ROCm {version.hip}" if version.hip else f"CUDA {version.cuda}" if version.cuda else "CPUs alone"
+    text = f"{hinted}torch sees no device on {host} (torch {torch.__version__} is built for {built})"
+    return {"seen": [asdict(device) for device in seen], "unseen": "" if seen else text}
+
+
+def visible_devices(torch: Any, host: str) -> list[VisibleDevice]:
+    """Returns the devices that torch sees, in order."""
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        devices.append(VisibleDevice(f"{host} {getattr(about, 'uuid', index)}", about.name, about.total_memory))
+    return devices
+
+
+def hints(environ: Mapping[str, str]) -> list[str]:
+    """Returns evidence that this process has GPUs; empty if they are hidden from it."""
+    if environ.get(VISIBLE, "all").strip() in NOTHING:
+        return []
+    amd_hidden = any(environ.get(name, "all").strip() in NOTHING for name in AMD_VISIBLE)
+    variables = (VISIBLE,) if amd_hidden else (VISIBLE, *AMD_VISIBLE)
+    files = DRIVER_FILES if amd_hidden else (*DRIVER_FILES, AMD_FILE)
+    evidence = [f"{name}={environ[name].strip()}" for name in variables if name in environ]
+    for pattern in files:
+        evidence += sorted(glob.glob(pattern))
+    if evidence or not amd_hidden:
+        evidence += [f"{name}={environ[name]}" for name in ALLOCATED if environ.get(name, "").strip() not in ("", "0")]
+    return evidence
+
+
+def import_torch(threads: int | None, share: int) -> Any:
+    """Imports torch with `threads` threads; None: OMP_NUM_THREADS, or `share`, this rank's fair share of the cores."""
+    set_defaults(os.environ)
+    threads = threads or threads_wanted(os.environ) or share
+    os.environ[THREADS] = str(threads)
+    try:
+        import torch
+    except ValueError as error:  # of a variable of its own, e.g. TORCH_DISTRIBUTED_DEBUG
+        raise UserError(f"torch can't be loaded: {error} Set the variable to one of its values, or unset it") from error
+    torch.set_num_threads(threads)
+    return torch
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Sets what torch, CUDA and NCCL read when they start, where the user has not set it."""
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # The maximum of hardware queues: a message of one communicator must not queue behind another's.
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Memory returns to the device page by page, even if other tensors are adjacent.
+    if not any(name in environ for name in ALLOCATOR):
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # Else NCCL registers the tensors of collectives in a captured graph (cuda_graphs.py), which may lie on pages of
+    # several mappings in such a segment: an illegal access to memory, also of Megatron-LM (issue 5474).
+    environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
+def threads_wanted(environ: Mapping[str, str]) -> int | None:
+    """Returns the threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first
+    number. None if it is not set or blank. Raises UserError."""
+    text = environ.get(THREADS, "")
+    if not text.strip():
+        return None
+    first = text.partition(",")[0].strip()
+    if not (first.isascii() and first.isdigit() and len(first) < 9 and 0 < int(first) <= MOST_THREADS):
+        raise UserError(
+            f"{THREADS}={text!r}: give the number of threads of each rank, from 1 to {MOST_THREADS} (of a list as in "
+            f"{THREADS}=4,1 the first number counts), or unset it"
+        )
+    return int(first)
+
+
+# What a rank gets
 
 
 def choose_devices(
@@ -68,23 +184,23 @@ def choose_devices(
     if wanted == "cpu" or wanted == "auto" and not any(visible):
         return [RankDevice("cpu", None, len(ranks_of[node]), len(ranks_of)) for node in nodes]
     index_of: dict[int, int] = {}
-    for ranks in (ranks_of[node] for node in sorted(ranks_of)):
-        seen, host = [visible[rank] for rank in ranks], hosts[ranks[0]]
-        identities = {device.identity for devices in seen for device in devices}
-        if not identities or wanted == "shared" and not all(seen):
-            blind = f"rank {ranks[[len(devices) for devices in seen].index(0)]} on " if identities else ""
+    for ranks in ranks_of.values():
+        blind, host = [rank for rank in ranks if not visible[rank]], hosts[ranks[0]]
+        if len(blind) == len(ranks) or wanted == "shared" and blind:
+            which = f"rank {blind[0]} on " if len(blind) < len(ranks) else ""
             raise UserError(
-                f"device={wanted}, but {blind}{host} sees no device{f' ({unseen})' if unseen else ''}: check with "
+                f"device={wanted}, but {which}{host} sees no device{f' ({unseen})' if unseen else ''}: check with "
                 "nvidia-smi or rocm-smi which devices the driver finds there, and whether CUDA_VISIBLE_DEVICES or "
                 "ROCR_VISIBLE_DEVICES hides them; device=cpu runs on the CPU"
             )
-        of_rank = [[device.identity for device in devices] for devices in seen]
-        indices = assign(of_rank) or (_spread(of_rank) if wanted == "shared" else None)
+        of_rank = [[device.identity for device in visible[rank]] for rank in ranks]
+        indices = assign(of_rank, is_shared=wanted == "shared")
         if indices is None:
+            num = len({identity for identities in of_rank for identity in identities})
             raise UserError(
-                f"{host} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {len(identities)} "
-                f"device{'s' * (len(identities) > 1)} for them; start one rank per device, or choose device=shared "
-                "(ranks share devices, through host memory: slow, for development) or device=cpu"
+                f"{host} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {num} device{'s' * (num > 1)} for them; "
+                "start one rank per device, or choose device=shared (ranks share devices, through host memory: slow, "
+                "for development) or device=cpu"
             )
         index_of |= dict(zip(ranks, indices, strict=True))
     own = [visible[rank][index_of[rank]] for rank in range(len(nodes))]
@@ -95,14 +211,21 @@ def choose_devices(
     ]
 
 
-def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
-    """Returns, for each rank of a node, the index of a device to share: the one with the fewest ranks so far."""
+def assign(visible: Sequence[Sequence[str]], *, is_shared: bool = False) -> list[int] | None:
+    """Assigns a device to each rank of a node, as an index into the devices visible to it; None if each must have its
+    own and that is impossible.
+
+    Ranks may see all devices of the node, or one each if the launcher bound them. Ranks that see fewer choose first.
+    """
     taken: Counter[str] = Counter()
-    indices = []
-    for devices in visible:
-        indices.append(min(range(len(devices)), key=lambda index: taken[devices[index]]))
-        taken[devices[indices[-1]]] += 1
-    return indices
+    indices = [0] * len(visible)
+    for rank in sorted(range(len(visible)), key=lambda rank: len(visible[rank])):
+        identities = visible[rank]
+        if not identities:
+            return None
+        indices[rank] = min(range(len(identities)), key=lambda index: taken[identities[index]])
+        taken[identities[indices[rank]]] += 1
+    return indices if is_shared or max(taken.values()) == 1 else None
 
 
 def type_of(device: RankDevice, wanted: str) -> str:
@@ -137,24 +260,16 @@ def lack_for_kernels(environ: Mapping[str, str]) -> str:
     import torch
 
     if importlib.util.find_spec("triton") is None:
-        return (
-            f"whose kernels need the package triton: install the version that torch {torch.__version__} requires (see "
-            "pip show torch)"
-        )
-    host, wanted = socket.gethostname(), environ.get("CC")
-    names = COMPILERS if wanted is None else (wanted,)
+        version = torch.__version__
+        return f"whose kernels need the package triton: install the version that torch {version} requires (pip show)"
+    launches = f"whose kernels Triton launches by code that it compiles, but {socket.gethostname()} has no"
+    names = (environ["CC"],) if "CC" in environ else COMPILERS
     if not any(map(shutil.which, names)):
-        return (
-            f"whose kernels Triton launches by code that it compiles, but {host} has no C compiler "
-            f"({' or '.join(names)}): install gcc, or name a compiler in CC"
-        )
+        return f"{launches} C compiler ({' or '.join(names)}): install gcc, or name a compiler in CC"
     scheme = sysconfig.get_default_scheme()  # Debian's own one names a folder that need not exist
     include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     if not os.path.isfile(os.path.join(include, "Python.h")):
-        return (
-            f"whose kernels Triton launches by code that it compiles, but {host} has no Python.h in {include}: install "
-            "the headers of this Python (python3-dev or python3-devel)"
-        )
+        return f"{launches} Python.h in {include}: install the headers of this Python (python3-dev or python3-devel)"
     return ""
 
 
@@ -166,16 +281,16 @@ def keep_kernels_on_node(environ: MutableMapping[str, str]) -> None:
     path = os.path.join(tempfile.gettempdir(), f"rlhf_spmd_triton_{os.getuid()}")
     with suppress(OSError):
         os.makedirs(path, mode=0o700, exist_ok=True)
-        found = os.lstat(path)
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        about = os.lstat(path)
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
             environ[KERNELS[0]] = path  # nobody else may put code there
 
 
 def sleep_while_waiting(index: int) -> bool:
     """Makes this process sleep while it waits for a device; call it before using the device -> whether it succeeded.
 
-    CUDA spins by default, so a rank stuck in a wait for a message would look busy to the watch (hang_watch.py). With
-    sleep, a wait takes some microseconds longer and leaves the core to others.
+    CUDA spins by default, so a rank stuck in a wait for a message would look busy to the watch. With sleep, a wait
+    takes some microseconds longer and leaves the core to others.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -211,27 +326,3 @@ def check_program(device: RankDevice, program: "Program") -> None:
                 f"{call.name} has ZeRO {zero}, which uses DeepSpeed and needs NCCL or the CPU; with device=shared use "
                 "ZeRO 0 or 1"
             )
-
-
-def assign(visible: Sequence[Sequence[str]]) -> list[int] | None:
-    """Assigns a different device to each rank of a node, as an index into the devices visible to it; None if
-    impossible.
-
-    Ranks may see all devices of the node, or one each if the launcher bound them, or anything in between.
-    """
-    owner: dict[str, int] = {}
-
-    def match(rank: int, tried: set[str]) -> bool:
-        """Finds a device for the rank, moving other ranks to other devices if necessary (augmenting paths)."""
-        for device in sorted(visible[rank], key=lambda device: device in owner):
-            if device not in tried:
-                tried.add(device)
-                if device not in owner or match(owner[device], tried):
-                    owner[device] = rank
-                    return True
-        return False
-
-    if not all(match(rank, set()) for rank in range(len(visible))):
-        return None
-    own = {rank: device for device, rank in owner.items()}
-    return [list(devices).index(own[rank]) for rank, devices in enumerate(visible)]

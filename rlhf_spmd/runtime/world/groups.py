@@ -1,37 +1,101 @@
-"""Starts torch.distributed: the store in which ranks find each other, and the process groups.
+"""Starts torch.distributed: the network interfaces, the store in which ranks find each other, and the process groups.
 
-The ranks already know each other through MPI. Those of one node keep the store in a file that no other user can open.
+The ranks already know each other through MPI. Those of one node keep the store in memory of rank 0.
 Those of several reach it at a port that the operating system chooses on rank 0's node, so no port is configured and no
-two jobs compete for one. If all ranks share one network stack, all connections stay on the loopback interface.
+two jobs compete for one.
+
+On one node MPI and torch listen on loopback, whatever variables of the user's say: what is set for jobs of several
+nodes must not open a job of one to the network. On several nodes the user's variables count. MPI carries discovery and
+small control messages only, so a slow interface costs nothing.
 """
 
 import ctypes
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import HOST
-from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
-from rlhf_spmd.runtime.observe.node_files import share_file
+from rlhf_spmd.runtime.failure.launcher import ON_NODE, number_in
+from rlhf_spmd.runtime.failure.surroundings import check_answer, reach
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
-from rlhf_spmd.runtime.world.network import (
-    GLOO,
-    INTERFACE_OPTION,
-    LOOPBACK_INTERFACE,
-    NCCL,
-    check_interfaces,
-    choose_for_torch,
-    interface_addresses,
-)
 
+LOOPBACK_INTERFACE = "lo"
+INTERFACE_OPTION = "RLHF_SPMD_INTERFACE"
+# variables that set the interface: of MPICH's two network layers (UCX, libfabric), and of Open MPI
+MPI_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+SLURM_NODES = "SLURM_STEP_NUM_NODES"
+NETMOD = "MPIR_CVAR_CH4_NETMOD"
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 60.0
 HEARTBEAT, HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480  # after which torch ends a rank, and its default
-STORE_BYTES = 1 << 14  # of a file store, for each rank: 1.8 kB measured with 64 ranks in 5 groups
+
+
+def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
+    """Sets, before MPI starts, loopback for a job on one node, else the interface that the user names. Raises UserError
+    if this host has none of that name.
+
+    Between nodes, MPICH's UCX layer publishes a long address, which Slurm's PMI sometimes cuts at 1,024 characters
+    ("value not properly terminated"). The libfabric layer's are short. Builds with one layer ignore the variable.
+    """
+    if on_one_node(environment):
+        environment.update(dict.fromkeys(MPI_VARIABLES, LOOPBACK_INTERFACE))
+        return
+    check_interfaces(environment, (INTERFACE_OPTION,))
+    if interface := environment.get(INTERFACE_OPTION, "").strip():
+        for name in MPI_VARIABLES:
+            environment.setdefault(name, interface)
+    if environment.get("PMI_FD") and "MPI_LOCALNRANKS" not in environment:  # srun's PMI
+        environment.setdefault(NETMOD, "ofi")
+
+
+def on_one_node(environment: Mapping[str, str]) -> bool:
+    """Returns whether all processes are on this node, according to the launcher; True without a launcher."""
+    numbers = [number_in(environment, name) for names in ON_NODE for name in names]
+    for everywhere, here in zip(numbers[::2], numbers[1::2], strict=True):
+        if everywhere is not None and here is not None:
+            return everywhere == here
+    num_nodes = number_in(environment, SLURM_NODES)
+    return numbers == [None] * len(numbers) if num_nodes is None else num_nodes == 1
+
+
+def choose_for_torch(environment: MutableMapping[str, str], interface: str) -> None:
+    """Sets the interface of torch.distributed's backends: loopback, or another where the user names none."""
+    for name, value in ((GLOO, interface), (NCCL, f"={interface}")):  # without "=" it is a prefix
+        if interface == LOOPBACK_INTERFACE or not environment.get(name, "").strip():
+            environment[name] = value
+
+
+def check_interfaces(environment: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises UserError if one of these variables names only interfaces that this host does not have. NCCL's holds
+    beginnings of names, perhaps with ports, or after "^" what it must not use, which is not checked."""
+    present = sorted(interface_addresses(socket.AF_INET, socket.AF_INET6))
+    for name in names:
+        text = environment.get(name, "").strip()
+        wanted = [each.lstrip("=").partition(":")[0] for each in text.split(",")]
+        is_known = any(name == NCCL and one.startswith(each) for one in present for each in wanted)
+        if text and not text.startswith("^") and not is_known and not {*wanted} <= {*present}:
+            raise UserError(
+                f"{name}={text}, but {socket.gethostname()} has no such network interface with an address; it has "
+                f"{', '.join(present)}"
+            )
+
+
+def interface_addresses(*families: int) -> dict[str, str]:
+    """Returns an address of every network interface that has one of these families (default: IPv4)."""
+    addresses: dict[str, str] = {}
+    for name, known in psutil.net_if_addrs().items():
+        for address in known:
+            if address.family in (families or (socket.AF_INET,)):
+                addresses.setdefault(name, address.address)
+    return addresses
 
 
 def network_stack() -> str:
@@ -111,13 +175,17 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
 
 
 def file_store(world: Any, timeout_s: float) -> Any:
-    """Makes a store in a file of this node, which asks no server; None if a rank does not see the file. Collective."""
+    """Makes a store in memory of rank 0, which asks no server; None if a rank does not see it. Collective."""
     from torch.distributed import FileStore
 
-    descriptor, views = share_file(
-        STORE_BYTES * world.size, world.rank, 0, lambda view: world.allgather(view, "opening the store"), is_empty=True
-    )
-    if not all(is_seen for _, is_seen in views):
+    made = os.memfd_create("rlhf_spmd_store") if world.rank == 0 else -1
+    inode = os.fstat(made).st_ino if world.rank == 0 else 0
+    process, number, inode = world.bcast([os.getpid(), made, inode], what="the store")
+    descriptor = -1
+    with suppress(OSError):  # this rank does not see it, or sees another file by that path
+        opened = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = opened if os.fstat(opened).st_ino == inode else -1
+    if min(world.allgather(descriptor, "opening the store")) < 0:
         return None
     store = FileStore(f"/proc/self/fd/{descriptor}", -1)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -144,8 +212,8 @@ def connect_store(world: Any, timeout_s: float) -> Any:
             interface, _ = choose_interface([address])
         store = join_store(address, port, timeout_s)
     choose_for_torch(os.environ, interface)
-    if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
-        world.board.store, world.board.second_store = store.clone(), store.clone()
+    if world.num_nodes > 1 or not all(world.allgather(world.positions.shared, "the records")):
+        world.positions.store, world.positions.second_store = store.clone(), store.clone()
     return store
 
 

@@ -21,20 +21,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
-from rlhf_spmd.runtime.diagnosis.hang_watch import LONGEST_WAIT, Watch
-from rlhf_spmd.runtime.guard import failures, launcher, progress, streams
-from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks
-from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
-from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
-from rlhf_spmd.runtime.guard.signals import INTERRUPTED_STATUS
-from rlhf_spmd.runtime.guard.surroundings import check_answer, check_open_files
-from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message, record_in
-from rlhf_spmd.runtime.observe.node_files import share_file
-from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
-from rlhf_spmd.runtime.world import devices, network, visible_devices
+from rlhf_spmd.files import output, progress
+from rlhf_spmd.runtime.failure import failures, launcher
+from rlhf_spmd.runtime.failure.diagnosis import Needs, WaitGraph, late_ranks
+from rlhf_spmd.runtime.failure.failures import (
+    PREFIX,
+    DeadlineError,
+    Failed,
+    Late,
+    PeerError,
+    deadline_error,
+    name_ranks,
+)
+from rlhf_spmd.runtime.failure.last_checkpoint import resume_hint
+from rlhf_spmd.runtime.failure.launcher import SECOND_REPORT_S
+from rlhf_spmd.runtime.failure.records import NOWHERE, Positions, Record, forget, keep_message
+from rlhf_spmd.runtime.failure.signals import INTERRUPTED_STATUS
+from rlhf_spmd.runtime.failure.surroundings import check_answer, check_open_files
+from rlhf_spmd.runtime.failure.watch import LONGEST_WAIT, Watch
+from rlhf_spmd.runtime.world import devices
 from rlhf_spmd.runtime.world import groups as torch_groups
-from rlhf_spmd.runtime.world.control_messages import Control, Failed, Late
+from rlhf_spmd.runtime.world.control_messages import Control
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program
@@ -62,9 +69,9 @@ class World:
     deadline_s: float
     threads: int  # this rank's fair share of its node's cores
     control: Control
-    board: Board
+    positions: Positions
     one_network: bool  # all ranks reach each other by loopback
-    flight: Flight
+    record: Record
     is_meeting: bool = False  # waits in a control message
     watch: Watch = field(init=False)
     chosen: Sequence[devices.RankDevice] = ()  # the device of every rank, once chosen
@@ -76,65 +83,66 @@ class World:
         self.watch = Watch(self)
 
     @classmethod
-    def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
+    def discover(cls, deadline_s: float = 300.0, record: Record | None = None) -> "World":
         """Meets the other ranks over MPI; without mpiexec, a world of one rank.
 
-        flight: shared with a supervisor.
+        record: shared with a supervisor.
         """
-        mpi, flight = _load_mpi(), flight or Flight()
+        mpi, record = _load_mpi(), record or Record.create()
         rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         launcher.check_world_size(size, os.environ)
         try:
-            return cls._meet(mpi, deadline_s, flight)
+            return cls._meet(mpi, deadline_s, record)
         except Exception as error:  # nothing can be agreed yet, and a normal exit would hang in MPI_Finalize
             late = error.ranks if isinstance(error, Late) else ()
             time.sleep(0 if rank == min(set(range(size)) - set(late)) else SECOND_REPORT_S)
-            found = deadline_error(error, rank, (), {}) if isinstance(error, Late) and late else error
-            known = isinstance(found, UserError) or failures.explain(found)
-            streams.say(failures.report(found, f"rank {rank} of {size}", "", ""))
-            _end_job(USER_STATUS if known else CRASH_STATUS, flight)
+            error = deadline_error(error, rank, (), {}) if isinstance(error, Late) and late else error
+            is_known = isinstance(error, UserError) or failures.explain(error)
+            output.say(failures.report(error, f"rank {rank} of {size}", "", ""))
+            _end_job(USER_STATUS if is_known else CRASH_STATUS, record)
 
     @classmethod
-    def _meet(cls, mpi: Any, deadline_s: float, flight: Flight) -> "World":
+    def _meet(cls, mpi: Any, deadline_s: float, record: Record) -> "World":
         comm, host = mpi.COMM_WORLD, socket.gethostname()
-        first = Control(comm, deadline_s=deadline_s)
+        first = Control(comm, record, deadline_s=deadline_s)  # for one message: nothing else uses COMM_WORLD
         facts = {"host": host, "network": torch_groups.network_stack(), "cores": sorted(os.sched_getaffinity(0))}
         everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
-        first.settle()  # COMM_WORLD is not used for anything else
-        control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # all ranks are here, so MPI's own collectives, which have no deadline, are safe
+        control = Control(comm.Dup(), record, deadline_s=deadline_s)
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
         node_ranks = tuple(mpi.Group.Translate_ranks(node_comm.group, range(node_comm.size), comm.group))
-        descriptor, views = share_file(
-            board_bytes(len(node_ranks)),
-            comm.rank,
-            node_ranks[0],
-            lambda view: [json.loads(text) for text in control.exchange("the board", json.dumps(view).encode())],
-        )
-        order = sorted({leader for leader, _ in views})
-        nodes = tuple(order.index(leader) for leader, _ in views)
+        record.describe(rank=comm.rank, size=comm.size, host=host)
+        place = json.dumps([node_ranks[0], record.process, record.descriptor]).encode()
+        places = [json.loads(text) for text in control.exchange("the records", place)]
+        leaders = sorted({leader for leader, _, _ in places})
+        nodes = tuple(leaders.index(leader) for leader, _, _ in places)
         node = nodes[comm.rank]
-        board = Board(descriptor, rank=comm.rank, node_ranks=node_ranks, node=node, num_nodes=len(order))
+        of_node = {rank: Record.of_process(*places[rank][1:]) for rank in node_ranks} | {comm.rank: record}
+        # a rank in a container of its own sees another process by the number, or none
+        records = {rank: other for rank, other in of_node.items() if other is not None and other.rank == rank}
+        is_shared = len(records) == len(of_node)
+        positions = Positions(record, records if is_shared else None, node=node, num_nodes=len(leaders))
+        _, first_process, first_descriptor = places[node_ranks[0]]
+        record.describe(first_process=first_process, first_descriptor=first_descriptor)
         if comm.rank == node_ranks[0]:
             launcher.unlink_shared_memory()
-        of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
-        cores = len({core for facts in of_node[node] for core in facts["cores"]})
-        flight.describe(rank=comm.rank, size=comm.size, host=host, board=board.descriptor)
+        cores = len({core for rank in range(comm.size) if nodes[rank] == node for core in everyone[rank]["cores"]})
         world = cls(
             rank=comm.rank,
             size=comm.size,
             node=node,
-            num_nodes=len(order),
+            num_nodes=len(leaders),
             nodes=nodes,
             hosts=tuple(facts["host"] for facts in everyone),
             deadline_s=deadline_s,
             threads=max(1, min(cores // len(node_ranks), len(everyone[comm.rank]["cores"]))),
             control=control,
-            board=board,
+            positions=positions,
             one_network=len({facts["network"] for facts in everyone}) == 1,
-            flight=flight,
+            record=record,
         )
-        control.may_arrive, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
+        control.positions, control.may_arrive = positions, world.watch.is_alive
+        control.longest_wait = LONGEST_WAIT
         world.watch.start()
         return world
 
@@ -142,11 +150,12 @@ class World:
         """Chooses the device of every rank (the option `device`, see devices.py), before the first use of `computes`.
         Collective; errors are reported once."""
         with self.together("looking for devices"):
-            report = visible_devices.find_devices(wanted, self.hosts[self.rank], self.threads, self.size)
+            report = devices.find_devices(wanted, self.hosts[self.rank], self.threads, self.size)
         reports = self.allgather(report, "the devices")
         with self.together("choosing devices"):
-            visible = visible_devices.parse_reports(reports)
-            self.chosen = devices.choose_devices(wanted, *visible, self.nodes, self.hosts)
+            unseen = next((report["unseen"] for report in reports if report["unseen"]), "")
+            visible = [[devices.VisibleDevice(**device) for device in report["seen"]] for report in reports]
+            self.chosen = devices.choose_devices(wanted, visible, unseen, self.nodes, self.hosts)
 
     @property
     def computes(self) -> devices.RankDevice:
@@ -192,7 +201,7 @@ class World:
         try:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
         except Late as late:
-            last = {rank: status.text for rank, status in self.board.read(late.ranks).items() if status.text}
+            last = {rank: position.text for rank, position in self.positions.read(late.ranks).items() if position.text}
             raise deadline_error(late, self.rank, self.hosts, last) from None
         except Failed as failed_ranks:
             self._leave({rank: json.loads(text) for rank, text in failed_ranks.failures.items()})
@@ -230,16 +239,16 @@ class World:
         self._exchange(what, json.dumps(failure).encode(), failed=failure is not None)
 
     def _leave(self, by_rank: Mapping[int, Mapping[str, str]]) -> NoReturn:
-        progress.end()  # or its line would come back below the message
+        progress.stop()  # or its line would come back below the message
         if self.rank == min(by_rank):
-            go_on = resume_hint(self.flight.run, self.size)
+            go_on = resume_hint(self.record.run, self.size)
             text = "\n".join(filter(None, (failures.merge_messages(by_rank, self.hosts), go_on)))
-            keep_message(self.flight.run, text.removeprefix(PREFIX))
-            streams.say(text)
+            keep_message(self.record.run, text.removeprefix(PREFIX))
+            output.say(text)
         status = CRASH_STATUS if any("crash" in failure for failure in by_rank.values()) else USER_STATUS
         with suppress(Late, Failed):  # the first exit ends the job, so print the message before
             self.control.exchange("leaving", b"", deadline_s=5.0)
-        atexit.register(_end_job, status, self.flight)
+        atexit.register(_end_job, status, self.record)
         raise _Leaving(status) from None
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -250,30 +259,30 @@ class World:
         """
         if isinstance(error, _Leaving):
             assert isinstance(error.code, int)  # the status of _leave()
-            _end_job(error.code, self.flight)
+            _end_job(error.code, self.record)
         status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else CRASH_STATUS
-        progress.end()
+        progress.stop()
         try:
             if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
                 time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
-            if not self.board.claim():
+            if not self.positions.claim():
                 time.sleep(SECOND_REPORT_S)
             text = self._report(error)
-            keep_message(self.flight.run, text.removeprefix(PREFIX))
-            streams.say(text)
+            keep_message(self.record.run, text.removeprefix(PREFIX))
+            output.say(text)
             if isinstance(error, UserError) or failures.explain(error) is not None:
                 status = USER_STATUS
         except Exception:  # memory, the disk and the store may be what failed
-            streams.say("".join(traceback.format_exception(error)))
+            output.say("".join(traceback.format_exception(error)))
         finally:
-            _end_job(status, self.flight)
+            _end_job(status, self.record)
 
     def _report(self, error: BaseException) -> str:
         """Returns the message about this rank's failure."""
         reporter = "" if self.size == 1 else f"{name_ranks([self.rank], self.hosts)} of {self.size}"
-        go_on = resume_hint(self.flight.run, self.size)
-        inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
-        return failures.report(error, reporter, self.flight.where if inside else "", go_on)
+        go_on = resume_hint(self.record.run, self.size)
+        inside = self.record.now.iteration != NOWHERE or (self.size > 1 and self.record.num_begun)
+        return failures.report(error, reporter, self.record.where if inside else "", go_on)
 
     # torch.distributed
 
@@ -297,7 +306,7 @@ class World:
                 check_answer(torch_groups.LOOPBACK)  # torch would try for a minute, and not tell why
             of_rank = [ranks for ranks in groups.values() if self.rank in ranks]
             check_open_files(self.size + sum(len(ranks) for ranks in of_rank))
-            visible_devices.import_torch(threads, self.threads)
+            devices.import_torch(threads, self.threads)
             self._device_bytes = devices.select_device(self.computes)
         with self.together("connecting to the store"):
             store = torch_groups.connect_store(self, timeout_s)
@@ -330,19 +339,15 @@ class World:
         if self._groups is not None:
             from torch import distributed
 
-            self._groups = self.board.store = self.board.second_store = None
+            self._groups = self.positions.store = self.positions.second_store = None
             distributed.destroy_process_group()
             self.barrier("closing torch.distributed")  # rank 0 keeps the store until then
-        try:
-            self.control.settle()
-        except Late as late:
-            raise deadline_error(late, self.rank, self.hosts, {}) from None
         self.watch.stop()
 
     def finalize(self, status: int = 0) -> None:
         """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors. status: that this process
         will end with; from now on its supervisor sees to it that it ends."""
-        self.flight.leave(status)
+        self.record.leave(status)
         _load_mpi().Finalize()
 
     # Positions and late ranks
@@ -350,50 +355,46 @@ class World:
     def progress(self, where: str, iteration: int = NOWHERE, position: int = NOWHERE) -> None:
         """Publishes this rank's position before it may block: a text that is the same on every rank that meets there,
         and the index in this rank's instruction list. Takes a few microseconds."""
-        text = where.encode()
-        self.board.post(text, iteration, position)
-        self.flight.begin(text, iteration, position)
+        self.record.begin(where, iteration, position)
+        self.positions.post()
         if self._device_bytes is not None:  # not in the watch, which would block on a lock that a hung rank holds
-            self.flight.set_device_bytes(self._device_bytes())
+            self.record.device_bytes = self._device_bytes()
 
     @property
     def doing(self) -> str:
         """What this rank does, for people who wait."""
-        record = record_in(self.flight.memory)
-        return f"{record.where}, {max(time.time() - record.since_s, 0.0):.0f} s"
+        return f"{self.record.where}, {max(time.time() - self.record.now.since_s, 0.0):.0f} s"
 
     def will_execute(self, program: "Program") -> None:
         """Sets the program that the ranks execute from now on; it determines which rank waits for which."""
-        from rlhf_spmd.runtime.diagnosis.wait_graph import wait_graph_of
-
         self.progress("the beginning of a program")  # iterations of an earlier program may have the same numbers
         if id(program) not in self._wait_graphs:  # two programs may alternate; each is kept, so no id is used again
-            self._wait_graphs[id(program)] = program, wait_graph_of(program)
+            self._wait_graphs[id(program)] = program, WaitGraph.of(program)
         _, self.watch.graph = self._wait_graphs[id(program)]
-        self.flight.describe(num_instructions=len(program.instructions[self.rank]))
+        self.record.describe(num_instructions=len(program.instructions[self.rank]))
 
     def keep_records(self, folder: str | Path) -> None:
         """Writes the flight records and instruction lists to this run folder from now on; call it on all ranks."""
         if self.rank == 0 and self.watch.graph is not None:
             forget(folder, self.size)
             self.watch.graph.write(Path(folder))
-        self.flight.describe(run=str(Path(folder).absolute()))
+        self.record.describe(folder=str(Path(folder).absolute()))
 
     def _note(self, what: str) -> None:
         """Records an action of this rank outside its instructions, or within one."""
-        self.progress(what, self.flight.iteration, self.flight.position)
+        self.progress(what, self.record.now.iteration, self.record.now.position)
 
     def stragglers(self, needs: Needs, iteration: int) -> dict[int, str]:
         """Returns the ranks in `needs` that have not begun what is needed of them in this iteration, with the last
         position of each. Takes seconds at most, whatever state the others are in. Ranks whose position is unknown,
         because rank 0 is late and hosts the store, are left out."""
-        positions = self.board.read(tuple(rank for rank, _ in needs))
+        positions = self.positions.read(tuple(rank for rank, _ in needs))
         return {rank: positions[rank].text or "nothing" for rank in late_ranks(needs, iteration, positions)}
 
 
 def _load_mpi() -> Any:
     try:
-        network.choose_for_mpi(os.environ)
+        torch_groups.choose_for_mpi(os.environ)
         from mpi4py import MPI
     except (UserError, ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         if not launcher.reports(os.environ, on_node=True):
@@ -424,12 +425,12 @@ def _is_alone() -> bool:
     return not launcher.is_launched(os.environ) and (MPI is None or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1)
 
 
-def _end_job(status: int, flight: Flight) -> NoReturn:
+def _end_job(status: int, record: Record) -> NoReturn:
     """Ends this process, and the others of its job, with this status; the error has been reported, so MPI's output is
     discarded."""
     try:
-        flight.leave(status)
-        streams.flush()
+        record.leave(status)
+        output.flush()
         if not _is_alone():
             time.sleep(FORWARD_S)
             with open(os.devnull, "w", encoding="utf-8") as nowhere:

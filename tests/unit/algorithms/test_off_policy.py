@@ -14,7 +14,7 @@ from rlhf_spmd.algorithms.policy_gradient import loss_problem
 from rlhf_spmd.algorithms.surrogates import policy_loss, surrogate_loss
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.algorithm import load_algorithm
-from rlhf_spmd.runtime.observe.metric_sums import Meter, combine
+from rlhf_spmd.runtime.world.metric_sums import Meter, combine
 from tests import slow_policy_gradient as slow
 from tests.slow_policy_gradient import Rules, Sample
 from tests.unit.algorithms.test_group_advantages import LIMIT, assert_same, fast_loss, make_batch, make_groups

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.speed.shares import mean_shares, shares
-from rlhf_spmd.runtime.observe.trace import lanes
+from rlhf_spmd.runtime.world.trace import lanes
 from tests.programs import make_workload, place_calls
 
 

@@ -18,8 +18,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.runtime.world.devices import choose_devices
-from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
+from rlhf_spmd.runtime.world.devices import VisibleDevice, choose_devices
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}

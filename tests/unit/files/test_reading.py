@@ -10,7 +10,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import prompt_files
 from rlhf_spmd.files.json_text import json_lines
 from rlhf_spmd.files.reading import NO_RIGHT, is_file, is_folder, read_lines, why_no_file
-from rlhf_spmd.runtime.observe import flight_recorder
+from rlhf_spmd.runtime.failure import records
 from rlhf_spmd.runtime.records.loggers import Curves
 from rlhf_spmd.runtime.rewards.function import source_file
 
@@ -60,8 +60,8 @@ def test_lines_end_at_line_feeds_only(tmp_path):
 
 def test_messages_and_names_of_curves_may_be_no_text(tmp_path):
     (tmp_path / "flight").mkdir()
-    flight_recorder.keep_message(str(tmp_path), "cut \ud83d é")
-    assert flight_recorder.read_message(tmp_path) == "cut \\ud83d é"
+    records.keep_message(str(tmp_path), "cut \ud83d é")
+    assert records.read_message(tmp_path) == "cut \\ud83d é"
     pytest.importorskip("tensorboard")
     curves = Curves(tmp_path, [])
     curves.add(0, {"eval/mean@1/cut \ud83d": 1.0})

@@ -101,10 +101,10 @@ GOOD = {
     CHECK: "from ..layout import Layout\n",
     "rlhf_spmd/runtime/__init__.py": "",
     DEEPSPEED: "def step():\n    import deepspeed\n",
-    "rlhf_spmd/runtime/observe/trace.py": "import time\n",
-    "rlhf_spmd/runtime/observe/metric_sums.py": "from rlhf_spmd.runtime.observe import trace\n",
+    "rlhf_spmd/runtime/world/trace.py": "import time\n",
+    "rlhf_spmd/runtime/world/metric_sums.py": "from rlhf_spmd.runtime.world import trace\n",
     WORLD: (
-        "from mpi4py import MPI\nfrom rlhf_spmd.runtime.observe.trace import x\n"
+        "from mpi4py import MPI\nfrom rlhf_spmd.runtime.world.trace import x\n"
         "os.open('x', os.O_RDONLY)\npath.open('rb')\nopen('x', 'w', encoding='utf-8')\ntempfile.TemporaryFile()\n"
         "connection.makefile('rb')\nload(text='x')\n"
     ),
@@ -217,12 +217,12 @@ OFFENCES = [
     ("rlhf_spmd/model/hf.py", "from kernels import philox", "may not import kernels"),
     # rooms
     (
-        "rlhf_spmd/runtime/observe/trace.py",
-        "from rlhf_spmd.plan.layout import x",
-        "may not import rlhf_spmd.plan.layout",
+        "rlhf_spmd/runtime/world/trace.py",
+        "from rlhf_spmd.model.config import x",
+        "may not import rlhf_spmd.model.config",
     ),
     (
-        "rlhf_spmd/runtime/observe/trace.py",
+        "rlhf_spmd/runtime/world/trace.py",
         "def f():\n    from rlhf_spmd.runtime.run import train",
         "may not import rlhf_spmd.runtime.run.train",
     ),
@@ -235,7 +235,7 @@ OFFENCES = [
     ("bench/rows.py", "from bench.speed import kernels", "may not import bench.speed.kernels"),
     ("bench/speed/kernels.py", "import bench.forecast.scan", "may not import bench.forecast.scan"),
     # circles
-    ("rlhf_spmd/runtime/observe/trace.py", "def f():\n    from . import metric_sums", "a circle of imports"),
+    ("rlhf_spmd/runtime/world/trace.py", "def f():\n    from . import metric_sums", "a circle of imports"),
     (
         "rlhf_spmd/plan/layout.py",
         "if TYPE_CHECKING:\n    from rlhf_spmd.plan import cluster",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.pictures.palette import RUNS
 from rlhf_spmd.runtime.records.web_page import NONE
-from tests.unit.runtime.observe.test_trace import two_ranks
+from rlhf_spmd.runtime.world.trace import write_chrome
+from tests.unit.runtime.world.test_trace import two_ranks
 
 EMPTY = {"meta", "br", "img"}
 LOSSES = [2.0, None, 1.5, float("nan"), 1.25]

@@ -25,7 +25,7 @@ from rlhf_spmd.runtime.checkpoint.resume import (
     refuse_other_inputs,
 )
 from rlhf_spmd.runtime.execute.job import RunState
-from rlhf_spmd.runtime.guard.failures import explain
+from rlhf_spmd.runtime.failure.failures import explain
 from rlhf_spmd.runtime.run import recorded
 
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}

@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint import checkpoint_files, saving
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.guard.signals import CHECKPOINT, END, Asked
+from rlhf_spmd.runtime.failure.signals import CHECKPOINT, END, Asked
 from tests.runs import OneRank
 
 TEXTS = {"config.json": "{}", "strategy.py": ""}

@@ -12,13 +12,12 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
-from rlhf_spmd.runtime.diagnosis.diagnose import Needs, late_ranks
-from rlhf_spmd.runtime.diagnosis.peer_errors import peer_error
 from rlhf_spmd.runtime.execute import post_and_wait
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
-from rlhf_spmd.runtime.observe.position_board import RankStatus
-from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.failure.diagnosis import Needs, late_ranks, peer_error
+from rlhf_spmd.runtime.failure.records import Position
+from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
 from tests.programs import make_workload, place_calls
 
@@ -35,7 +34,7 @@ class Board:
 
     def __init__(self, num_ranks: int):
         self.texts: dict[int, list[str]] = {rank: [] for rank in range(num_ranks)}
-        self.places = dict.fromkeys(range(num_ranks), RankStatus())
+        self.places = dict.fromkeys(range(num_ranks), Position.of())
 
 
 class RankOf:
@@ -48,7 +47,7 @@ class RankOf:
     def progress(self, position: str, iteration: int = -1, place: int = -1) -> None:
         self.board.texts[self.rank].append(position)
         if place >= 0:  # tests cut lists short: whoever is over with such a list stands where it ends
-            self.board.places[self.rank] = RankStatus(position, iteration, place)
+            self.board.places[self.rank] = Position.of(position, iteration, place)
 
     def will_execute(self, program: Program) -> None:
         pass
@@ -169,7 +168,7 @@ def test_a_peer_that_posted_is_not_late():
         where = everyone[rank].instructions.index(Post(number))
         everyone[rank].instructions = everyone[rank].instructions[: where + 1]
         everyone[rank].iteration(iteration())
-    board.places[2] = RankStatus("iteration 1: Run actor_generate", 0, 0)
+    board.places[2] = Position.of("iteration 1: Run actor_generate", 0, 0)
     error = explained(everyone[3], RuntimeError("gloo: timed out"), Wait(number), 5)
     assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 1: Run actor_generate" in str(
         error
@@ -193,7 +192,7 @@ def test_a_peer_that_posted_long_ago_is_not_late():
                 weights = program.transfers[step.transfer].reallocation is not None  # all stand at the Wait for them
                 posted = steps.index(step if weights else Post(step.transfer))
                 for stopped in range(len(steps)):
-                    board.places[peer] = RankStatus("a text", 0, stopped)
+                    board.places[peer] = Position.of("a text", 0, stopped)
                     error = explained(executor, RuntimeError("gloo: timed out"), step, position)
                     late = f"rank {peer} on here last reported: a text" in str(error)
                     assert late == (stopped < posted), (step, stopped)

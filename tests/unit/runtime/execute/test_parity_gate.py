@@ -7,7 +7,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute.parity_gate import MEAN_TOKENS, corrects, parity_gate
-from rlhf_spmd.runtime.observe.metric_sums import Meter
+from rlhf_spmd.runtime.world.metric_sums import Meter
 
 SHAPE = (8, 2 * MEAN_TOKENS // 8)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
+from rlhf_spmd.runtime.world.trace import busy_fraction, lanes
 from tests.unit.plan.cost.test_seconds import machine
 from tests.unit.verbs.test_plan import example
 

@@ -6,7 +6,7 @@ from rlhf_spmd.runtime.pictures import picture
 from rlhf_spmd.runtime.pictures.picture import Picture
 from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
 from tests.programs import make_workload
-from tests.unit.runtime.observe.test_trace import record, two_ranks
+from tests.unit.runtime.world.test_trace import record, two_ranks
 
 WORKFLOW = make_workload().workflow
 

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 from rlhf_spmd.runtime.pictures.palette import style_of_span, styles_of
 from rlhf_spmd.runtime.pictures.timeline_svg import MOST_LANES, last_iteration, timelines
 from tests.programs import make_workload
-from tests.unit.runtime.observe.test_trace import record, two_ranks
 from tests.unit.runtime.pictures.test_curves_svg import check
+from tests.unit.runtime.world.test_trace import record, two_ranks
 
 
 def test_the_last_iteration_of_two_runs_on_one_axis():

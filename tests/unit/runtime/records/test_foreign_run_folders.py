@@ -4,7 +4,6 @@ with one message for what may not be read, and never with a traceback. 8 s."""
 import errno
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.runtime.checkpoint.resume import read_run
-from rlhf_spmd.runtime.observe.flight_recorder import BEAT_AT, END, END_AT, NOW_AT, Flight, parse
+from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from tests.folders import write_model
 from tests.run_mpi import environment_alone
@@ -53,10 +52,10 @@ def run(tmp_path) -> Path:
     (folder / "rollouts/iteration-000000/part-0000.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     (folder / "checkpoints/iteration-000001/manifest.json").write_text("{}", encoding="utf-8")
     (folder / "strategy.py").write_text("def place(workload, cluster): ...\n", encoding="utf-8")
-    flight = Flight()
-    flight.describe(rank=0, size=1, host="here")
-    flight.begin(b"iteration 0: Run actor_train", 0, 0)
-    (folder / "flight" / "rank-0000.bin").write_bytes(flight.memory)
+    record = Record.create()
+    record.describe(rank=0, size=1, host="here")
+    record.begin("iteration 0: Run actor_train", 0, 0)
+    (folder / "flight" / "rank-0000.bin").write_bytes(record)
     return folder
 
 
@@ -135,14 +134,14 @@ def test_no_order_reaches_the_terminal_or_the_page(run):
     (run / "flight" / "failure.txt").write_text(f"it failed: {ORDER}\n", encoding="utf-8")
     part = run / "rollouts/iteration-000000/part-0000.jsonl"
     edit(part, **{ORDER: ORDER, "response": ORDER})
-    flight = Flight()
-    flight.describe(rank=0, size=1, host="a\x1b[2J")
-    flight.begin(b"loading \x1b[2J", 0, 0)
-    (run / "flight" / "rank-0000.bin").write_bytes(flight.memory)
+    record = Record.create()
+    record.describe(rank=0, size=1, host="a\x1b[2J")
+    record.begin("loading \x1b[2J", 0, 0)
+    (run / "flight" / "rank-0000.bin").write_bytes(record)
     lines = [words(verb, run) for verb in READING] + [["rollouts", str(run), "--where", f"{ORDER}=1", "--json"]]
     program = (
-        "import sys\nfrom rlhf_spmd.__main__ import main\nfrom rlhf_spmd.runtime.guard import streams\n"
-        f"streams.prepare(is_work=True)\nstatuses = [main(line) for line in {lines!r}]\nprint(statuses)"
+        "import sys\nfrom rlhf_spmd.__main__ import main\nfrom rlhf_spmd.files import output\n"
+        f"output.prepare(is_work=True)\nstatuses = [main(line) for line in {lines!r}]\nprint(statuses)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment_alone(), timeout=60)
     out = done.stdout.decode()
@@ -184,24 +183,28 @@ def test_no_shape_is_a_traceback(kind, run, capsys):
 
 
 def test_numbers_of_a_flight_record_may_be_anything(run, capsys):
-    whole = bytearray((run / "flight" / "rank-0000.bin").read_bytes())
-    odd = bytearray(whole)
-    END.pack_into(odd, END_AT, 5.0, 0, 9999)  # signal 9999
-    (run / "flight" / "rank-0000.bin").write_bytes(odd)
+    path = run / "flight" / "rank-0000.bin"
+    whole = path.read_bytes()
+
+    def odd() -> Record:
+        return Record.from_buffer_copy(whole)
+
+    record = odd()
+    record.signal, record.end_s = 9999, 5.0
+    path.write_bytes(record)
     assert main(["status", str(run)]) == main(["postmortem", str(run)]) == 0
     assert "ended by signal 9999" in capsys.readouterr().out
     for time in (float("nan"), float("inf"), -1.0, 1e300):
-        odd = bytearray(whole)
-        struct.pack_into("<d", odd, BEAT_AT, time)
-        assert parse(bytes(odd)) is None
-        odd = bytearray(whole)
-        struct.pack_into("<d", odd, 1024 + 8, time)  # the beginning of the first entry
-        assert parse(bytes(odd)).entries == ()
-    odd = bytearray(whole)
-    struct.pack_into("<i", odd, len(b"rlhf-fl1"), 7)  # a rank that the program does not have
-    struct.pack_into("<Q", odd, NOW_AT, 2**63)
-    (run / "flight" / "rank-0000.bin").write_bytes(odd)
-    (run / "flight" / "program.json").write_text('{"texts": ["a"], "ranks": [[[0, [[0, 0]]]]]}', encoding="utf-8")
+        record = odd()
+        record.beat_s = time
+        assert Record.parse(bytes(record)) is None
+        record = odd()
+        record.actions[0].begin_s = time
+        assert Record.parse(bytes(record)).last_actions() == []
+    record = odd()
+    record.rank, record.num_begun, record.status = 7, 2**62, -(2**31)  # a rank that the program does not have
+    path.write_bytes(record)
+    (run / "flight" / "program.json").write_text('{"ranks": [[["a", [[0, 0]]]]]}', encoding="utf-8")
     assert main(["status", str(run)]) == main(["postmortem", str(run)]) == 0
     capsys.readouterr()
 
@@ -334,9 +337,8 @@ def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):
 
 
 def test_a_long_path_of_a_run_is_kept_whole(run):
-    flight, path = Flight(), f"/{'a' * 250}/{'b' * 250}/{'c' * 250}\udcff"  # also a name that is no UTF-8
-    flight.describe(run=path)
-    assert parse(flight.memory).run == path
-    assert parse(bytes(flight.memory)[: len(flight.memory) - 4096]).run == path[:512]  # of an earlier version
-    with pytest.raises(UserError, match="the path of the run folder has more than 4,096 bytes"):
-        flight.describe(run="/" + "x/" * 3000)
+    record, path = Record.create(), f"/{'a' * 250}/{'b' * 250}/{'c' * 250}\udcff"  # also a name that is no UTF-8
+    record.describe(folder=path)
+    assert Record.parse(bytes(record)).run == path
+    with pytest.raises(UserError, match="the path of the run folder has 4,096 bytes or more"):
+        record.describe(folder="/" + "x/" * 3000)

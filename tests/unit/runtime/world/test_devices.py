@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.generation import kv_cache
-from rlhf_spmd.runtime.world import devices, visible_devices
-from rlhf_spmd.runtime.world.devices import RankDevice, check_program, choose_devices, describe_device
+from rlhf_spmd.runtime.world import devices
+from rlhf_spmd.runtime.world.devices import RankDevice, VisibleDevice, check_program, choose_devices, describe_device
 from rlhf_spmd.runtime.world.groups import HEARTBEAT, make_groups
-from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 from tests.programs import make_workload
 
 HOSTS = ("one", "one", "one", "two", "two", "two")
@@ -30,17 +30,17 @@ def seen(*rows: Sequence[str]) -> list[list[VisibleDevice]]:
 def test_a_users_options_of_the_allocator_count(name):
     """torch reads only one of the names, and the documented one last."""
     environ = {name: "max_split_size_mb:512"} if name else {}
-    visible_devices.set_defaults(environ)
+    devices.set_defaults(environ)
     found = {key: value for key, value in environ.items() if key.endswith("ALLOC_CONF")}
     assert found == ({name: "max_split_size_mb:512"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_nccl_does_not_register_what_graphs_read():
     environ: dict[str, str] = {}
-    visible_devices.set_defaults(environ)
+    devices.set_defaults(environ)
     assert environ["NCCL_GRAPH_REGISTER"] == "0"
     environ["NCCL_GRAPH_REGISTER"] = "1"
-    visible_devices.set_defaults(environ)
+    devices.set_defaults(environ)
     assert environ["NCCL_GRAPH_REGISTER"] == "1"
 
 
@@ -68,11 +68,11 @@ def test_torch_waits_as_long_for_a_rank_as_its_groups(kind, timeout_s, given, ex
 def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeypatch):
     """NVIDIA's or AMD's: torch's names for both are the same."""
     about = SimpleNamespace(uuid="GPU-aa1", name="AMD Instinct MI300X", total_memory=206 * 10**9)
-    monkeypatch.setattr(visible_devices, "hints", lambda environ: ["SLURM_JOB_GPUS=0"])
+    monkeypatch.setattr(devices, "hints", lambda environ: ["SLURM_JOB_GPUS=0"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     for num in (1, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num=num: num)
-        found = visible_devices.find_devices("auto", "node7", torch.get_num_threads())
+        found = devices.find_devices("auto", "node7", torch.get_num_threads())
         rows, unseen = [[VisibleDevice(**device) for device in found["seen"]]], found["unseen"]
         if num:
             assert unseen == "" and rows == [[VisibleDevice("node7 GPU-aa1", "AMD Instinct MI300X", 206 * 10**9)]]
@@ -84,7 +84,7 @@ def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeyp
             ):
                 choose_devices(wanted, rows, unseen, (0,), ("node7",))
         assert choose_devices("cpu", rows, unseen, (0,), ("node7",))[0].kind == "cpu"
-    assert visible_devices.find_devices("cpu", "node7", 1) == {"seen": [], "unseen": ""}
+    assert devices.find_devices("cpu", "node7", 1) == {"seen": [], "unseen": ""}
 
 
 def test_each_rank_of_a_node_gets_a_device_of_its_own():
@@ -239,3 +239,47 @@ def test_a_process_sleeps_while_it_waits_for_its_device(monkeypatch):
 
     monkeypatch.setattr(devices.ctypes, "CDLL", missing)
     assert not devices.sleep_while_waiting(3)
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "expected"),
+    [
+        ({}, [], []),
+        ({}, ["/dev/nvidia0"], ["/dev/nvidia0"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["/dev/nvidia0"], ["CUDA_VISIBLE_DEVICES=0,1", "/dev/nvidia0"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["/dev/nvidia0"], []),
+        ({"ROCR_VISIBLE_DEVICES": "-1", "SLURM_JOB_GPUS": "3"}, ["/dev/kfd"], []),
+        ({"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0"}, [], ["CUDA_VISIBLE_DEVICES=0"]),
+        ({"GPU_DEVICE_ORDINAL": ""}, ["/dev/nvidia3"], ["/dev/nvidia3"]),
+        ({"ROCR_VISIBLE_DEVICES": "2"}, [], ["ROCR_VISIBLE_DEVICES=2"]),
+        ({"SLURM_JOB_GPUS": "0,1"}, [], ["SLURM_JOB_GPUS=0,1"]),
+        ({"PBS_NGPUS": "0"}, [], []),
+    ],
+)
+def test_what_hints_at_devices(environ, files, expected, monkeypatch):
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: [path for path in files if fnmatch(path, pattern)])
+    assert devices.hints(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("4", 4), ("2,1", 2), (" 3 , 1 ,1", 3), ("4096", 4096), ("", None), (" \t", None)]
+)
+def test_threads_are_the_first_number(text, threads):
+    assert devices.threads_wanted({"OMP_NUM_THREADS": text}) == threads
+    assert devices.threads_wanted({}) is None
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "abc", ",2", "1e3", "\uff12", "4097", "9" * 99])
+def test_other_threads_are_refused_by_name(text):
+    with pytest.raises(
+        UserError, match="^OMP_NUM_THREADS='.*': give the number of threads of each rank, from 1 to 4096"
+    ):
+        devices.threads_wanted({"OMP_NUM_THREADS": text})
+
+
+def test_who_asks_for_devices_gets_torchs_answer_without_any_hint(monkeypatch):
+    monkeypatch.setattr(devices, "hints", lambda environ: [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert devices.find_devices("auto", "node7", 1) == {"seen": [], "unseen": ""}
+    found = devices.find_devices("shared", "node7", torch.get_num_threads())
+    assert found["unseen"].startswith("torch sees no device on node7 (torch ")

@@ -1,5 +1,7 @@
 """The network interface of torch.distributed."""
 
+import re
+
 import pytest
 from torch import distributed
 
@@ -10,7 +12,7 @@ from rlhf_spmd.runtime.world.devices import RankDevice
 
 def test_the_interface_is_the_users_choice_or_real(monkeypatch):
     monkeypatch.setattr(
-        groups, "interface_addresses", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.7", "ib0": "198.51.100.7"}
+        groups, "interface_addresses", lambda *_: {"lo": "127.0.0.1", "eth0": "192.0.2.7", "ib0": "198.51.100.7"}
     )
     monkeypatch.delenv(groups.INTERFACE_OPTION, raising=False)
     assert groups.choose_interface([]) == ("eth0", "192.0.2.7")
@@ -21,7 +23,7 @@ def test_the_interface_is_the_users_choice_or_real(monkeypatch):
     with pytest.raises(UserError, match="RLHF_SPMD_INTERFACE=ib1.*eth0, ib0, lo"):
         groups.choose_interface([])
     monkeypatch.delenv(groups.INTERFACE_OPTION)
-    monkeypatch.setattr(groups, "interface_addresses", lambda: {"lo": "127.0.0.1"})
+    monkeypatch.setattr(groups, "interface_addresses", lambda *_: {"lo": "127.0.0.1"})
     with pytest.raises(UserError, match="no network interface"):
         groups.choose_interface([])
 
@@ -42,3 +44,80 @@ def test_a_group_of_gloo_beside_nccl_has_all_ranks(monkeypatch):
 def test_this_machines_interfaces():
     assert groups.interface_addresses().get("lo") == "127.0.0.1"
     assert groups.network_stack() == groups.network_stack()
+
+
+# The network interface that MPI and torch are restricted to, according to the launcher
+
+HYDRA = {"PMI_SIZE": "8", "PMI_RANK": "0", "MPI_LOCALNRANKS": "8"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+SRUN = {"PMI_SIZE": "8", "PMI_RANK": "0", "SLURM_STEP_NUM_NODES": "1"}
+
+
+LEFT = {"PMI_SIZE": "", "MPI_LOCALNRANKS": "x", "SLURM_STEP_NUM_NODES": " "}
+
+
+@pytest.mark.parametrize("environment", [{}, HYDRA, OPEN_MPI, SRUN, {**HYDRA, "SLURM_STEP_NUM_NODES": "2"}, LEFT])
+def test_one_node_keeps_to_loopback(environment):
+    assert groups.on_one_node(environment)
+    environment = {**environment, groups.INTERFACE_OPTION: "ib0", "FI_TCP_IFACE": "eth3", "GLOO_SOCKET_IFNAME": "eth0"}
+    groups.choose_for_mpi(environment)
+    groups.choose_for_torch(environment, "lo")
+    assert {environment[name] for name in (*groups.MPI_VARIABLES, groups.GLOO)} == {"lo"}
+    assert environment[groups.NCCL] == "=lo"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**HYDRA, "MPI_LOCALNRANKS": "4"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        {**SRUN, "SLURM_STEP_NUM_NODES": "2"},
+        {"PMI_SIZE": "8", "PMI_RANK": "0"},  # a launcher that does not say
+    ],
+)
+def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
+    monkeypatch.setattr(groups, "interface_addresses", lambda *_: {"ib0": "", "lo": ""})
+    assert not groups.on_one_node(environment)
+    unnamed = dict(environment)
+    groups.choose_for_mpi(unnamed)
+    assert unnamed == environment
+    named = {**environment, groups.INTERFACE_OPTION: "ib0"}
+    groups.choose_for_mpi(named)
+    assert {named[name] for name in groups.MPI_VARIABLES} == {"ib0"}
+    torch = {groups.GLOO: "ib0", groups.NCCL: " "}
+    groups.choose_for_torch(torch, "eth0")
+    assert torch == {groups.GLOO: "ib0", groups.NCCL: "=eth0"}
+    named[groups.INTERFACE_OPTION] = "nope0"
+    with pytest.raises(UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .*; it has ib0, lo$"):
+        groups.choose_for_mpi(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "wrong"),
+    [
+        (groups.GLOO, ("", " ", "eth0", "eth0,lo"), ("eth", "eth0,nope0", "eth0 lo")),
+        (groups.NCCL, ("", "eth", "=eth0", "^lo", "^=lo", "nope0,eth0:5000", "^eth"), ("nope0", "=x")),
+    ],
+)
+def test_an_interface_that_is_absent_is_named(name, good, wrong, monkeypatch):
+    monkeypatch.setattr(groups, "interface_addresses", lambda *_: {"eth0": "", "lo": ""})
+    for text in good:
+        groups.check_interfaces({name: text}, (name,))
+    for text in wrong:
+        with pytest.raises(UserError, match=f"{name}={re.escape(text)}, but .* it has eth0, lo$"):
+            groups.check_interfaces({name: text}, (name,))
+
+
+@pytest.mark.parametrize(
+    ("environment", "chosen"),
+    [
+        ({**SRUN, "PMI_FD": "11", "SLURM_STEP_NUM_NODES": "2"}, "ofi"),
+        ({**SRUN, "PMI_FD": "11", "SLURM_STEP_NUM_NODES": "2", groups.NETMOD: "ucx"}, "ucx"),
+        ({**SRUN, "PMI_FD": "11"}, None),
+        ({**HYDRA, "PMI_FD": "11", "MPI_LOCALNRANKS": "4", "SLURM_STEP_NUM_NODES": "2"}, None),
+    ],
+    ids=["srun", "chosen by the user", "srun on one node", "mpirun in a job"],
+)
+def test_an_address_has_room_in_slurms_messages(environment, chosen):
+    groups.choose_for_mpi(environment)
+    assert environment.get(groups.NETMOD) == chosen

@@ -1,6 +1,5 @@
 """How a rank ends a job. Worlds of several ranks: tests/mpi/test_world.py, tests/e2e/test_world_failures.py."""
 
-import mmap
 import os
 import socket
 import sys
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_spmd.runtime.observe.flight_recorder import SIZE, Flight
+from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.world import world
 from tests.run_mpi import LAUNCHER_MARKS
 
@@ -35,7 +34,7 @@ def test_who_is_alone_ends_without_an_abort(launched, size, aborts, monkeypatch)
     monkeypatch.setattr(world.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # its thread is pytest's
     monkeypatch.setattr(world, "_load_mpi", lambda: os.write(write, b"aborts"))
     if (child := os.fork()) == 0:
-        world._end_job(3, Flight(mmap.mmap(-1, SIZE)))
+        world._end_job(3, Record.create())
     os.close(write)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert os.read(read, 100) == (b"aborts" if aborts else b"")

@@ -13,7 +13,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.runtime.execute.handlers.compute import compute
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job, RunState
-from rlhf_spmd.runtime.observe.metric_sums import combine
+from rlhf_spmd.runtime.world.metric_sums import combine
 from tests.programs import make_workload, place_calls
 
 MINI_BATCH, NUM = 6, 2  # rows lie in a matrix [NUM mini-batches, MINI_BATCH columns]

@@ -1,1 +1,0 @@
-"""What hangs and who it waits for, while a job runs and afterwards."""

@@ -1,1 +1,0 @@
-"""What ranks record about themselves: spans, numbers for the log, positions, flight records."""

@@ -1,0 +1,155 @@
+"""Standard streams that are closed, full or left by their reader: only what they would have shown is lost. What shows
+on a terminal, at the end of a pseudo-terminal. 3 s."""
+
+import fcntl
+import io
+import os
+import pty
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.files import output
+from rlhf_spmd.runtime.records.console import Console
+from tests.run_mpi import environment_alone
+
+NOTE = "rlhf_spmd: note: standard output can't be written ({}): the run goes on without it\n"
+PREPARED = "import os, sys\nfrom rlhf_spmd.files import output\noutput.prepare(is_work={})\n"
+TALKS = "print('é')\nsys.stdout.flush()\nprint('é', flush=True)\noutput.flush()\noutput.say('end')\n"
+
+
+def run(redirected: str, body: str = TALKS, *, is_work: bool = False, **environment: str) -> tuple[int, bytes, str]:
+    """Returns status, standard output and standard error of a program whose streams a shell has prepared."""
+    program = PREPARED.format(is_work) + body
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$0" -c "$1" {redirected}', sys.executable, program],
+        capture_output=True,
+        timeout=60,
+        env=environment_alone(PYTHONUNBUFFERED="", **environment),
+    )
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("redirected", "reason"),
+    [
+        (">&-", "it is closed"),
+        ("> /dev/full", "No space left on device"),
+        ("1< /dev/null", "Bad file descriptor"),
+    ],
+)
+def test_a_run_goes_on_without_a_console(redirected, reason):
+    assert run(redirected) == (0, b"", NOTE.format(reason) + "end\n")
+
+
+def test_a_run_goes_on_without_a_reader():
+    leaves = "read, write = os.pipe()\nos.dup2(write, 1)\nos.close(read)\n"
+    assert run("", leaves + TALKS) == (0, b"", NOTE.format("Broken pipe") + "end\n")
+
+
+def test_output_that_is_the_work_ends_it():
+    body = "from rlhf_spmd.errors import UserError\ntry: {}except UserError as error: output.say(str(error))"
+    status, _, err = run("> /dev/full", body.format("print('é', flush=True)\n"), is_work=True)
+    text = "standard output can't be written (No space left on device): print to another file or disk\n"
+    assert (status, err) == (0, text)
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
+    body = f"file = open({str(tmp_path / 'data')!r}, 'w')\n{TALKS}print('e', file=sys.stderr)\n"
+    assert run("<&- >&- 2>&-", f"{body}print(file.fileno() > 2, file=file)")[0] == 0
+    assert (tmp_path / "data").read_bytes() == b"True\n"
+
+
+def test_an_error_is_written_whatever_became_of_the_streams():
+    for body in (
+        "sys.stdout = sys.stderr = None\n",
+        "sys.stdout = sys.stderr = open(os.devnull)\nsys.stdout.close()\n",
+    ):
+        assert run("", f"{body}output.flush()\noutput.say('end')") == (0, b"", "end\n")
+
+
+def test_what_an_encoding_lacks_is_escaped():
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    body = "print('\\xe9 \\u2603 \\ud83d \\x1b')\nprint('\\xe9', file=sys.stderr)\noutput.say('\\u2603')"
+    assert run("", body, **ascii_only) == (0, b"\\xe9 \\u2603 \\ud83d \\x1b\n", "\\xe9\n\\u2603\n")
+
+
+def test_a_message_does_not_wait_for_a_reader_that_has_stopped(monkeypatch, capfd):
+    read, write = os.pipe()
+    stuck = os.fdopen(write, "w", encoding="utf-8")
+    os.set_blocking(write, False)
+    with pytest.raises(BlockingIOError):
+        os.write(write, bytes(2**20)) and os.write(write, bytes(2**20))
+    os.set_blocking(write, True)
+    stuck.write("more")
+    monkeypatch.setattr(sys, "stdout", stuck)
+    monkeypatch.setattr(output, "FLUSH_S", 0.1)
+    began = time.monotonic()
+    output.say("what failed")
+    assert time.monotonic() - began < 60 and capfd.readouterr().err == "what failed\n"
+    os.close(read)  # ends the thread that waits
+
+
+def test_a_console_whose_stream_was_closed_is_silent(capfd):
+    stream = io.StringIO()
+    console = Console({}, stream=stream)
+    console.note("shown")
+    stream.close()
+    console.note("not shown")
+    console.note("nor this")
+    assert capfd.readouterr().err == NOTE.format("I/O operation on closed file")
+
+
+# The terminal
+
+SHOWS = """
+import sys
+from rlhf_spmd.files import output
+output.prepare(is_work=False)
+print("found", output.table_width(), output.width())
+output.print_json({"ok": True}, {"--json": True, "--no-json": False}.get(sys.argv[-1]))
+"""
+
+
+def on_terminal(command: list[str], columns: int = 0, **environment: str) -> str:
+    """Returns what a program prints whose standard streams are a terminal with so many columns (0: it does not
+    tell)."""
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    own = {name: text for name, text in environment_alone().items() if name not in ("COLUMNS", "TERM")} | environment
+    process = subprocess.Popen(command, stdin=there, stdout=there, stderr=there, start_new_session=True, env=own)
+    os.close(there)
+    said = b""
+    try:
+        while part := os.read(here, 65536):
+            said += part
+    except OSError:  # the last process has closed it
+        pass
+    os.close(here)
+    assert process.wait(120) == 0, said
+    return said.decode().replace("\r\n", "\n")
+
+
+def test_the_width_of_a_terminal_and_where_json_is_printed(tmp_path):
+    path = tmp_path / "shows.py"
+    path.write_text(SHOWS, encoding="utf-8")
+    program = [sys.executable, str(path)]
+    assert on_terminal(program, 100) == "found 100 100\n"
+    assert on_terminal(program, 100, COLUMNS="60") == "found 60 60\n"
+    assert on_terminal(program, 0, COLUMNS="no") == "found 80 80\n"
+    assert on_terminal([*program, "--json"], 100).endswith('{"ok": true}\n')
+    piped = ["sh", "-c", f"{shlex.join(program)} | cat; {shlex.join(program)} --no-json | cat"]
+    assert on_terminal(piped, 0) == 'found None 80\n{"ok": true}\nfound None 80\n'
+
+
+def test_verbs_print_json_by_one_rule():
+    """Nothing else in the package prints values for machines."""
+    root = Path(output.__file__).parents[1]
+    printing = [path for path in root.rglob("*.py") if "print(json.dumps(" in path.read_text(encoding="utf-8")]
+    assert printing == [Path(output.__file__)]

@@ -1,0 +1,66 @@
+"""What a process shows while nothing else is printed: on one line that is replaced, or on lines of its own. Programs at
+the end of a pseudo-terminal; 3 s."""
+
+import sys
+
+import pytest
+
+from rlhf_spmd.files import progress
+from tests.unit.files.test_output import on_terminal
+
+WORKS = """
+import sys, time
+from rlhf_spmd.files import output, progress
+output.prepare(is_work=False)
+progress.TICK_S, progress.SILENT_S = 0.05, 0.3
+count = 0
+def text():
+    global count
+    count += 1
+    if count == 1:
+        raise RuntimeError("half made")
+    return f"part {count} of\\n " + "x" * 200
+progress.start("starting", is_alone="alone" in sys.argv, is_run="run" in sys.argv)
+progress.say(text)
+time.sleep(1.0)
+print("a row")
+with progress.during("a search"):
+    pass
+progress.stop()
+time.sleep(0.2)
+print("the end")
+"""
+ERASE = "\r\x1b[K"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> list[str]:
+    path = tmp_path_factory.mktemp("program") / "works.py"
+    path.write_text(WORKS, encoding="utf-8")
+    return [sys.executable, str(path)]
+
+
+def test_one_process_replaces_a_line(program):
+    said = on_terminal([*program, "alone", "run"], 60, TERM="xterm")
+    assert "starting" not in said or said.startswith(ERASE)  # a quick start shows nothing
+    shown, _, end = said.partition("a row\n")
+    lines = [line for line in shown.split(ERASE) if line]
+    assert len(lines) > 3 and {len(line) for line in lines} <= {59}, lines
+    assert all(line.startswith("part ") and line.endswith("...") for line in lines), lines
+    assert shown.endswith(ERASE) and end.endswith("the end\n") and "\n" not in shown
+
+
+def test_ranks_print_lines_and_move_no_cursor(program):
+    said = on_terminal([*program, "run"], 60, TERM="xterm")
+    *lines, row, end = said.split("\n")[:-1]
+    assert "\x1b" not in said and "\r" not in said and (row, end) == ("a row", "the end")
+    assert 1 <= len(lines) <= 4 and all(len(line) <= 60 for line in lines)
+
+
+def test_a_subcommand_shows_nothing_in_a_file(program):
+    assert on_terminal(["sh", "-c", f"{' '.join(program)} alone | cat"], 60) == "a row\nthe end\n"
+
+
+def test_durations_have_six_places():
+    found = [progress.duration(seconds) for seconds in (0, 99, 100, 5940, 6000, 172800, 8e7, 1e12)]
+    assert found == ["0 s", "99 s", "2 min", "99 min", "1.7 h", "2 d", "926 d", "years"]

@@ -1,0 +1,91 @@
+"""Code of the user inside the rank's process: what it raises is one message, and what it forks can be ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.runtime.failure import signals
+from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.rewards.styles import bind
+from tests.run_mpi import environment_alone
+
+
+def test_what_is_forked_is_ended_by_signals_that_this_process_only_notes():
+    program = """
+import os, signal, sys, time
+from rlhf_spmd.runtime.failure.signals import Asked
+asked = Asked()
+asked.listen(signal.SIGTERM)
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    time.sleep(0.05)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+os.kill(os.getpid(), signal.SIGTERM)
+print(asked.take())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        env=environment_alone(),
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("['SIGTERM']\n", "")
+
+
+# ---- exceptions
+
+
+class Mine(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Mine, GeneratorExit, SystemExit, KeyboardInterrupt])
+def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
+    monkeypatch.setattr(signals, "_interrupts", [])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    signals.remember_interrupts()
+
+    def score(prompts, responses):
+        if "b" in responses:
+            raise kind("no")
+        return [0.0] * len(responses)
+
+    function = RewardFunction("r.py:score", bind(score))
+    try:
+        with pytest.raises(UserError, match=rf"r.py:score raised {kind.__name__}: no .*on response 1 'b'"):
+            function(["p", "q"], ["a", "b"])
+        if kind is KeyboardInterrupt:  # now it is the user's wish
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            with pytest.raises(KeyboardInterrupt):
+                function(["p", "q"], ["a", "b"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("kind", ["GeneratorExit", "Mine"])
+def test_the_same_of_files_and_place(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "mine.py"
+    source = "class Mine(BaseException): pass\ndef place(workload, cluster): raise {0}('no')\n"
+    path.write_text(source.format(kind), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"strategy mine: place\(\) raised {kind}: no .*mine.py, line 2"):
+        load_strategy(str(path)).placement(None, None, {})
+    path.write_text(source.format(kind) + f"raise {kind}('no')\n", encoding="utf-8")
+    with pytest.raises(UserError, match=f"importing {path} raised {kind}: no"):
+        load_reward_function(f"{path}:place")
+    with pytest.raises(UserError, match=f"cannot be imported: {kind}: no"):
+        load_strategy(str(path))

@@ -1,0 +1,88 @@
+"""What a rank needs from its machine is compared with what it has, and what is missing is named."""
+
+import os
+import resource
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.failure import failures, surroundings
+from rlhf_spmd.runtime.world import devices
+
+
+def test_a_working_folder_that_is_gone(monkeypatch):
+    surroundings.check_folder()
+
+    def gone() -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    with pytest.raises(UserError, match="the working folder is gone .No such file or directory.*`cd` into one"):
+        surroundings.check_folder()
+
+
+def test_a_working_folder_that_a_node_does_not_see(tmp_path):
+    here, inode = surroundings.check_folder()
+    seen = [(here, inode), ("/another/path", inode), (str(tmp_path), inode + 1)]
+    surroundings.check_common_folder(seen)
+    with pytest.raises(UserError, match=f"does not see the working folder /nope of other ranks, and works in {here}: "):
+        surroundings.check_common_folder([*seen, ["/nope", inode + 1]])
+
+
+def test_the_limit_of_open_files_is_raised_or_named(monkeypatch):
+    def limited(soft: int, hard: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+
+        def set_limit(_, limits: tuple[int, int]) -> None:
+            if limits[0] > hard:
+                raise ValueError("not allowed to raise maximum limit")
+            found.append(limits)
+
+        monkeypatch.setattr("psutil.Process.num_fds", lambda _: 30)
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(resource, "setrlimit", set_limit)
+        surroundings.check_open_files(126)
+        return found
+
+    assert limited(1024, 1024) == limited(resource.RLIM_INFINITY, 4096) == []
+    assert limited(64, 4096) == [(188, 4096)]
+    with pytest.raises(UserError, match=r"the limit of open files on .* is 40 \(`ulimit -n`\).* up to 200: raise"):
+        limited(40, 40)
+
+
+def test_too_few_descriptors_or_threads_are_not_another_ranks_fault():
+    for text in (
+        "[gloo/transport] socket: Too many open files",
+        "[enforce fail] connect: Resource temporarily unavailable",
+    ):
+        error = RuntimeError(text)
+        assert not failures.is_peer_error(error) and "`ulimit -" in failures.explain(error)
+    assert "too many open files" in failures.explain(OSError(24, "Too many open files", "a.json"))
+
+
+def test_variables_of_torch_that_have_a_wrong_value_are_named(monkeypatch):
+    error = RuntimeError("makeDeviceForInterface(): unsupported gloo device")
+    assert not failures.is_peer_error(error) and "check GLOO_DEVICE_TRANSPORT" in failures.explain(error)
+
+    def load(name, *_):
+        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("builtins.__import__", load)
+    with pytest.raises(UserError, match="torch can't be loaded: The value of TORCH_DISTRIBUTED_DEBUG must be"):
+        devices.import_torch(1, 1)
+
+
+def test_an_address_that_does_not_answer():
+    surroundings.check_answer("127.0.0.1")
+    with pytest.raises(UserError, match="can't reach its own address 192.0.2.1 "):  # of nobody: for documents
+        surroundings.check_answer("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_free", "lacks"),
+    [(16, 64 << 20, True), (1, 1 << 19, True), (2, 20 << 20, True), (8, 64 << 20, False), (0, 0, False)],
+)
+def test_shared_memory_for_mpi(num_ranks, num_free, lacks):
+    text = surroundings.lack_of_shared_memory(num_ranks, 64 << 20, num_free)
+    assert bool(text) == lacks and (not lacks or text.startswith("most likely /dev/shm is too small: it has 64 MiB, "))
