@@ -73,10 +73,9 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/runtime/execute/test_invariants.py": ("runtime.run.inputs", "runtime.run.loop"),
     "unit/runtime/checkpoint/test_resume.py": ("runtime.run.run_text",),
     "unit/runtime/rewards/test_function.py": ("pages.named_objects",),
-    "unit/runtime/environments/test_adapters.py": ("runtime.environments.kinds",),
+    "unit/runtime/environments/test_adapters.py": ("runtime.environments.native", "runtime.environments.others"),
     "unit/runtime/environments/test_episodes.py": ("runtime.environments.rows",),
-    "unit/runtime/environments/test_workers.py": ("runtime.environments.worker",),
-    "unit/runtime/rewards/test_workers.py": ("runtime.rewards.worker", "runtime.workers.pool"),
+    "unit/runtime/environments/test_workers.py": ("runtime.workers.pool", "runtime.workers.serve"),
     "unit/runtime/generation/test_engine.py": (
         *("runtime.generation.decoder", "runtime.generation.kv_cache", "runtime.generation.requests"),
     ),

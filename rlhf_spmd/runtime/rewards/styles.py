@@ -55,6 +55,11 @@ class Scored:
         part, first = slice(start, stop), self.first + start
         return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first, self.key)
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns the rows as JSON can hold them, by the names of the fields."""
+        texts = {"prompts": [*self.prompts], "responses": [*self.responses], "key": self.key, "first": self.first}
+        return texts | {"tokens": [[*one] for one in self.tokens], "columns": [{**one} for one in self.columns]}
+
     @property
     def records(self) -> Sequence[Mapping[str, Any]]:
         """The columns of each row, also where the data set has none."""

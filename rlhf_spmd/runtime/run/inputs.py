@@ -107,7 +107,6 @@ def run_environments(
         num_workers=config.environment_workers,
         limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
         seed=config.seed,
-        rank=world.rank,
         on_failure=limits.on_failure,
         beat=lambda: world.watch.beat(),
     )
