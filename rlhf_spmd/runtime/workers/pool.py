@@ -240,7 +240,7 @@ class WorkerPool:
 
     def _lost(self, worker: Worker, status: int | None) -> None:
         """Goes on after a worker ended, or broke its connection. status: -n after signal n; None: it has not ended."""
-        how = "broke its connection to the rank, or sent what is no answer"
+        how = "broke its connection to the rank, or sent another message than an answer"
         if status is not None:
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if not worker.is_ready:

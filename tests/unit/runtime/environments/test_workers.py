@@ -139,7 +139,7 @@ def spoil(text: str) -> str:
 def test_what_is_no_answer_is_said_of_its_worker(text, pools, tmp_path):
     (tmp_path / "e.py").write_text(SPOILS, encoding="utf-8")
     pool = pools(f"{tmp_path}/e.py:spoil")
-    assert "sent what is no answer" in answered(pool, call(pool, 0, "spoil", text=text))[0]["lost"]
+    assert "sent another message than an answer" in answered(pool, call(pool, 0, "spoil", text=text))[0]["lost"]
 
 
 def test_a_large_answer_takes_time_by_its_length_only(pools):
