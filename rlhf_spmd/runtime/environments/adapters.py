@@ -24,28 +24,27 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.named_objects import load_named
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.environments.native import BY_NAME, FunctionSession, ObjectSession, Session, kind_of
+from rlhf_spmd.runtime.environments.native import BY_NAME, FunctionSession, ObjectSession, Session
 from rlhf_spmd.runtime.environments.others import (
     OpenRLHFSession,
     SkyRLSession,
     VerlSession,
     VerlTool,
     has_methods,
-    tools_by_name,
     verl_tools,
 )
 
 NOT_TOOLS = ("reset", "get_reward", "close", "step")
 CHOICE = "environment"  # the column that names one of several
 SEEDS = ("seed", "sample_seed")
-STEPS = "give it reset(**columns) and step(text)"
-# method -> whose it is and what is to be named instead
+ASKS_THE_MODEL = "which calls the model itself: name its tools, or a class with reset(**columns) and step(text)"
+# method -> whose it is, and what is to be named instead
 UNSUPPORTED = {
-    "initial_observation": f"an Env of tinker, which speaks in tokens: {STEPS}",
-    "arun_episode": f"a workflow of AReaL, which asks a server: {STEPS}",
-    "env_response": f"an environment of verifiers, which asks a server: {STEPS}",
-    "run": "an agent loop (as of verl), which calls the model itself: name its tools instead",
-    "generate": f"an agent that calls the model itself: {STEPS}",
+    "initial_observation": f"an Env of tinker, {ASKS_THE_MODEL}",
+    "arun_episode": f"a workflow of AReaL, {ASKS_THE_MODEL}",
+    "env_response": f"an environment of verifiers, {ASKS_THE_MODEL}",
+    "run": f"an agent loop (as of verl), {ASKS_THE_MODEL}",
+    "generate": f"an agent, {ASKS_THE_MODEL}",
     "execute": "an executor (as of OpenRLHF), which calls the model itself: name its AgentInstance instead",
 }
 OF_SLIME = {"args", "sample", "sampling_params"}  # parameters of a function that generates
@@ -56,17 +55,15 @@ class Environment:
     """What is known of an environment before it is used.
 
     speaks: tools (calls in the model's format), chat (a turn is answered by messages) or text (as it is).
-    tools: their names.
+    tools: functions, or their schemas, by name.
     is_stateless: its answers depend on the call alone.
     """
 
     name: str
     speaks: str
     make: Callable[[], Session]
-    tools: tuple[str, ...] = ()
+    tools: Mapping[str, Callable[..., Any] | dict[str, Any]] = field(default_factory=dict)
     is_stateless: bool = False
-    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # the tools, to be described
-    described: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # or their descriptions
     key: str = ""  # its name in the column CHOICE, if there are several
 
     def schemas(self, describe: Callable[[Callable[..., Any]], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,7 +72,7 @@ class Environment:
         describe: makes it from a function's signature and docstring, as model.hf.tool_schema does.
         """
         with naming(f"environment {self.name!r}"):
-            return [*self.described.values(), *(describe(function) for function in self.functions.values())]
+            return [tool if isinstance(tool, dict) else describe(tool) for tool in self.tools.values()]
 
 
 def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[str, Environment]:
@@ -120,11 +117,13 @@ def _recognised(spec: str, named: Any, columns: Sequence[str] | None) -> Environ
     cls = named if inspect.isclass(named) else _made_by(named)
     if cls is not None:
         return _of_class(spec, cls, columns, named)
-    if isinstance(named, list | tuple) and named and all(has_methods(tool, "create", "execute") for tool in named):
-        return _of_verl(spec, [VerlTool(tool) for tool in named])
-    if inspect.isroutine(named) or isinstance(named, list | tuple):
-        return _of_functions(spec, named if isinstance(named, list | tuple) else [named])
-    raise UserError(f"it is {kind_of(named)}: name a class, a function, a list of functions, or a dict of classes")
+    listed = [*named] if isinstance(named, list | tuple) else [named]
+    if listed and all(has_methods(tool, "create", "execute") for tool in listed):
+        return _of_verl(spec, [VerlTool(tool) for tool in listed])
+    if not listed or not all(map(inspect.isroutine, listed)):
+        shown = f"{str(named)[:60]} ({type(named).__name__})"
+        raise UserError(f"it is {shown}: name a class, a function, a list of functions, or a dict of classes")
+    return _of_functions(spec, listed)
 
 
 def _made_by(named: Any) -> Any:
@@ -132,43 +131,34 @@ def _made_by(named: Any) -> Any:
     the class, or a function that is annotated to return it. None: it is not a factory."""
     if isinstance(named, functools.partial) and inspect.isclass(named.func):
         return named.func
-    if not inspect.isfunction(named):
-        return None
+    cls = None
     with suppress(Exception):  # of annotations that name what is not there
         cls = typing.get_type_hints(named).get("return")
-        if has_methods(cls, "reset") or has_methods(cls, "init", "step"):
-            return cls
-    return None
+    return cls if has_methods(cls, "reset") or has_methods(cls, "init", "step") else None
 
 
 def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
-    tools: dict[str, Callable[..., Any]] = {}
     for function in functions:
-        if not inspect.isroutine(function):
-            raise UserError(f"its tools are functions, and {str(function)[:60]} is {kind_of(function)}")
         if {*inspect.signature(function).parameters} >= OF_SLIME:
-            raise UserError(
-                f"{function.__name__} calls the model itself (as slime's generate functions do), which is not "
-                "supported: name its tools instead"
-            )
-        tools[function.__name__] = function
-    if not tools:
-        raise UserError("the list of tools is empty")
-    if len(tools) < len(functions):
+            raise UserError(f"{function.__name__} is a generate function (as of slime), {ASKS_THE_MODEL}")
+    tools = _by_name([(function.__name__, function) for function in functions])
+    return Environment(spec, "tools", lambda: FunctionSession(tools), tools, is_stateless=True)
+
+
+def _by_name(named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns tools by their names. Raises UserError if several have the same, or for one that says that it must not be
+    called twice, which nothing can promise."""
+    tools = dict(named)
+    if len(tools) < len(named):
         raise UserError(f"several tools have the same name ({', '.join(tools)}): rename one")
-    _refuse_once(tools)
-    return Environment(spec, "tools", lambda: FunctionSession(tools), tuple(tools), is_stateless=True, functions=tools)
-
-
-def _refuse_once(tools: Mapping[str, Any]) -> None:
-    """Raises UserError for a tool that says that it must not be called twice, which nothing can promise."""
-    for name, tool in tools.items():
+    for name, tool in named:
         if getattr(tool, "once", False):
             raise UserError(
                 f"the tool {name} says once=True, but a resumed run, and an environment that is made anew, repeat "
                 "calls: let it do nothing for an rlhf_spmd.tools.episode_id() and a call that it has seen, and remove "
                 "`once`"
             )
+    return tools
 
 
 def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, make: Callable[..., Any]) -> Environment:
@@ -180,57 +170,44 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, make: Callable
         return _of_verl(spec, [VerlTool(cls)])
     if has_methods(cls, "init", "step") and not has_methods(cls, "reset"):
         return Environment(spec, "chat", lambda: SkyRLSession(make))
-    public = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
-    for name, why in UNSUPPORTED.items():
-        if name in public and "reset" not in public:
-            raise UserError(f"its method {name} makes it {why}")
-    if "step" in public:
-        parameters = [*inspect.signature(cls.step).parameters.values()][1:]
-        by_name = [parameter for parameter in parameters if parameter.kind in BY_NAME]
-        if "reset" in public and by_name and by_name[0].name == "states":
-            return Environment(spec, "text", lambda: OpenRLHFSession(make))
-        needed = [parameter.name for parameter in by_name if parameter.default is parameter.empty]
-        if len(needed) > 1 or not parameters:
-            raise UserError(f"its step() takes {', '.join(needed) or 'nothing'}: take the text of a turn, and no more")
-    tools = tuple(name for name in public if name not in NOT_TOOLS and not inspect.isclass(getattr(cls, name)))
+    public = [name for name in dir(cls) if not name.startswith("_") and inspect.isroutine(getattr(cls, name))]
     if "reset" not in public:
+        why = next((f": {name} makes it {why}" for name, why in UNSUPPORTED.items() if name in public), "")
         has = f" (it has {', '.join(public)})" if public else ""
-        raise UserError(f"it has no reset(){has}: add reset(self, **columns), and tools as methods or step(text)")
-    _check_reset(cls, columns)
+        raise UserError(f"it has no reset(){has}{why or ': add reset(self, **columns), and tools or step(text)'}")
     if "step" in public:
-        return Environment(spec, "chat", lambda: ObjectSession(make, ()))
+        signature = inspect.signature(cls.step)
+        if [*signature.parameters][1:2] == ["states"]:
+            return Environment(spec, "text", lambda: OpenRLHFSession(make))
+        with suppress(TypeError):
+            signature.bind(None, "text")
+            _check_reset(cls, columns)
+            return Environment(spec, "chat", lambda: ObjectSession(make))
+        raise UserError(f"its step() takes {', '.join(signature.parameters)}: take the text of a turn, and no more")
+    tools = _by_name([(name, getattr(cls, name)) for name in public if name not in NOT_TOOLS])
     if not tools:
         raise UserError("it has reset() and nothing to call: add public methods as tools, or step(self, text)")
-    methods = {name: getattr(cls, name) for name in tools}
-    _refuse_once(methods)
-    functions = {name: types.MethodType(inspect.unwrap(method), object()) for name, method in methods.items()}
-    return Environment(spec, "tools", lambda: ObjectSession(make, tools), tools, functions=functions)
+    _check_reset(cls, columns)
+    methods = {name: types.MethodType(inspect.unwrap(method), object()) for name, method in tools.items()}
+    return Environment(spec, "tools", lambda: ObjectSession(make, tuple(tools)), methods)
 
 
 def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
-    """Raises UserError if reset() asks for what the data set lacks, or cannot get what it has."""
-    if columns is None:
-        return
-    own, *parameters = inspect.signature(cls.reset).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if takes_all and own.name in columns and own.kind is own.POSITIONAL_OR_KEYWORD:
-        raise UserError(
-            f"its reset() gets all columns of the data set, and one is called {own.name!r}, as its own first "
-            f"parameter: write reset({own.name}, /, **columns), or rename the column"
-        )
-    for parameter in parameters:
-        is_needed = parameter.default is parameter.empty and parameter.kind in (*BY_NAME, parameter.POSITIONAL_ONLY)
-        if is_needed and parameter.name not in (*columns, *SEEDS):
-            there = ", ".join(columns) or "there is none besides the prompts"
-            hint = did_you_mean(parameter.name, [*columns, *SEEDS])
+    """Raises UserError if reset() asks for what the data set lacks."""
+    _, *parameters = inspect.signature(cls.reset).parameters.values()
+    for parameter in parameters if columns is not None else ():
+        name, known = parameter.name, [*(columns or ()), *SEEDS]
+        if parameter.default is parameter.empty and parameter.kind in BY_NAME and name not in known:
+            there = ", ".join(columns or ()) or "there is none besides the prompts"
             raise UserError(
-                f"its reset() asks for {parameter.name}, which is not a column of the data set ({there}), nor one of "
-                f"{', '.join(SEEDS)}{hint}: add the column, or rename the parameter"
+                f"its reset() asks for {name}, which is not a column of the data set ({there}), nor one of "
+                f"{', '.join(SEEDS)}{did_you_mean(name, known)}: add the column, or rename the parameter"
             )
 
 
 def _of_verl(spec: str, tools: Sequence[VerlTool]) -> Environment:
-    named = tools_by_name(tools)
-    _refuse_once({name: tool.cls for name, tool in named.items()})
-    described = {name: tool.described() for name, tool in named.items()}
-    return Environment(spec, "tools", lambda: VerlSession(named), tuple(named), described=described)
+    schemas = [tool.described() for tool in tools]
+    names = [schema["function"]["name"] for schema in schemas]
+    _by_name([(name, tool.cls) for name, tool in zip(names, tools, strict=True)])
+    named = dict(zip(names, tools, strict=True))
+    return Environment(spec, "tools", lambda: VerlSession(named), dict(zip(names, schemas, strict=True)))

@@ -13,9 +13,9 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ MOST_THREADS = 512  # of calls that run at once in a worker; those that hang kee
 MOST_ERROR = 300  # characters of an error that a model gets
 ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>")  # in the text of an object that has none of its own
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+ANSWER_ROLES = ("user", "tool")  # of messages that answer a turn
 Message = dict[str, Any]
 
 
@@ -115,39 +116,36 @@ class ObjectSession(Session):
     """An object of a class or of a factory, with `reset(**columns)`, tools as public methods (as in TRL) or
     `step(text)`, and perhaps `get_reward()` and `close()`."""
 
-    def __init__(self, make: Callable[..., Any], tools: Sequence[str]):
+    def __init__(self, make: Callable[..., Any], tools: Sequence[str] = ()):
         self.make, self.names = make, tools
 
     async def begin(self, start: Start) -> Opening:
         self.object = await made(self.make)
-        found = await called(self.object.reset, **taken_by(self.object.reset, start.values))
-        if found is None or isinstance(found, str):
-            return Opening(add=found or "")
-        wanted = "return a text, a list of messages, or None"
-        if not isinstance(found, list) or not found:
-            raise wrong("reset()", found, wanted)
-        if all(isinstance(part, Mapping) and part.get("type") == "text" for part in found):  # parts of TRL's messages
-            return Opening(add="".join(str(part.get("text", "")) for part in found))
-        return Opening(messages=checked_messages(found, "reset()"))
+        prompt = await called(self.object.reset, **taken_by(self.object.reset, start.values))
+        with checking("reset()", prompt, "a text, a list of messages, or None"):
+            if prompt is None or isinstance(prompt, str):
+                return Opening(add=prompt or "")
+            if prompt and all(part.get("type") == "text" for part in prompt):  # parts of a message, as in TRL
+                return Opening(add="".join(part["text"] for part in prompt))
+            return Opening(messages=messages_of(prompt))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Step:
         return await called_tool({name: getattr(self.object, name) for name in self.names}, name, arguments)
 
     async def step(self, text: str) -> Step:
-        found = await called(self.object.step, text)
-        if not isinstance(found, tuple) or len(found) != 3:
-            raise wrong("step()", found, "return (observation, reward, done)")
-        observation, reward, is_done = found
-        if isinstance(observation, list):
-            observation = checked_messages(observation, "step()", roles=("user", "tool"))
-        else:
-            observation = text_of(observation, "step()")
-        return Step(observation, number(reward, "the reward of step()"), truth(is_done, "done of step()"))
+        result = await called(self.object.step, text)
+        with checking("step()", result, "(observation, reward, done): a text or messages, a number, a bool"):
+            observation, reward, is_done = result
+            is_text = not isinstance(observation, list)
+            observation = text_of(observation) if is_text else messages_of(observation, ANSWER_ROLES)
+            return Step(observation, number(reward), truth(is_done))
 
     async def reward(self) -> float:
         if not hasattr(self.object, "get_reward"):
             return 0.0
-        return number(await called(self.object.get_reward), "get_reward()")
+        result = await called(self.object.get_reward)
+        with checking("get_reward()", result, "a number"):
+            return number(result)
 
     async def close(self) -> None:
         if hasattr(self.object, "close"):
@@ -197,7 +195,9 @@ async def called_tool(tools: Mapping[str, Callable[..., Any]], name: str, argume
     if name not in tools:
         return no_tool(name, tools)
     try:
-        return Step(text_of(await called(tools[name], **arguments), f"the tool {name}"))
+        result = await called(tools[name], **arguments)
+        with checking(f"the tool {name}", result, "a text"):
+            return Step(text_of(result))
     except BaseException as error:
         return failed(error)
 
@@ -230,23 +230,23 @@ def taken_by(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[st
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def kind_of(value: Any) -> str:
-    """Returns the type of a value, with its article."""
-    name = type(value).__name__
-    return f"a{'n' if name[0] in 'aeiou' else ''} {name}"
+@contextmanager
+def checking(what: str, result: Any, wanted: str) -> Iterator[None]:
+    """Runs a block that takes a result of the user apart. Raises UserError if that has another form.
 
-
-def wrong(what: str, value: Any, fix: str) -> UserError:
-    """Returns the error for a result of another form. what: it is of."""
-    return UserError(f"{what} is {str(value)[:60]!r} ({kind_of(value)}): {fix}")
-
-
-def text_of(value: Any, what: str) -> str:
-    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8. Raises UserError for an
-    object without a text, which would be another one in each run.
-
-    what: returned it.
+    what: gave the result.
+    wanted: what it is to return.
     """
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError):
+        shown = " ".join(str(result).split())[:80]
+        raise UserError(f"{what} gave {shown!r} ({type(result).__name__}): return {wanted}") from None
+
+
+def text_of(value: Any) -> str:
+    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8. Raises ValueError for an
+    object without a text, which would be another one in each run."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, bytes | bytearray):
@@ -256,42 +256,39 @@ def text_of(value: Any, what: str) -> str:
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
     if ADDRESS.fullmatch(str(value)):
-        raise wrong(what, value, "it has no text of its own: return a text")
+        raise ValueError
     return str(value)
 
 
-def number(value: Any, what: str) -> float:
-    """Converts a reward to a number. Raises UserError for what is not a number, and ValueError for NaN and infinity,
-    which can depend on the episode, so that they are handled as an error of the environment."""
-    if hasattr(value, "item"):  # of numpy or torch
-        with suppress(ValueError, RuntimeError):  # it has several
-            value = value.item()
+def number(value: Any) -> float:
+    """Returns a reward, maybe of numpy or torch, as a number. Raises TypeError for what is not a number, and
+    FloatingPointError for NaN and infinity, which can depend on the episode: an error of the environment."""
+    if hasattr(value, "item"):
+        value = value.item()
     if not isinstance(value, numbers.Real):
-        raise wrong(what, value, "return a finite number")
+        raise TypeError
     if not math.isfinite(value):
-        raise ValueError(f"{what} is {value}: return a finite number")
+        raise FloatingPointError(f"a reward is {value}: return a finite number")
     return float(value)
 
 
-def truth(value: Any, what: str) -> bool:
-    """Returns a result that is True or False, maybe of numpy or torch. Raises UserError."""
+def truth(value: Any) -> bool:
+    """Returns a result that is True or False, maybe of numpy or torch. Raises TypeError."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, bool):
-        raise wrong(what, value, "return True or False")
+        raise TypeError
     return value
 
 
-def checked_messages(values: Sequence[Any], what: str, *, roles: Sequence[str] = ()) -> list[Message]:
-    """Returns the messages of a result as dicts. Raises UserError. what: returned them. roles: they may have; empty:
-    any."""
-    wanted = f"return dicts with role ({', '.join(roles) or 'any'}) and content, as texts, which JSON can hold"
-    for value in values:
-        if not isinstance(value, Mapping) or not isinstance(value.get("content"), str):
-            raise wrong(what, value, wanted)
-        if not isinstance(value.get("role"), str) or (roles and value["role"] not in roles):
-            raise wrong(what, value, wanted)
-        try:
-            json.dumps(dict(value))
-        except (TypeError, ValueError, RecursionError):
-            raise wrong(what, value, wanted) from None
-    return [dict(value) for value in values]
+def messages_of(values: Any, roles: Sequence[str] = ()) -> list[Message]:
+    """Returns messages as dicts that JSON can hold. Raises ValueError, TypeError or KeyError. roles: that they may
+    have; empty: any."""
+    messages = json.loads(json.dumps([dict(value) for value in values]))
+    for message in messages:
+        if not isinstance(message["content"], str) or not isinstance(message["role"], str):
+            raise TypeError
+        if roles and message["role"] not in roles:
+            raise ValueError
+    if not messages and not roles:
+        raise ValueError
+    return messages

@@ -6,7 +6,7 @@ What they have that is not supported is refused by its name.
 
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,90 +16,77 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import read_bytes
 from rlhf_spmd.pages.named_objects import load_named
 from rlhf_spmd.runtime.environments.native import (
+    ANSWER_ROLES,
+    ObjectSession,
     Opening,
     Session,
     Start,
     Step,
     called,
-    checked_messages,
+    checking,
     failed,
     made,
+    messages_of,
     no_tool,
     number,
     taken_by,
     text_of,
     truth,
-    wrong,
 )
 
 
-def refuse(what: str, result: Any, *names: str) -> None:
-    """Raises UserError if a result has something of these names, which is not supported. what: returned it."""
-    for name in names:
-        value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-        if value is not None and not (isinstance(value, list) and not value):
-            raise UserError(f"{what} returned {name}, which is not supported: leave it out")
-
-
-class SkyRLSession(Session):
+class SkyRLSession(ObjectSession):
     """A BaseTextEnv of SkyRL-Gym: `init(prompt)`, `step(action)`, `close()`; made with its config, which is empty here,
     and the columns as extras."""
-
-    def __init__(self, make: Callable[..., Any]):
-        self.make = make
 
     async def begin(self, start: Start) -> Opening:
         self.object = await made(self.make, **taken_by(self.make, {"env_config": Settings(), "extras": start.values}))
         prompt = start.messages or [{"role": "user", "content": start.prompt}]
-        found = await called(self.object.init, [dict(message) for message in prompt])
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise wrong("init()", found, "return (messages, metadata)")
-        messages = checked_messages(found[0], "init()")
+        result = await called(self.object.init, [dict(message) for message in prompt])
+        with checking("init()", result, "(messages, metadata)"):
+            messages = messages_of(result[0])
         return Opening() if messages == prompt else Opening(messages=messages)
 
     async def step(self, text: str) -> Step:
-        found = await called(self.object.step, text)
-        if not isinstance(found, Mapping) or not {"observations", "reward", "done"} <= {*found}:
-            raise wrong("step()", found, "return a BaseTextEnvStepOutput")
-        if found.get("postprocessed_action") != text:  # what the model drew is never replaced
-            refuse("step()", found, "postprocessed_action")
-        observations = checked_messages(found["observations"], "step()", roles=("user", "tool"))
-        reward = number(found["reward"], "the reward of step()")
-        return Step(observations, reward, truth(found["done"], "done of step()"))
+        result = await called(self.object.step, text)
+        with checking("step()", result, "a BaseTextEnvStepOutput, without a postprocessed_action"):
+            if result.get("postprocessed_action") not in (None, text):  # what the model drew is never replaced
+                raise ValueError
+            observations = messages_of(result["observations"], ANSWER_ROLES)
+            return Step(observations, number(result["reward"]), truth(result["done"]))
 
-    async def close(self) -> None:
-        if hasattr(self.object, "close"):
-            await called(self.object.close)
+    async def reward(self) -> float:
+        return 0.0
 
 
-class OpenRLHFSession(Session):
+class OpenRLHFSession(ObjectSession):
     """An AgentInstance of OpenRLHF: async `reset(states)` and `step(states)`, which speak in dicts. Its feedback is
     appended as it is, without a chat template."""
-
-    def __init__(self, make: Callable[..., Any]):
-        self.make = make
 
     async def begin(self, start: Start) -> Opening:
         self.object = await made(self.make)
         label = start.columns.get("label", start.columns.get("labels"))
         self.states = start.values | {"label": label}
-        found = await called(self.object.reset, self.states | {"prompt": start.prompt, "observation": start.prompt})
-        if not isinstance(found, Mapping) or not isinstance(found.get("observation"), str):
-            raise wrong("reset()", found, "return a dict with an observation, which is text")
-        self.text = found["observation"]
+        result = await called(self.object.reset, self.states | {"prompt": start.prompt, "observation": start.prompt})
+        with checking("reset()", result, "a dict with an observation, which is text"):
+            self.text = text_of(result["observation"])
         return Opening() if self.text == start.prompt else Opening(text=self.text)
 
     async def step(self, text: str) -> Step:
         states = self.states | {"observation_text": self.text, "action_text": text, "sampling_params": None}
-        found = await called(self.object.step, states)
-        if not isinstance(found, Mapping) or not {"rewards", "environment_feedback", "done"} <= {*found}:
-            raise wrong("step()", found, "return a dict with rewards, environment_feedback and done")
-        refuse("step()", found, "sampling_params", "images", "environment_images")
-        feedback = text_of(found["environment_feedback"], "the environment_feedback of step()")
+        result = await called(self.object.step, states)
+        wanted = "a dict with rewards, environment_feedback and done, without sampling_params and images"
+        with checking("step()", result, wanted):
+            if result.get("sampling_params") or result.get("images") or result.get("environment_images"):
+                raise ValueError
+            feedback = text_of(result["environment_feedback"])
+            logs = {name: number(value) for name, value in (result.get("extra_logs") or {}).items()}
+            step = Step(feedback, number(result["rewards"]), truth(result["done"]), logs=logs)
         self.text += text + feedback
-        logs = {name: number(value, name) for name, value in (found.get("extra_logs") or {}).items()}
-        reward = number(found["rewards"], "the rewards of step()")
-        return Step(feedback, reward, truth(found["done"], "done of step()"), logs=logs)
+        return step
+
+    async def reward(self) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +109,15 @@ class VerlTool:
 
     def described(self) -> dict[str, Any]:
         """Returns the schema of the tool. Raises UserError."""
-        schema: Any = self.schema
-        if schema is None:
-            try:
-                schema = self.made().get_openai_tool_schema()
-            except Exception as error:  # whatever its class raises without a schema
-                why = f"{type(error).__name__}: {error}"
-                fix = "name a file of tools (.yaml) with its tool_schema, as verl's tool_config_path does"
-                raise UserError(f"{self.cls.__name__} does not describe itself ({why}): {fix}") from None
-        if hasattr(schema, "model_dump"):
-            schema = schema.model_dump(exclude_unset=True, exclude_none=True)
-        if not isinstance(schema, dict) or not isinstance((schema.get("function") or {}).get("name"), str):
-            raise UserError(f"the tool_schema of {self.cls.__name__} has no function with a name")
+        try:
+            schema: Any = self.made().get_openai_tool_schema() if self.schema is None else self.schema
+            if hasattr(schema, "model_dump"):
+                schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+            assert isinstance(schema["function"]["name"], str), "a function with a name"
+        except Exception as error:  # whatever its class raises without a schema
+            why = f"{type(error).__name__}: {error}"
+            fix = "name a file of tools (.yaml) with its tool_schema, as verl's tool_config_path does"
+            raise UserError(f"{self.cls.__name__} does not describe itself ({why}): {fix}") from None
         return schema
 
 
@@ -151,31 +135,31 @@ class VerlSession(Session):
         for name, tool in self.objects.items():
             kwargs = (created_with.get(name) or {}).get("create_kwargs") or {}
             known = {"seed": start.seed, "sample_seed": start.sample_seed, "create_kwargs": kwargs} | kwargs
-            found = await called(tool.create, **taken_by(tool.create, known))
-            self.ids[name] = found[0] if isinstance(found, tuple) else found
+            result = await called(tool.create, **taken_by(tool.create, known))
+            self.ids[name] = result[0] if isinstance(result, tuple) else result
         return Opening()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Step:
         if name not in self.objects:
             return no_tool(name, self.objects)
         try:
-            found = await called(self.objects[name].execute, self.ids[name], arguments)
+            result = await called(self.objects[name].execute, self.ids[name], arguments)
         except BaseException as error:
             return failed(error)
-        what = f"execute() of {name}"
-        if not isinstance(found, tuple) or len(found) != 3:
-            raise wrong(what, found, "return (response, reward, metrics)")
-        response, reward, metrics = found
-        refuse(what, response, "image", "video")
-        text = text_of(getattr(response, "text", response), what)
-        logs = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, numbers.Real)}
-        return Step(text, number(reward or 0.0, f"the reward of {what}"), logs=logs)
+        with checking(f"execute() of {name}", result, "(response, reward, metrics), without images and videos"):
+            response, reward, metrics = result
+            if getattr(response, "image", None) or getattr(response, "video", None):
+                raise ValueError
+            logs = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, numbers.Real)}
+            return Step(text_of(getattr(response, "text", response)), number(reward or 0.0), logs=logs)
 
     async def reward(self) -> float:
         total = 0.0
         for name, tool in self.objects.items():
             if hasattr(tool, "calc_reward"):
-                total += number(await called(tool.calc_reward, self.ids[name]) or 0.0, f"calc_reward() of {name}")
+                result = await called(tool.calc_reward, self.ids[name])
+                with checking(f"calc_reward() of {name}", result, "a number"):
+                    total += number(result or 0.0)
         return total
 
     async def close(self) -> None:
@@ -200,38 +184,23 @@ def verl_tools(path: str) -> list[VerlTool]:
 
     try:
         values = yaml_value(read_bytes(path).decode())
+        entries = [(entry["class_name"], entry.get("config") or {}, entry) for entry in values["tools"]]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"it can't be read: {error}") from None
-    entries = values.get("tools") if isinstance(values, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise UserError("it has no list `tools`: write class_name, config and tool_schema of each")
-    return [_verl_tool(entry, Path(path).parent) for entry in entries]
-
-
-def _verl_tool(entry: Any, folder: Path) -> VerlTool:
-    """Returns the tool of an entry. Raises UserError. folder: where modules may be."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-        raise UserError(f"an entry of `tools` has no class_name: {str(entry)[:80]}")
-    config = entry.get("config") or {}
-    if config.get("type", "native") != "native":
-        raise UserError(f"{entry['class_name']} has the type {config['type']!r}: only native ones are supported")
-    target, _, name = entry["class_name"].rpartition(".")
-    beside = folder / f"{target}.py"
-    module, name = load_named(f"{beside if beside.is_file() else target}:{name}", "Name", "environment")
-    cls: Any = getattr(module, name, None)
-    if not has_methods(cls, "create", "execute"):
-        raise UserError(f"{entry['class_name']} is not a class with create() and execute()")
-    return VerlTool(cls, config, entry.get("tool_schema"))
+    except (TypeError, KeyError, AttributeError):
+        raise UserError("it has no list `tools`: write class_name, config and tool_schema of each") from None
+    tools = []
+    for class_name, config, entry in entries:
+        target, _, name = class_name.rpartition(".")
+        beside = Path(path).parent / f"{target}.py"
+        module, name = load_named(f"{beside if beside.is_file() else target}:{name}", "Name", "environment")
+        cls: Any = getattr(module, name, None)
+        if config.get("type", "native") != "native" or not has_methods(cls, "create", "execute"):
+            raise UserError(f"{class_name} is not a class with create() and execute(), of the type native")
+        tools.append(VerlTool(cls, config, entry.get("tool_schema")))
+    return tools
 
 
 def has_methods(cls: Any, *names: str) -> bool:
     """Returns whether something is a class with these methods."""
     return inspect.isclass(cls) and all(callable(getattr(cls, name, None)) for name in names)
-
-
-def tools_by_name(tools: Sequence[VerlTool]) -> dict[str, VerlTool]:
-    """Returns tools by the names in their schemas. Raises UserError if several have the same."""
-    named = {tool.described()["function"]["name"]: tool for tool in tools}
-    if len(named) < len(tools):
-        raise UserError(f"several tools have the same name ({', '.join(named)}): rename one")
-    return named

@@ -27,7 +27,7 @@ def begun(environment, **columns):
 
 def test_functions_are_tools_without_a_state():
     tools = only("functions.py:TOOLS")
-    assert (tools.speaks, tools.tools) == ("tools", ("add", "shout", "nap", "end"))
+    assert (tools.speaks, (*tools.tools,)) == ("tools", ("add", "shout", "nap", "end"))
     assert tools.is_stateless and [one["function"]["name"] for one in tools.schemas(tool_schema)] == [*tools.tools]
     episode = tools.make()
     assert asyncio.run(episode.call("add", {"a": 1, "b": 2.5})) == Step("3.5")
@@ -36,12 +36,12 @@ def test_functions_are_tools_without_a_state():
     assert wrong.has_failed and wrong.observation.startswith("error: TypeError: add() missing")
     unknown = asyncio.run(episode.call("sub", {}))
     assert unknown == Step("error: there is no tool 'sub'; there are: add, shout, nap, end", has_failed=True)
-    assert only("functions.py:add").tools == ("add",)
+    assert [*only("functions.py:add").tools] == ["add"]
 
 
 def test_an_environment_of_trl():
     guess = only("of_trl.py:Guess", ["answer", "prompt"])
-    assert (guess.speaks, guess.tools, guess.is_stateless) == ("tools", ("give_up", "guess"), False)
+    assert (guess.speaks, (*guess.tools,), guess.is_stateless) == ("tools", ("give_up", "guess"), False)
     schema = guess.schemas(tool_schema)[1]["function"]
     assert schema["name"] == "guess" and schema["parameters"]["required"] == ["number"]
     episode, opening = begun(guess, answer=7)
@@ -77,15 +77,15 @@ def test_factories_of_environments_as_trl_takes_them(tmp_path):
     for name in ("by_partial", "by_function"):
         environment = only(f"{tmp_path}/factories.py:{name}", ["prompt"])
         episode, opening = begun(environment)
-        assert environment.tools == ("count",) and opening == Opening(add=" ab")
+        assert (*environment.tools,) == ("count",) and opening == Opening(add=" ab")
         assert asyncio.run(episode.call("count", {})) == Step("3")
-    with pytest.raises(UserError, match="reset.. is .*'image'.*: return dicts with role"):
+    with pytest.raises(UserError, match="reset.. gave .*'image'.*: return a text"):
         begun(only(f"{tmp_path}/factories.py:seeing"))
 
 
 def test_an_environment_of_skyrl():
     turns = only("of_skyrl.py:TurnsEnv")
-    assert (turns.speaks, turns.tools) == ("chat", ())
+    assert (turns.speaks, (*turns.tools,)) == ("chat", ())
     episode, opening = begun(turns, reward_spec={"ground_truth": "4"})
     assert opening == Opening(messages=[{"role": "system", "content": "Count."}, *ASK])
     first, second = asyncio.run(episode.step("3")), asyncio.run(episode.step("4"))
@@ -103,13 +103,13 @@ def test_an_agent_of_openrlhf():
     assert first == Step("\n\nHuman: 3\n\nAssistant: ", 1.0, logs={"correct": 1.0})
     second = asyncio.run(episode.step("b"))
     assert second.is_done and second.reward == 0.0
-    with pytest.raises(UserError, match="its method execute makes it an executor .*name its AgentInstance instead"):
+    with pytest.raises(UserError, match="execute makes it an executor .*name its AgentInstance instead"):
         only("of_openrlhf.py:AgentExecutor")
 
 
 def test_a_tool_of_verl_from_its_file_of_tools():
     tools = only("of_verl.yaml")
-    assert (tools.speaks, tools.tools) == ("tools", ("check_answer",))
+    assert (tools.speaks, (*tools.tools,)) == ("tools", ("check_answer",))
     assert tools.schemas(tool_schema)[0]["function"]["parameters"]["required"] == ["answer"]
     episode, opening = begun(tools, tools_kwargs={"check_answer": {"create_kwargs": {"ground_truth": "4"}}})
     assert opening == Opening()
@@ -129,7 +129,7 @@ def test_a_class_with_steps_gets_columns_and_seeds_by_their_names():
     assert opening == Opening() and episode.object.seeds == [5, 6]
     assert asyncio.run(episode.step("ab")) == Step("1 left of ['ab']", 2.0)
     assert asyncio.run(episode.step("c")).is_done
-    assert only("functions.py:Total").tools == ("count",)
+    assert [*only("functions.py:Total").tools] == ["count"]
 
 
 NAMES = '''
@@ -144,10 +144,6 @@ class Named:
 def plot(function: str, cls: str, self: str, name: str, args: str, arguments: str, tools: str) -> str:
     """Plots."""
     return function + cls + self + name + args + arguments + tools
-
-
-class AnyColumn(Named):
-    def reset(self, **columns): ...
 '''
 
 
@@ -158,13 +154,11 @@ def test_names_of_parameters_and_columns_are_the_users_own(tmp_path):
     assert asyncio.run(only(f"{tmp_path}/e.py:plot").make().call("plot", words)) == Step("abcdefg")
     episode, _ = begun(only(f"{tmp_path}/e.py:Named"), function=1, seed=2, cls=3, name=4, args=5)
     assert episode.object.given == (1, 2, 3, {"name": 4, "args": 5, "sample_seed": 6})
-    with pytest.raises(UserError, match=r"one is called 'self', .*: write reset\(self, /, \*\*columns\), or rename"):
-        only(f"{tmp_path}/e.py:AnyColumn", ["self"])
 
 
 def test_a_column_names_one_of_several():
     several = load_environments(f"{FILES}/functions.py:SEVERAL", ["environment", "rounds"])
-    assert chosen(several, {"environment": "total"}).tools == ("count",)
+    assert [*chosen(several, {"environment": "total"}).tools] == ["count"]
     with pytest.raises(UserError, match=r"'environment' says 'totl', which .* rounds, total \(did you mean 'total'"):
         chosen(several, {"environment": "totl"})
     with pytest.raises(UserError, match="has several environments, and the data set has no column 'environment'"):
@@ -175,18 +169,18 @@ REFUSED = {
     "no_such.py:A": "no_such.py does not exist",
     "functions.py": "write it as module:Name or file.py:Name",
     "functions.py:Round": r"has no 'Round' \(did you mean 'Rounds'",
-    "x = 3\n": "it is an int: name a class, a function",
-    "x = []\n": "the list of tools is empty",
-    "x = [3]\n": "its tools are functions, and 3 is an int",
+    "x = 3\n": "it is 3 .int.: name a class, a function",
+    "x = []\n": "it is .* .list.: name a class",
+    "x = [3]\n": "it is .3. .list.: name a class",
     "class x:\n    def go(self): ...\n": r"it has no reset\(\) \(it has go\): add reset",
     "class x:\n    def reset(self): ...\n": r"it has reset\(\) and nothing to call",
-    "class x:\n    def reset(self): ...\n    def step(self, a, b): ...\n": r"its step\(\) takes a, b: take the text",
+    "class x:\n    def reset(self): ...\n    def step(self, a, b): ...\n": r"its step\(\) takes self, a, b: take",
     "class x:\n    def reset(self, rows): ...\n    def step(self, text): ...\n": r"asks for rows, which .*mean 'row'",
-    "class x:\n    async def run(self, sampling_params): ...\n": "its method run makes it an agent loop .as of verl",
-    "class x:\n    def initial_observation(self): ...\n": "an Env of tinker, which speaks in tokens",
+    "class x:\n    async def run(self, sampling_params): ...\n": "run makes it an agent loop .as of verl",
+    "class x:\n    def initial_observation(self): ...\n": "an Env of tinker, which calls the model itself",
     "class x:\n    async def arun_episode(self, engine, data): ...\n": "a workflow of AReaL",
     "class x:\n    def env_response(self, messages): ...\n": "an environment of verifiers",
-    "async def x(args, sample, sampling_params): ...\n": "x calls the model itself .as slime",
+    "async def x(args, sample, sampling_params): ...\n": "x is a generate function .as of slime",
     "def x(a: int):\n    '''Does.'''\nx.once = True\n": "tool x says once=True, but a resumed run.*episode_id",
     "import no_such_module\n": "ModuleNotFoundError.*install no_such_module",
 }
@@ -211,18 +205,18 @@ def test_a_tool_without_types_or_docstring_is_refused(name, why):
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("return 'a', 1.0", r"step\(\) is .* \(a tuple\): return \(observation, reward, done\)"),
-        ("return 'a', 'nan', False", r"the reward of step\(\) is 'nan' \(a str\): return a finite number"),
-        ("return 'a', 1.0, None", r"done of step\(\) is 'None'"),
-        ("return [{'role': 'assistant', 'content': 'a'}], 1.0, False", r"dicts with role \(user, tool\) and content"),
-        ("return [{'role': 'user', 'content': 'a', 'w': {1}}], 1.0, False", "which JSON can hold"),
+        ("return 'a', 1.0", r"step\(\) gave .* \(tuple\): return \(observation, reward, done\)"),
+        ("return 'a', 'nan', False", r"step\(\) gave .* \(tuple\)"),
+        ("return 'a', 1.0, None", r"step\(\) gave .* a bool"),
+        ("return [{'role': 'assistant', 'content': 'a'}], 1.0, False", r"step\(\) gave .* a text or messages"),
+        ("return [{'role': 'user', 'content': 'a', 'w': {1}}], 1.0, False", r"step\(\) gave"),
     ],
 )
 def test_a_result_of_another_form_is_one_message(source, why, tmp_path):
     text = f"class E:\n    def reset(self): return 3\n    def step(self, text):\n        {source}\n"
     (tmp_path / "e.py").write_text(text, encoding="utf-8")
     environment = only(f"{tmp_path}/e.py:E")
-    with pytest.raises(UserError, match=r"reset\(\) is .3. \(an int\): return a text"):
+    with pytest.raises(UserError, match=r"reset\(\) gave .3. \(int\): return a text"):
         begun(environment)
     episode = environment.make()
     episode.object = episode.make()
@@ -264,7 +258,7 @@ def test_what_a_tool_raises_or_returns_is_a_text(source, back, is_async, tmp_pat
 
 def test_an_object_without_a_text_is_no_answer(tmp_path):
     (tmp_path / "e.py").write_text(TOOL.format("return (x for x in 'ab')"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"the tool sound is .* \(a generator\): it has no text of its own"):
+    with pytest.raises(UserError, match=r"the tool sound gave .* \(generator\): return a text"):
         asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
 
 
@@ -272,6 +266,6 @@ def test_rewards_of_numpy_and_torch_are_numbers():
     import numpy as np
     import torch
 
-    assert number(torch.tensor([0.5]), "r") == number(np.float32(0.5), "r") == 0.5
-    with pytest.raises(UserError, match="r is"):
-        number(np.array([1.0, 2.0]), "r")
+    assert number(torch.tensor([0.5])) == number(np.float32(0.5)) == 0.5
+    with pytest.raises(ValueError, match="size 1"):
+        number(np.array([1.0, 2.0]))

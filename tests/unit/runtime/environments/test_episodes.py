@@ -383,7 +383,7 @@ def test_the_end_of_a_worker_is_seen_although_its_child_keeps_the_connection(wor
 def test_a_result_of_another_form_names_its_row_and_its_environment(world, tmp_path):
     text = "class E:\n    def reset(self): ...\n    def step(self, text): return 3\n"
     (tmp_path / "e.py").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=r"prompt 0, sample 0, turn 1: environment '.*e.py:E': step\(\) is '3' .an int"):
+    with pytest.raises(UserError, match=r"prompt 0, sample 0, turn 1: environment '.*e.py:E': step\(\) gave '3' .int"):
         play(world(f"{tmp_path}/e.py:E", rows_of(1)), scripted("a"))
 
 
@@ -395,7 +395,7 @@ def test_a_group_is_dropped_wherever_its_environment_breaks(world):
     assert reasons == ["tool_stopped"] * 5 and rewards[::4] == [[0.0], [1.0, 3.0]]
     assert [state.num_broken for state in episodes.states] == [4] * 4 + [0] and episodes.dropped == {0, 1, 2, 3}
     assert episodes.counts()["dropped_episodes"] == (4, 5)
-    told = ("RuntimeError: no reset", "RuntimeError: no reward", r"get_reward\(\) is nan: return", r"step\(\) is inf")
+    told = ("RuntimeError: no reset", "RuntimeError: no reward", "a reward is nan: return", "a reward is inf")
     for row, says in zip(rows, told, strict=False):
         with pytest.raises(UserError, match=f"(?s)prompt {row.prompt}, sample 0.*Broken broke 4 times.*{says}"):
             play(world("functions.py:Broken", [row]), scripted("c"))
