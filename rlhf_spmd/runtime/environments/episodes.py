@@ -72,9 +72,8 @@ class Episodes:
         one."""
         state = self.states[row]
         assert state.work is None and not state.is_reported, "a row draws after its turn has been answered"
-        if not state.began_s:
-            state.began_s = time.monotonic()
-            state.until_s = state.began_s + self.limits.episode_s if self.limits.episode_s else 0.0
+        if not state.turn and self.limits.episode_s:
+            state.until_s = time.monotonic() + self.limits.episode_s
         state.turn += 1
         if state.reason:  # it broke before it began
             self._report(row, state, state.reason)
@@ -84,17 +83,17 @@ class Episodes:
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
         until_s = time.monotonic() + wait_s
-        while not self._ready:
-            self._end_late()
+        is_over = False
+        while not is_over:
             now_s = time.monotonic()
-            waiting = [state for state in self.states if state.ticket and state.until_s and not state.is_reported]
-            if self._ready or not self._tickets:
-                break
-            self._take_answers(max(0.0, min([until_s - now_s, *(state.until_s - now_s for state in waiting)])))
-            if now_s >= until_s:
-                break
-        found, self._ready = self._ready, []
-        return found
+            waiting = [state for state in self.states if state.ticket and not state.is_reported]
+            self._end_late(waiting, now_s)
+            is_over = bool(self._ready) or not self._tickets or now_s >= until_s
+            if not self._ready and self._tickets:
+                self._take_answers(max(0.0, min([until_s, *(state.until_s for state in waiting)]) - now_s))
+                is_over = is_over or bool(self._ready)
+        ready, self._ready = self._ready, []
+        return ready
 
     def rewards(self, row: int, reason: str) -> list[float]:
         """Returns the reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own
@@ -125,12 +124,12 @@ class Episodes:
         }
         if self.on_failure != "drop_group" and not self.dropped:
             return counted
-        by_name: dict[str, list[bool]] = {DROPPED: []}
-        for number, state in enumerate(states):
-            by_name[DROPPED].append(self.is_dropped(number))
-            if key := state.renderer.environment.key:
-                by_name.setdefault(f"{DROPPED}/{key}", []).append(self.is_dropped(number))
-        return counted | {name: (sum(dropped), len(dropped)) for name, dropped in by_name.items()}
+        dropped = [(state.renderer.environment.key, self.is_dropped(row)) for row, state in enumerate(states)]
+        counted[DROPPED] = (sum(is_dropped for _, is_dropped in dropped), num)
+        for key in dict.fromkeys(key for key, _ in dropped if key):
+            of_key = [is_dropped for name, is_dropped in dropped if name == key]
+            counted[f"{DROPPED}/{key}"] = (sum(of_key), len(of_key))
+        return counted
 
     def seconds(self) -> list[float]:
         """Returns the seconds of each answer."""
@@ -176,11 +175,11 @@ class Episodes:
         for ticket, answer in self.workers.answers(wait_s, self._tickets):
             self._go_on(self._tickets.pop(ticket), None, answer)
 
-    def _end_late(self) -> None:
-        """Ends the episodes that wait and whose time is over."""
-        for number, state in enumerate(self.states):
-            if state.ticket and state.until_s and time.monotonic() >= state.until_s and not state.is_reported:
-                del self._tickets[state.ticket]
+    def _end_late(self, waiting: Sequence[EpisodeState], now_s: float) -> None:
+        """Ends those of the episodes that wait whose time is over."""
+        for state in waiting:
+            if now_s >= state.until_s:
+                number = self._tickets.pop(state.ticket)
                 self.workers.drop(state.ticket)
                 state.ticket, state.work = 0, None
                 self._end(number, state, TIMEOUT)
@@ -229,7 +228,7 @@ class Episodes:
             yield from self._ended(number, state, TOOL_STOPPED)
         elif limits.turns and state.turn >= limits.turns:
             yield from self._ended(number, state, "max_turns")
-        elif state.until_s and time.monotonic() >= state.until_s:
+        elif time.monotonic() >= state.until_s:
             self._end(number, state, TIMEOUT)
         else:
             self._ready.append(Answer(number, tuple(renderer.answer_ids(drawn, calls, steps))))
@@ -275,18 +274,18 @@ class Episodes:
             name = state.renderer.environment.name
             if "misused" in answer:
                 raise UserError(f"{state.where}: environment {name!r}: {answer['misused']}")
-            if "broken" in answer:
+            how = answer.get("broken", "")
+            if answer.get("timed_out") and message["do"] not in ("call", "step"):
+                how = "it blocks its worker process, and its time is over"
+            if "lost" in answer:
+                state.num_lost += 1
+                how = f"its worker process {answer['lost']}"
+            elif how:
                 self.workers.release(state.key)
                 state.num_broken += 1
-                num, how = state.num_broken, answer["broken"]
-            elif "lost" in answer:
-                state.num_lost += 1
-                num, how = state.num_lost, f"its worker process {answer['lost']}"
-            elif answer.get("timed_out") and message["do"] not in ("call", "step"):
-                state.num_broken += 1
-                num, how = state.num_broken, "it blocks its worker process, and its time is over"
             else:
                 return answer
+            num = max(state.num_lost, state.num_broken)
             if num > MOST_TRIES:
                 self._give_up(number, state, f"the environment {name} broke {num} times", how)
                 return None

@@ -1,6 +1,7 @@
 """The rows of a generate call with environments: what they begin with, where each one is, and what it came to."""
 
 import hashlib
+import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,8 +62,7 @@ class EpisodeState:
     key: int
     work: Work | None = None
     ticket: int = 0  # of the question that waits; 0: none
-    until_s: float = 0.0  # 0: for ever
-    began_s: float = 0.0
+    until_s: float = math.inf  # on the clock
     turn: int = 0
     opening: Opening | None = None
     made: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)

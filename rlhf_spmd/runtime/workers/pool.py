@@ -59,7 +59,6 @@ class Worker:
     keys: that it keeps something for.
     asked: by ticket.
     is_worn: a call may go on in it although nobody waits for its answer.
-    used_s: processor time at the last look.
     """
 
     process: SpawnProcess
@@ -68,7 +67,6 @@ class Worker:
     keys: set[int] = field(default_factory=set)
     asked: dict[int, Question] = field(default_factory=dict)
     is_worn: bool = False
-    used_s: float = 0.0
 
     @property
     def until_s(self) -> float:
@@ -115,6 +113,7 @@ class WorkerPool:
         self._place: dict[int, Worker] = {}
         self._answers: list[tuple[int, Answer]] = []
         self._num_asked = self._num_keys = 0
+        self._used_s = 0.0  # processor time of busy workers at the last look
         atexit.register(self.close)
         for _ in range(num):
             self._start()
@@ -292,7 +291,8 @@ class WorkerPool:
                 self._replace(worker, "was ended with a call that had timed out")
         self._send_waiting()
         busy = [worker for worker in self._workers if worker.asked or worker.is_worn or not worker.is_ready]
-        if self._have_worked(busy) or not is_quiet or any(worker.until_s < math.inf for worker in busy):
+        before_s, self._used_s = self._used_s, sum(_used_s(worker.process) for worker in busy)
+        if self._used_s > before_s or not is_quiet or any(worker.until_s < math.inf for worker in busy):
             self.beat()
 
     def _read(self, worker: Worker) -> None:
@@ -317,12 +317,8 @@ class WorkerPool:
         if not question.is_dropped:
             self._answers.append((question.ticket, answer))
 
-    def _have_worked(self, workers: list[Worker]) -> bool:
-        """Returns whether any of these workers used its processor since the last look."""
-        has_worked = False
-        for worker in workers:
-            fields = process_fields(worker.process.pid or 0)
-            used_s = fields[1] if fields else worker.used_s
-            has_worked = has_worked or used_s > worker.used_s
-            worker.used_s = used_s
-        return has_worked
+
+def _used_s(process: SpawnProcess) -> float:
+    """Returns the processor time of a process; 0 if it has ended."""
+    fields = process_fields(process.pid or 0)
+    return fields[1] if fields else 0.0
