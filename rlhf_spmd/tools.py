@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,20 @@ WALLS = (
     "--proc",
     "/proc",
 )
+
+
+_episode_id: ContextVar[str] = ContextVar("episode_id", default="")
+
+
+def episode_id() -> str:
+    """Returns the name of the episode for which a tool, or a method of an environment, is called. A resumed run makes
+    its calls again with the same ones, so they are keys of what must not be done twice. Empty outside of episodes."""
+    return _episode_id.get()
+
+
+def set_episode_id(name: str) -> None:
+    """Sets the name of the episode for the calls of this task."""
+    _episode_id.set(name)
 
 
 class Passages:

@@ -68,10 +68,9 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/runtime/execute/handlers/test_compute.py": ("runtime.execute.job", "runtime.world.metric_sums"),
     "unit/runtime/execute/test_invariants.py": ("runtime.run.inputs", "runtime.run.loop"),
     "unit/runtime/rewards/test_function.py": ("pages.named_objects",),
-    "unit/runtime/environments/test_adapters.py": ("runtime.environments.kinds",),
+    "unit/runtime/environments/test_adapters.py": ("runtime.environments.native", "runtime.environments.others"),
     "unit/runtime/environments/test_episodes.py": ("runtime.environments.rows",),
-    "unit/runtime/environments/test_workers.py": ("runtime.environments.worker",),
-    "unit/runtime/rewards/test_workers.py": ("runtime.rewards.worker", "runtime.workers.pool"),
+    "unit/runtime/environments/test_workers.py": ("runtime.workers.pool", "runtime.workers.serve"),
     "unit/runtime/generation/test_engine.py": (
         *("runtime.generation.decoder", "runtime.generation.kv_cache", "runtime.generation.requests"),
     ),

@@ -52,7 +52,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("pages.named_objects", "pages.option_suggestions", "pages.user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
-    "environments": ("config.file", "files", "model", "pages.named_objects", "pages.option_suggestions"),
+    "environments": ("config.file", "files", "model", "pages.named_objects", "pages.option_suggestions", "tools"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config.options", "kernels", "config.model_folders", "model", "plan"),
     "execute": (

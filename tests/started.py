@@ -12,9 +12,8 @@ from bench.rows import REPOSITORY, TIMED, read_rows
 ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
 LIMIT_S = 300.0
 # What depends on when answers come: the rows that are drawn together, and with them the last bits of the sampler's
-# logprobs, which only the parity gate reads. What depends on kills: the calls that were under way, and the answers that
-# a journal had.
-TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "calls_repeated", "answers", "tool_s", "tool_p95_s")
+# logprobs, which only the parity gate reads.
+TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "answers", "tool_s", "tool_p95_s")
 
 
 class Started:
@@ -42,7 +41,7 @@ class Started:
         run has ended."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
-            begun = any((self.folder / name).exists() for name in ("samples.txt", "journal")) or iterations > 0
+            begun = (self.folder / "samples.txt").exists() or iterations > 0
             if begun and num_iterations(self.folder) >= iterations and self.ranks():
                 return
             time.sleep(0.005)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.runtime.guard.descendants import children_of
 from tests.folders import write_all
 from tests.page_runs import metrics, timeless, trained, weights
 from tests.run_mpi import mpi_command, mpi_environment
@@ -118,8 +119,7 @@ def test_no_worker_outlives_a_killed_rank(words, tmp_path):
             wait(lambda: path.exists() and path.read_text(encoding="utf-8").endswith("\n"))
             worker = int(path.read_text(encoding="utf-8").splitlines()[0])
             rank = int(Path(f"/proc/{worker}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-            workers = [process for process in processes() if b"rewards.worker" in command_of(process)]
-            mine = [process for process in workers if f"{rank}".encode() in command_of(process).split(b"\0")]
+            mine = [process for process in children_of(rank) if b"spawn_main" in command_of(process)]
             assert worker in mine and len(mine) == 2
             assert any(command_of(process) == b"sleep\x00611\x00" for process in processes())
             os.kill(rank, signal.SIGKILL)

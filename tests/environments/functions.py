@@ -1,4 +1,4 @@
-"""Functions as tools, and classes of this program: with step(text), with save() and load(), and what goes wrong."""
+"""Functions as tools, and classes of this program: with step(text), and what goes wrong."""
 
 import asyncio
 import os
@@ -45,6 +45,14 @@ def end(after_s: float) -> str:
     os._exit(5)
 
 
+def untyped(x):
+    """Does nothing."""
+
+
+def silent(x: int) -> int:
+    return x
+
+
 def send(text: str) -> str:
     """Sends a letter.
 
@@ -57,27 +65,7 @@ def send(text: str) -> str:
 send.once = True
 
 
-def untyped(x):
-    """Does nothing."""
-
-
-def silent(x: int) -> int:
-    return x
-
-
-def post(text: str) -> str:
-    """Sends a letter, and ends its process.
-
-    Args:
-        text: The letter.
-    """
-    os._exit(6)
-
-
-post.once = True
-
-
-TOOLS = [add, shout, nap, send, end, post]
+TOOLS = [add, shout, nap, end]
 
 
 class Rounds:
@@ -112,8 +100,8 @@ class Fragile(Rounds):
         return super().step(text)
 
 
-class Saved:
-    """Keeps its state as JSON; count is a tool."""
+class Total:
+    """Counts with a tool."""
 
     num_resets = 0
 
@@ -128,12 +116,6 @@ class Saved:
         """
         self.total += by
         return self.total
-
-    def save(self):
-        return {"total": self.total}
-
-    def load(self, state):
-        self.total = state["total"]
 
     def get_reward(self):
         return self.total
@@ -169,10 +151,8 @@ class SlowReward:
         return 2.0
 
 
-class Restless(Saved):
-    """Answers by the clock, and has neither save() nor load()."""
-
-    save = load = None
+class Restless(Total):
+    """Answers by the clock."""
 
     def count(self, by: int) -> int:
         """Adds to a total.
@@ -183,4 +163,4 @@ class Restless(Saved):
         return time.monotonic_ns()
 
 
-SEVERAL = {"rounds": Rounds, "saved": Saved}
+SEVERAL = {"rounds": Rounds, "total": Total}

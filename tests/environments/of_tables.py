@@ -1,5 +1,5 @@
-"""The environment of the preset `tools` with what real ones have: it answers at random times, keeps a state, breaks,
-has a tool that must not be called twice; and it ends its rank where a test says so.
+"""The environment of the preset `tools` with what real ones have: it answers at random times, and breaks; and it
+ends its rank where a test says so.
 
 A test makes the file DEADLY/PLACE: the first process that comes to this place removes it, and kills its rank.
 """
@@ -62,34 +62,6 @@ class Sleepy(Table):
 
     def close(self) -> None:
         deadly("after an answer", os.getppid())
-
-
-class Saved(Sleepy):
-    """Is brought to where it was by its state."""
-
-    def save(self) -> dict:
-        return self.table
-
-    def load(self, state: dict) -> None:
-        self.table = state
-        (Path(os.environ["DEADLY"]) / "was loaded").touch()
-
-
-class Once(Sleepy):
-    """Has a tool that must not be called twice."""
-
-    def calculate(self, expression: str) -> str:
-        """Computes a sum, a difference or a product of two whole numbers.
-
-        Args:
-            expression: Two numbers with +, - or * between them.
-
-        Returns:
-            The result.
-        """
-        return super().calculate(expression)
-
-    calculate.once = True
 
 
 class Breaking(Sleepy):

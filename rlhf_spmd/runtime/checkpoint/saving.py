@@ -124,5 +124,3 @@ class Saver:
             os.close(descriptor)
         files.commit(self.root, iteration, written)
         files.keep_newest(self.root, self.options.keep, best)
-        if self.job.environments is not None:
-            self.job.environments.forget(iteration)

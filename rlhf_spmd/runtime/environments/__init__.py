@@ -1,1 +1,1 @@
-"""Episodes of several turns: tools and environments of the user, their processes, answers and journal."""
+"""Episodes of several turns: tools and environments of the user, their processes and answers."""

@@ -1,14 +1,15 @@
 """The rows of a generate call with environments: what they begin with, where each one is, and what it came to."""
 
 import hashlib
+import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_spmd.runtime.environments.kinds import Message, Opening, Step
-from rlhf_spmd.runtime.environments.speech import Speech
+from rlhf_spmd.runtime.environments.native import Message, Opening
+from rlhf_spmd.runtime.environments.renderer import Renderer
 
-Asking = Generator[dict[str, Any], Mapping[str, Any], None]  # messages to a worker, and its answers
+Work = Generator[dict[str, Any], Mapping[str, Any], None]  # messages to a worker, and its answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,56 +47,36 @@ class Limits:
     episode_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What an episode came to.
-
-    rewards: of each turn, with that of the whole episode in the last.
-    seconds: of each call that was made now.
-    num_broken: how often its environment broke.
-    is_dropped: its environment, or that of another episode of its group, broke too often.
-    """
-
-    rewards: tuple[float, ...]
-    num_turns: int
-    num_calls: int
-    num_failures: int
-    num_timeouts: int
-    num_broken: int
-    reason: str
-    seconds: tuple[float, ...]
-    logs: Mapping[str, float]
-    is_dropped: bool = False
-
-
 @dataclass(slots=True)
-class Life:
-    """A row on its way.
+class EpisodeState:
+    """A row under way.
 
-    made: the calls so far with their answers, None for those whose time was over.
+    key: its number among all of the workers.
+    made: the calls so far that were answered in time, with their answers.
+    num_broken, num_lost: how often its environment raised, and how often its worker ended.
+    reason: why it ended; empty: it has not.
     """
 
     row: Row
-    speech: Speech
-    episode: int  # its number among all of the workers
-    work: Asking | None = None
+    renderer: Renderer
+    key: int
+    work: Work | None = None
     ticket: int = 0  # of the question that waits; 0: none
-    until_s: float = 0.0  # 0: for ever
-    began_s: float = 0.0
+    until_s: float = math.inf  # on the clock
     turn: int = 0
     opening: Opening | None = None
-    made: list[tuple[dict[str, Any], Step | None]] = field(default_factory=list)
-    state: Any = None  # as save() gave it
+    made: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     end_reward: float = 0.0
     num_calls: int = 0
     num_failures: int = 0
     num_timeouts: int = 0
-    tries: int = 0
+    num_broken: int = 0
+    num_lost: int = 0
     seconds: list[float] = field(default_factory=list)
     logs: dict[str, float] = field(default_factory=dict)
     reason: str = ""
-    is_told: bool = False  # the engine knows that it is over
+    is_reported: bool = False  # the engine knows that it is over
 
     @property
     def where(self) -> str:
@@ -105,3 +86,8 @@ class Life:
 def seed_of(*key: int) -> int:
     """Returns a number below 2**31 for random generators, the same on any machine."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big") >> 1
+
+
+def id_of(*key: str | int) -> str:
+    """Returns a name of 16 hexadecimal digits, the same on any machine."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

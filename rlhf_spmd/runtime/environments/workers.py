@@ -1,195 +1,148 @@
-"""The worker processes of one rank for environments: where each episode is, and its calls that are not yet answered.
+"""Environments in worker processes: each of these holds the sessions of many episodes, whose calls run at once.
 
-A worker (worker.py) holds many episodes. One that ends loses them, and they are rebuilt in others by whoever asks. If
-several calls ran in it, any of them may have ended it: each of them is then asked while nothing else runs in its
-worker, and the one that ends a worker alone is what broke. A call whose time is over goes on in its thread; the worker
-gets no new episode while it does, and is replaced once it holds none.
+    {"key": 3, "do": "begin"}                       -> {"opening": {...}}
+    {"key": 3, "do": "call", "name": ...}           -> {"step": {...}}; also step, with the text of a turn
+    {"key": 3, "do": "reward"}                      -> {"reward": 1.0}
+    {"key": 3, "do": "close"}                       no answer
+
+The first message of an episode in a worker also has what it begins with and, if another worker has lost it, the steps
+that bring a new object to where the old one was. An error of the environment is answered with "broken" and its lines, a
+result of another form with "misused", a call whose time is over with "timed_out".
 """
 
-from __future__ import annotations
-
-import math
-import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.environments import worker as program
-from rlhf_spmd.runtime.workers.pool import TICK_S, Worker, WorkerPool
+from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
+from rlhf_spmd.runtime.environments.native import Session, Start, Step
+from rlhf_spmd.runtime.workers.pool import WorkerPool
+from rlhf_spmd.runtime.workers.serve import Link
+from rlhf_spmd.tools import set_episode_id
 
-MODULE = program.__name__
-GRACE_S = 5.0  # for a worker to say itself that the time of a call is over; then it is ended
+GRACE_S = 5.0  # for a worker to say itself that the time of a call is over
+LINES = 12  # of a traceback that a rank gets
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A message about an episode that a worker answers with the ticket.
+def environment_workers(
+    spec: str, columns: Sequence[str], *, num: int, beat: Callable[[], None] = lambda: None
+) -> WorkerPool:
+    """Starts workers for environments. Raises UserError if one cannot load them.
 
-    timeout_s: 0: no limit.
+    spec, columns: as in load_environments.
+    beat: see WorkerPool.
     """
-
-    ticket: int
-    episode: int
-    message: Mapping[str, Any]
-    timeout_s: float
+    opening = {"environment": spec, "columns": list(columns)}
+    how: dict[str, Any] = {"name": f"environment {spec}", "option": "environment_workers"}
+    return WorkerPool(serve, opening, num=num, grace_s=GRACE_S, beat=beat, **how)
 
 
-@dataclass(slots=True, eq=False)
-class EpisodeWorker(Worker):
-    """One process.
-
-    episodes: those that it holds.
-    tickets: of calls without an answer, and when their time is over.
-    waiting: questions, as of EnvironmentWorkers.ask, until one has the worker for itself.
-    """
-
-    episodes: set[int] = field(default_factory=set)
-    tickets: dict[int, float] = field(default_factory=dict)
-    waiting: list[Question] = field(default_factory=list)
-    is_alone: bool = False  # the call that runs must have it for itself
-    hanging: int = 0  # calls that go on although their time is over
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.tickets) or bool(self.hanging)
-
-    @property
-    def until_s(self) -> float:
-        return min(self.tickets.values(), default=math.inf)
+def serve(link: Link, opening: Mapping[str, Any]) -> None:
+    """Loads the environments in a worker, and answers the messages of the rank. Raises UserError."""
+    server = Server(link, opening["environment"], opening["columns"])
+    link.send({"ready": []})
+    asyncio.run(server.serve())
 
 
-class EnvironmentWorkers(WorkerPool[EpisodeWorker]):
-    """Processes that hold environments. Raises UserError, also from the start, if one cannot load them."""
+class Server:
+    """The episodes of a worker."""
 
-    def __init__(self, spec: str, columns: Sequence[str], *, num: int, beat: Callable[[], None] = lambda: None):
-        """Starts the workers.
+    def __init__(self, link: Link, spec: str, columns: Sequence[str]):
+        """Raises UserError, as load_environments."""
+        self.link, self.environments = link, load_environments(spec, columns)
+        self.sessions: dict[int, tuple[Session, Start]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
 
-        spec, columns: as in load_environments.
-        beat: see WorkerPool.
-        """
-        super().__init__(EpisodeWorker, MODULE, {"environment": spec, "columns": list(columns)})
-        self.spec, self.beat = spec, beat
-        self._place: dict[int, EpisodeWorker] = {}
-        self._next = self._num_episodes = 0
-        self._asked: dict[int, Question] = {}  # without an answer, by their tickets
-        self._suspects: dict[int, Mapping[str, Any]] = {}  # episode -> its message that may have ended a worker
-        self._answers: list[tuple[int, Mapping[str, Any]]] = []
-        self.start(num)
+    async def serve(self) -> None:
+        """Answers until the rank closes the connection."""
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
-    def new_episode(self) -> int:
-        """Returns a number for an episode."""
-        self._num_episodes += 1
-        return self._num_episodes
+        def begin(message: dict[str, Any]) -> None:
+            task = loop.create_task(self._answer(message))
+            self.tasks.add(task)  # the loop itself keeps no task alive
+            task.add_done_callback(self.tasks.discard)
 
-    def holds(self, episode: int) -> bool:
-        """Returns whether a worker holds the environment of an episode."""
-        return episode in self._place
+        def read() -> None:
+            for message in self.link.messages():
+                loop.call_soon_threadsafe(begin, message)
+            loop.call_soon_threadsafe(is_over.set)
 
-    def ask(self, episode: int, message: Mapping[str, Any], *, timeout_s: float = 0.0) -> int:
-        """Sends a message (worker.py) about an episode -> a number, with which its answer comes. timeout_s: 0: no
-        limit."""
-        self._next += 1
-        worker = self._place.get(episode) or self._placed(episode)
-        worker.waiting.append(Question(self._next, episode, message, timeout_s))
-        self._send_waiting(worker)
-        return self._next
+        threading.Thread(target=read, daemon=True).start()  # in which a large message waits for nothing
+        await is_over.wait()
 
-    def drop(self, ticket: int) -> None:
-        """Drops the answer to a question, now or when it comes."""
-        for worker in [*self._workers]:
-            worker.waiting = [one for one in worker.waiting if one.ticket != ticket]
-            if worker.tickets.pop(ticket, None) is not None:
-                worker.hanging += 1  # until it says how many are
-                del self._asked[ticket]
-            self._send_waiting(worker)
-        self._answers = [one for one in self._answers if one[0] != ticket]
-
-    def leave(self, episode: int) -> None:
-        """Closes the environment of an episode, if there is one."""
-        worker = self._place.pop(episode, None)
-        if worker is None:
+    async def _answer(self, message: dict[str, Any]) -> None:
+        if message["do"] == "close":
+            if message["key"] in self.sessions:
+                with suppress(Exception):  # nothing depends on it any more
+                    await self.sessions.pop(message["key"])[0].close()
             return
-        worker.episodes.discard(episode)
-        self._send(worker, {"episode": episode, "do": "close"})
-        if worker in self._workers and worker.hanging and not worker.episodes:
-            self._end(worker, by_force=True)
-            self._start()
+        answer: dict[str, Any]
+        try:
+            answer = await self._done(message)
+        except UserError as error:
+            answer = {"misused": str(error)}
+        except BaseException as error:
+            lines = "".join(traceback.format_exception(error)).strip().split("\n")
+            answer = {"broken": "\n".join(lines[-LINES:])}
+        self.link.send(answer | {"ticket": message["ticket"]})
 
-    def answers(self, wait_s: float, tickets: Container[int]) -> list[tuple[int, Mapping[str, Any]]]:
-        """Returns what has come back since: numbers of questions, and answers, of these. Waits for so long at most if
-        nothing has. An answer may also be {"gone": True}: its worker has ended, perhaps for what another one did; with
-        "unsent" if it was not asked yet."""
-        until_s = time.monotonic() + wait_s
-        while not any(ticket in tickets for ticket, _ in self._answers):
-            left_s = until_s - time.monotonic()
-            self._look(max(0.0, min(TICK_S, left_s)))
-            for worker in [one for one in self._workers if time.monotonic() >= one.until_s]:
-                self._end_blocked(worker)
-            if left_s <= 0:
-                break
-        found = [one for one in self._answers if one[0] in tickets]
-        self._answers = [one for one in self._answers if one[0] not in tickets]
-        return found
+    async def _done(self, message: dict[str, Any]) -> dict[str, Any]:
+        limit_s, do = message["limit_s"], message["do"]
+        if "start" in message:
+            start = Start(**message["start"])
+            set_episode_id(start.episode_id)
+            session = chosen(self.environments, start.columns).make()
+            opening = asdict(await in_time(session.begin(start), limit_s, "reset()"))
+            self.sessions[message["key"]] = session, start
+            if message["opening"] is not None:
+                compare("reset()", opening, message["opening"])
+            for asked, before in message["made"]:
+                again = await in_time(step_of(session, asked), limit_s, asked["do"])
+                compare(asked.get("name", "step()"), asdict(again), before)
+            if do == "begin":
+                return {"opening": opening}
+        session, start = self.sessions[message["key"]]
+        set_episode_id(start.episode_id)
+        if do == "reward":
+            return {"reward": await in_time(session.reward(), limit_s, "get_reward()")}
+        try:
+            return {"step": asdict(await in_time(step_of(session, message), limit_s, do))}
+        except Late:
+            return {"timed_out": True}
 
-    def _send_waiting(self, worker: EpisodeWorker) -> None:
-        """Sends what waits for this worker, in order, up to what must wait until nothing else runs in it."""
-        while worker.waiting and worker in self._workers:
-            one = worker.waiting[0]
-            is_suspect = self._suspects.get(one.episode) == one.message
-            if worker.tickets and (is_suspect or worker.is_alone):
-                return
-            worker.waiting.pop(0)
-            worker.is_alone, self._asked[one.ticket] = is_suspect, one
-            worker.tickets[one.ticket] = time.monotonic() + one.timeout_s + GRACE_S if one.timeout_s else math.inf
-            more = {"ticket": one.ticket, "episode": one.episode, "timeout_s": one.timeout_s}
-            self._send(worker, {**one.message, **more})
 
-    def _placed(self, episode: int) -> EpisodeWorker:
-        worker = min(self._workers, key=lambda one: (one.hanging, len(one.episodes)))
-        worker.episodes.add(episode)
-        self._place[episode] = worker
-        return worker
+class Late(Exception):
+    """The time of a call is over."""
 
-    def _end_blocked(self, worker: EpisodeWorker) -> None:
-        """Ends a worker that does not even say that the time of a call is over: an async function blocks it."""
-        now_s = time.monotonic()
-        tickets = {ticket: {"timed_out": True} if now_s >= until_s else {"gone": True} for ticket, until_s in
-                   worker.tickets.items()}  # fmt: skip
-        self._end(worker, by_force=True)
-        self._start()
-        self._forget(worker, tickets)
 
-    def _forget(self, worker: EpisodeWorker, tickets: Mapping[int, Mapping[str, Any]]) -> None:
-        for episode in worker.episodes:
-            self._place.pop(episode, None)
-        self._answers += [*tickets.items(), *((one.ticket, {"gone": True, "unsent": True}) for one in worker.waiting)]
-        for ticket in worker.tickets:
-            del self._asked[ticket]
-        worker.tickets.clear()
-        worker.waiting.clear()
+async def in_time(work: Awaitable[Any], limit_s: float, what: str) -> Any:
+    """Returns the result of some work. Raises Late if its time is over. limit_s: 0: no limit. what: works."""
+    limit = asyncio.timeout(limit_s or None)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if limit.expired():
+            raise Late(f"its {what} timed out after {limit_s:g} s") from None
+        raise
 
-    def _take(self, worker: EpisodeWorker, answer: Mapping[str, Any]) -> None:
-        worker.hanging = answer["hanging"]
-        if worker.tickets.pop(answer["ticket"], None) is not None:
-            one = self._asked.pop(answer["ticket"])
-            if self._suspects.get(one.episode) == one.message:
-                del self._suspects[one.episode]
-            self._answers.append((answer["ticket"], answer))
-        self._send_waiting(worker)
 
-    def _not_started(self, error: OSError) -> UserError:
-        return UserError(f"no worker for environments can be started ({error}): lower environment_workers")
+async def step_of(session: Session, message: Mapping[str, Any]) -> Step:
+    """Calls a tool, or answers a turn."""
+    if message["do"] == "step":
+        return await session.step(message["text"])
+    return await session.call(message["name"], message["arguments"])
 
-    def _lost(self, worker: EpisodeWorker, how: str, status: int | None) -> None:
-        if not worker.is_ready:
-            raise UserError(
-                f"a worker process for environment {self.spec} {how} while it loaded it: fix what it imports"
-            )
-        answer: dict[str, Any] = {"broken": f"its worker process {how}"}
-        asked = [self._asked[ticket] for ticket in worker.tickets]
-        if not worker.is_alone and len(asked) + worker.hanging > 1:
-            self._suspects |= {one.episode: one.message for one in asked}
-            answer = {"gone": True}
-        self._start()
-        self._forget(worker, dict.fromkeys(worker.tickets, answer))
+
+def compare(what: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Raises UserError unless a call that is made again is answered as before."""
+    if now != before:
+        raise UserError(
+            f"{what} gave {str(now)[:200]} where it gave {str(before)[:200]} before its object was made anew: let its "
+            "answers depend on the calls, the columns and the seeds alone"
+        )

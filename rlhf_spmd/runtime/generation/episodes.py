@@ -61,11 +61,8 @@ class Episodes(Outside, Protocol):
         return {}
 
     def seconds(self) -> Sequence[float]:
-        """Returns the seconds of each answer that was not known from a journal."""
+        """Returns the seconds of each answer."""
         return ()
-
-    def close(self) -> None:
-        """Closes its files, once all rows are over and their rewards are read."""
 
 
 @dataclass(slots=True)

@@ -8,17 +8,13 @@ exception and its line.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import math
 import numbers
-import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -29,9 +25,7 @@ from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
 from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
-from rlhf_spmd.runtime.rewards.styles import Bound, Result, Scored, bind
-
-SEARCH_S = 10.0  # after which the search for the response on which a function raises stops
+from rlhf_spmd.runtime.rewards.styles import Bound, Scored, bind
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,94 +62,67 @@ class RewardFunction:
 
     def score(self, rows: Scored) -> tuple[list[float | None], dict[str, list[float | None]]]:
         """Returns the scores of rows, and further numbers for the log."""
-        assert len(rows.prompts) == len(rows.responses), (len(rows.prompts), len(rows.responses))
         if not len(rows):
             return [], {}  # a rank without data does not call the user's code
         try:
-            result = self._call(rows)
+            result = self.bound.call(rows)
         except UserError as error:  # it already states the fix, e.g. a package to install
             text = str(error)
             named = f"reward function {self.name} {text.removeprefix('it ')}"
             raise UserError(named if text.startswith("it ") else text) from error
         except BaseException as error:
             pass_on_interrupt(error)
-            raise UserError(self._raised(error, rows)) from error
-        scores = self._as_list(result.scores, len(rows))
-        found = [self._as_float(rows.first + index, score, rows.prompts[index]) for index, score in enumerate(scores)]
-        logs = {f"{self.label}_{name}": self._logged(values, rows) for name, values in result.logs.items()}
-        return found, {name: values for name, values in logs.items() if any(one is not None for one in values)}
+            raise UserError(
+                f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} "
+                f"on {_where(rows)}: fix the function, or return a score for such a response"
+            ) from error
+        scores = [self._number(rows, row, score) for row, score in enumerate(self._list(result.scores, len(rows)))]
+        logs = {f"{self.label}_{name}": _logged(values, len(rows)) for name, values in result.logs.items()}
+        return scores, {name: values for name, values in logs.items() if any(value is not None for value in values)}
 
-    def _call(self, rows: Scored) -> Result:
-        return self.bound.call(rows)
-
-    def _logged(self, values: Sequence[Any], rows: Scored) -> list[float | None]:
-        """Returns numbers for the log; None for texts and whatever else is not a finite number."""
-        numeric = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
-        good = [_finite(one) if isinstance(one, numbers.Real) else None for one in numeric]
-        return (good + [None] * len(rows))[: len(rows)]
-
-    def _as_list(self, scores: Any, num_responses: int) -> list[Any]:
+    def _list(self, scores: Any, num: int) -> list[Any]:
+        """Returns the scores of so many rows as a list. Raises UserError."""
         if hasattr(scores, "tolist"):  # a numpy array or a torch tensor
             scores = scores.tolist()
+        returned = f"reward function {self.name} returned"
         if not isinstance(scores, list | tuple):
             hint = ": finish it with list(...)" if inspect.isgenerator(scores) else ""
-            raise UserError(
-                f"reward function {self.name} returned a {type(scores).__name__}, "
-                f"not a list with one number per response{hint}"
-            )
-        if len(scores) != num_responses:
-            raise UserError(
-                f"reward function {self.name} returned {len(scores)} scores for {num_responses} responses: "
-                "return one number per response, in order"
-            )
+            raise UserError(f"{returned} a {type(scores).__name__}, not a list with one number per response{hint}")
+        if len(scores) != num:
+            raise UserError(f"{returned} {len(scores)} scores for {num} responses: return one for each, in order")
         return list(scores)
 
-    def _as_float(self, number: int, score: Any, prompt: str) -> float | None:
-        if score is None:
-            return None
-        value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
-        where = f"reward function {self.name} returned {shortened(score)} for response {number}"
-        where += f" (prompt {shortened(prompt)})"
-        if not isinstance(value, numbers.Real):
-            raise UserError(f"{where}, which is not a number: return a finite float for every response")
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-        if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
-            why = "is too large for float32" if abs(value) > FLOAT32_MAX and math.isfinite(value) else "is not finite"
-            raise UserError(f"{where}, which {why}: return a finite float, also for an empty response")
-        return value
-
-    def _raised(self, error: BaseException, rows: Scored) -> str:
-        return (
-            f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} "
-            f"{self._where(error, rows)}: fix the function, or return a score for such a response"
+    def _number(self, rows: Scored, row: int, score: Any) -> float | None:
+        """Returns a score as a float that float32 holds; None where the function does not apply. Raises UserError."""
+        value = _float(score)
+        if score is None or (value is not None and abs(value) <= FLOAT32_MAX):
+            return value
+        raise UserError(
+            f"reward function {self.name} returned {shortened(score)} for {_where(rows.part(row, row + 1))}: return a "
+            "finite number that float32 holds for every response, also for an empty one"
         )
 
-    def _where(self, error: BaseException, rows: Scored) -> str:
-        """Returns the first response that raises the same type of error, also alone, in words; else the batch. Halves
-        of the rows are tried, so the function is called for about as many responses as there are."""
-        first, stop, end_s = 0, len(rows), time.perf_counter() + SEARCH_S
-        batch = f"on a batch of {stop} responses"
-        while stop - first > 1:
-            if time.perf_counter() > end_s:
-                return f"{batch} (the search for the one stopped after {SEARCH_S:g} s)"
-            middle = (first + stop) // 2
-            first, stop = (first, middle) if self._raises(error, rows.part(first, middle)) else (middle, stop)
-        if len(rows) > 1 and not self._raises(error, rows.part(first, stop)):
-            return batch
-        where = f"on response {rows.first + first} {shortened(rows.responses[first])}"
-        return f"{where} (prompt {shortened(rows.prompts[first])})"
 
-    def _raises(self, error: BaseException, rows: Scored) -> bool:
-        """Returns whether the function raises the same type of error on these rows."""
-        try:
-            self._call(rows)
-        except BaseException as again:
-            pass_on_interrupt(again)
-            return type(again) is type(error)
-        return False
+def _where(rows: Scored) -> str:
+    """Returns the rows of a call, for messages."""
+    if len(rows) > 1:
+        return f"a batch of {len(rows)} responses (rows {rows.first} to {rows.first + len(rows) - 1})"
+    return f"response {rows.first} {shortened(rows.responses[0])} (prompt {shortened(rows.prompts[0])})"
+
+
+def _float(value: Any) -> float | None:
+    """Returns a number, also one of numpy or torch, as a float; None if it is not a number, or not finite."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    try:
+        return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _logged(values: Sequence[Any], num: int) -> list[float | None]:
+    """Returns numbers for the log of so many rows; None for texts and whatever else is not a finite number."""
+    logged = [_float(value) for value in values]
+    return (logged + [None] * num)[:num]
 
 
 def _code_of(function: Callable) -> Callable:
@@ -208,36 +175,11 @@ def source_file(spec: str) -> Path | None:
     return Path(module.origin) if module is not None and module.origin and Path(module.origin).is_file() else None
 
 
-def _names_in(code: CodeType) -> list[str]:
-    """Returns the names that a function uses, also in the functions and comprehensions inside it."""
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return [*code.co_names, *(name for one in inner for name in _names_in(one))]
-
-
-def package_source(spec: str) -> str:
-    """Returns what a function of the package does: its text and what it uses of its module; empty if there is none."""
-    target, _, name = spec.rpartition(":")
-    try:
-        module = importlib.import_module(target)
-    except ImportError:
-        return ""
-    names, parts = [name], {}
-    for one in names:
-        value = getattr(module, one, None)
-        if inspect.isfunction(value) and value.__module__ == target and one not in parts:
-            parts[one] = inspect.getsource(value)
-            names += _names_in(value.__code__)
-        elif one not in parts and isinstance(value, str | int | float | tuple | re.Pattern):
-            parts[one] = repr(value)
-    return "\n".join(f"{one} {parts[one]}" for one in sorted(parts)) if name in parts else ""
-
-
-def _finite(value: numbers.Real) -> float | None:
-    """Returns a number as a float; None if it is not finite, or too large."""
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+def _no_function(target: str, name: str, functions: Sequence[str]) -> UserError:
+    """Returns the error for a module without a function of this name, with those that it has."""
+    own = [one for one in functions if not one.startswith("_")]
+    there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
+    return UserError(f"{target} has no function {name!r}{did_you_mean(name, own) or there}")
 
 
 def shortened(value: object) -> str:

@@ -71,7 +71,7 @@ class Scorer:
         elif calls:
             num, timeout_s = config.reward_workers, config.reward_timeout_s
             self.workers = RewardWorkers(self.specs, columns, num=num, timeout_s=timeout_s, beat=beat)
-            self.notes = self.workers.notes
+            self.notes = self.workers.pool.notes
         if not (config.reward_workers or config.environment):  # which may read any
             read = {name for one in self.functions for name in (*one.bound.columns, *one.bound.words)}
             self.notes += unread(columns, {self.key, *CONVERSATIONS, *read, *READ_BY_WORDS})

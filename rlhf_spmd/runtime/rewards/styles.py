@@ -20,7 +20,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import add
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -28,7 +27,7 @@ from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.data.readers import conversation_of
 
 SCORE_KEYS = ("score", "rewards", "scores")  # of dicts that functions return, the first one counts
-EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
+EXTRA = "extra_logs"  # of dicts: more numbers for the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,11 @@ class Scored:
         part, first = slice(start, stop), self.first + start
         return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first, self.key)
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns the rows as JSON can hold them, by the names of the fields."""
+        texts = {"prompts": [*self.prompts], "responses": [*self.responses], "key": self.key, "first": self.first}
+        return texts | {"tokens": [[*one] for one in self.tokens], "columns": [{**one} for one in self.columns]}
+
     @property
     def records(self) -> Sequence[Mapping[str, Any]]:
         """The columns of each row, also where the data set has none."""
@@ -75,48 +79,44 @@ class Result:
 # ---- the words of each program: the values of a word for some rows, a list ------------------------------------------
 
 
-def _prompts(rows: Scored) -> list[str]:
-    return list(rows.prompts)
-
-
-def _responses(rows: Scored) -> list[str]:
-    return list(rows.responses)
-
-
-def _prompts_of_trl(rows: Scored) -> list[str | list]:
+def _prompts(rows: Scored) -> list[Any]:
     return [conversation_of(row, rows.key) or text for row, text in zip(rows.records, rows.prompts, strict=True)]
 
 
-def _completions(rows: Scored) -> list[str | list]:
+def _completions(rows: Scored) -> list[Any]:
     pairs = zip(rows.records, rows.responses, strict=True)
     return [[{"role": "assistant", "content": text}] if conversation_of(row, rows.key) else text for row, text in pairs]
 
 
+def _queries(rows: Scored) -> list[str]:
+    return [prompt + response for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
+
+
 def _truths(rows: Scored) -> list[Any]:
-    models = [row["reward_model"] if isinstance(row.get("reward_model"), Mapping) else {} for row in rows.records]
-    return _first([model.get("ground_truth") for model in models], rows.column("ground_truth"))
+    models = [row.get("reward_model") for row in rows.records]
+    truths = [model.get("ground_truth") if isinstance(model, Mapping) else None for model in models]
+    return _first(truths, rows.column("ground_truth"))
 
 
 def _first(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [other if value is None else value for value, other in zip(values, others, strict=True)]
 
 
-IDS: dict[str, Callable[[Scored], list[Any]]] = {
-    "completion_ids": lambda rows: [list(tokens) for tokens in rows.tokens or [()] * len(rows)]
-}
-WORDS: dict[str, dict[str, Callable[[Scored], list[Any]]]] = {  # by the word that is the response
-    "responses": {"prompts": _prompts, "responses": _responses, **IDS},
-    "completions": {"prompts": _prompts_of_trl, "completions": _completions, **IDS},
+Word = Callable[[Scored], list[Any]]
+IDS: dict[str, Word] = {"completion_ids": lambda rows: [list(tokens) for tokens in rows.tokens or [()] * len(rows)]}
+WORDS: dict[str, dict[str, Word]] = {  # by the word that is the response
+    "responses": {"prompts": lambda rows: [*rows.prompts], "responses": lambda rows: [*rows.responses], **IDS},
+    "completions": {"prompts": _prompts, "completions": _completions, **IDS},
     "solution_str": {
         "data_source": lambda rows: rows.column("data_source"),
-        "solution_str": _responses,
+        "solution_str": lambda rows: [*rows.responses],
         "ground_truth": _truths,
         "extra_info": lambda rows: rows.column("extra_info"),
         **IDS,
     },
     "queries": {
-        "queries": lambda rows: list(map(add, rows.prompts, rows.responses)),
-        "prompts": _prompts,
+        "queries": _queries,
+        "prompts": lambda rows: [*rows.prompts],
         "labels": lambda rows: _first(rows.column("labels"), rows.column("label")),
         **IDS,
     },
@@ -124,7 +124,6 @@ WORDS: dict[str, dict[str, Callable[[Scored], list[Any]]]] = {  # by the word th
 OF_EACH = "solution_str"  # such a function is called once for each response
 COLUMNS_TOO = ("data_source", "extra_info", "ground_truth", "labels")  # words that are the columns of these names
 READ_BY_WORDS = ("reward_model", "label")  # columns that words of other names may be
-PROGRAMS = {"responses": "this program", "completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
 ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
 # What others call them: trlX's samples are prompt and response.
 ELSEWHERE = {"samples": "queries", **dict.fromkeys(("output", "outputs", "texts", "generations"), "responses")}
@@ -150,149 +149,100 @@ class Bound:
 
     def call(self, rows: Scored) -> Result:
         """Calls the function on these rows. Raises what it raises, and UserError for a dict without scores."""
-        made = {name: rows.column(name) for name in self.columns}
-        made |= {name: WORDS[self.receiver][name](rows) for name in self.words}
-        if self.receiver == OF_EACH:
-            calls = [{name: values[index] for name, values in made.items()} for index in range(len(rows))]
-            return _of_each(_awaited([self.function(**arguments) for arguments in calls]))
-        (found,) = _awaited([self.function(**made)])
-        return _of_all(found, len(rows))
+        values = {name: rows.column(name) for name in self.columns}
+        values |= {name: WORDS[self.receiver][name](rows) for name in self.words}
+        if self.receiver != OF_EACH:
+            return _of_all(_awaited([self.function(**values)])[0], len(rows))
+        calls = [{name: values[name][row] for name in values} for row in range(len(rows))]
+        return _of_each(_awaited([self.function(**arguments) for arguments in calls]))
 
 
 def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
     """Reads the parameters of a function, once. columns: of the data set; None: not known, any name may be one. Raises
     UserError, with the accepted names, for a function that cannot be called by names."""
-    if what := _no_function(function):
-        raise UserError(f"it is {what}")
-    parameters = _parameters(function)
-    layers = (function, inspect.unwrap(function))
-    fixed = {name for one in layers if isinstance(one, functools.partial) for name in one.keywords}
-    named = {name: one for name, one in parameters.items() if one.kind in BY_NAME and name not in fixed}
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    receiver = _receiver(function, named, takes_all=takes_all and "responses" not in fixed)
-    words = [name for name in WORDS[receiver] if name in named or (takes_all and name not in fixed)]
-    required = [name for name, one in named.items() if one.default is one.empty]
+    if inspect.isclass(function):
+        raise UserError(f"it is a class: name an object of it whose __call__ gets the response {ACCEPTED}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UserError(
+            "it is a generator (it has a yield), and a list is needed: collect the numbers, and return them"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        fix = f"write a function around it that names the response {ACCEPTED}"
+        raise UserError(f"the names of its parameters cannot be read, and they are bound by names: {fix}") from None
+    kept = function.keywords if isinstance(function, functools.partial) else {}
+    parameters = signature.parameters.values()
+    named = [one for one in parameters if one.kind in BY_NAME and one.name not in kept]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    receiver = _receiver(named, takes_all=takes_all)
+    taken = [one.name for one in named]
+    words = [name for name in WORDS[receiver] if name in taken or (takes_all and name not in kept)]
+    required = [one.name for one in named if one.default is one.empty]
     if columns is None:
         others = [name for name in required if name not in words]
     else:
         _check_columns(receiver, required, columns)
-        others = [one for one in columns if one not in WORDS[receiver] and (one in named or takes_all)]
-        taken = fixed | {*_filled(function)}
-        others = [one for one in others if one not in taken]
+        others = [name for name in columns if name in taken or (takes_all and name not in kept)]
+        others = [name for name in others if name not in WORDS[receiver]]
     try:
-        _own_signature(function).bind(**dict.fromkeys([*words, *others]))
+        signature.bind(**dict.fromkeys([*words, *others, *kept]))
     except TypeError as error:
         given = ", ".join([*words, *others])
-        fix = "let its decorator pass on what it gets (**kwargs), or not name the wrapped function (functools.wraps)"
-        raise UserError(f"it can't be called with {given} by name ({error}): {fix}") from None
+        raise UserError(f"it can't be called with {given} by name ({error}): remove a / from its parameters") from None
     hidden = [name for name in words if name in (columns or ()) and name not in COLUMNS_TOO]
     return Bound(function, receiver, tuple(words), tuple(others), tuple(hidden))
 
 
-def _no_function(function: Callable) -> str:
-    """Returns why calling this does not make scores, and the fix; empty if it may."""
-    if inspect.isclass(function):
-        return (
-            f"a class, and calling it makes an object: name an object of it whose __call__ gets the response {ACCEPTED}"
-        )
-    code = [function, inspect.unwrap(function), getattr(function, "func", None), type(function).__call__]
-    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in code):
-        return "a generator (it has a yield), and a list is needed: collect the numbers in a list, and return that"
-    return ""
-
-
-def _filled(function: Callable) -> list[str]:
-    """Returns the parameters that something else fills by place, so that no column of that name can be given by name:
-    `self`, and what a partial has bound so."""
-    if isinstance(function, functools.partial):
-        names = list(_own_signature(function.func).parameters)[: len(function.args)]
-        return [*names, *_filled(function.func)]
-    called = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.ismethod(called) or not inspect.isroutine(function):
-        return list(inspect.signature(getattr(called, "__func__", called)).parameters)[:1]
-    return []
-
-
-def _own_signature(function: Callable) -> inspect.Signature:
-    """Returns the signature of a function; of a decorated one that of its decorator."""
-    try:
-        return inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # functools.cache has none
-        return inspect.signature(function)
-
-
-def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function; of a decorated one those of its decorator, unless that passes any name on.
-    Raises UserError."""
-    try:
-        found = _own_signature(function).parameters
-        if any(one.kind is one.VAR_KEYWORD for one in found.values()):
-            found = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        fix = f"write a function around it that names the response {ACCEPTED}"
-        raise UserError(f"the names of its parameters cannot be read, and they are bound by names: {fix}") from None
-    if unnamed := [name for name, one in found.items() if one.kind is one.POSITIONAL_ONLY]:
-        raise UserError(
-            f"it takes {', '.join(unnamed)} by position only, and parameters are bound by their names: remove the / "
-            f"after them, or write a function around it that names the response {ACCEPTED}"
-        )
-    return found
-
-
-def _receiver(function: Callable, named: Mapping[str, inspect.Parameter], *, takes_all: bool) -> str:
+def _receiver(named: Sequence[inspect.Parameter], *, takes_all: bool) -> str:
     """Returns the word by which a function gets the response. named: parameters that can be given. takes_all: any word
     can be given. Raises UserError unless there is one."""
-    found = [name for name in WORDS if name in named]
+    names = [one.name for one in named]
+    found = [one for one in named if one.name in WORDS]
     if len(found) > 1:  # where one is required, the others may be columns
-        must = [name for name in found if named[name].default is inspect.Parameter.empty]
-        found = must if len(must) == 1 else found
+        found = [one for one in found if one.default is one.empty] or found
     if len(found) > 1:
-        programs = ", ".join(f"{name} ({PROGRAMS[name]})" for name in found)
-        raise UserError(f"several of its parameters receive the response: {programs}; keep one of them")
+        several = ", ".join(one.name for one in found)
+        raise UserError(f"several of its parameters receive the response ({several}): keep one of {ACCEPTED}")
     if found or takes_all:
-        return found[0] if found else "responses"
-    guesses = [did_you_mean(ELSEWHERE.get(name, name), WORDS) for name in named]
-    hint = next(filter(None, guesses), "")
+        return found[0].name if found else "responses"
+    hint = next(filter(None, (did_you_mean(ELSEWHERE.get(name, name), WORDS) for name in names)), "")
     raise UserError(
-        f"no parameter of it receives the response ({', '.join(named) or 'it has none with a name'}), because they are "
+        f"no parameter of it receives the response ({', '.join(names) or 'it has none with a name'}), because they are "
         f"bound by their names: call one {ACCEPTED}{hint}"
     )
 
 
 def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str]) -> None:
     """Raises UserError if a function asks for a name that is neither a word nor a column of the data set."""
-    words, there = WORDS[receiver], ", ".join(columns) or "there is none besides the prompts"
+    known = [*WORDS[receiver], *columns]
+    if not {"ground_truth", "reward_model"} & {*columns}:
+        known = [name for name in known if name != "ground_truth"]
     for name in required:
-        if name == "environments" and name not in columns:
+        if name not in known:
+            there = ", ".join(columns) or "there is none besides the prompts"
+            fix = "add the column, or rename the parameter"
+            if name == "environments":  # as TRL gives them
+                fix = "they are in other processes; give their class get_reward(), which is added to the score"
             raise UserError(
-                "it asks for environments (as TRL gives them), which are in other processes: give their class "
-                "get_reward(), which is added to the score"
+                f"it asks for {name}, which is not a column of the data set ({there}), nor one of "
+                f"{', '.join(WORDS[receiver])}{did_you_mean(ELSEWHERE.get(name, name), known)}: {fix}"
             )
-        if name not in words and name not in columns:
-            known = [*words, *columns]
-            raise UserError(
-                f"it asks for {name}, which is not a column of the data set ({there}), nor one of {', '.join(words)}"
-                f"{did_you_mean(ELSEWHERE.get(name, name), known)}: add the column, or rename the parameter"
-            )
-    if "ground_truth" in required and "ground_truth" in words and not {"ground_truth", "reward_model"} & {*columns}:
-        raise UserError(
-            f"it asks for ground_truth, and the data set has neither this column nor reward_model ({there}): add one"
-        )
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def _awaited(found: list[Any]) -> list[Any]:
+def _awaited(results: list[Any]) -> list[Any]:
     """Awaits what calls returned if they are async, all of them at once."""
 
-    async def one_of(value: Any) -> Any:
-        return await value if inspect.isawaitable(value) else value
+    async def awaited(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*map(one_of, found))
+        return await asyncio.gather(*map(awaited, results))
 
-    return _loop().run(together()) if any(map(inspect.isawaitable, found)) else found
+    return _loop().run(together()) if any(map(inspect.isawaitable, results)) else results
 
 
 @functools.cache
@@ -304,33 +254,35 @@ def _loop() -> asyncio.Runner:
     return runner
 
 
-def _of_all(found: Any, num: int) -> Result:
+def _of_all(result: Any, num: int) -> Result:
     """Checks what a function returned for so many rows."""
-    if not isinstance(found, Mapping):
-        return Result(found)
-    key = next((key for key in SCORE_KEYS if key in found), None)
-    if key is None:
-        raise UserError(f"it returned a dict with {', '.join(map(repr, found))}, and none of {', '.join(SCORE_KEYS)}")
-    logs = {name: value for name, value in found.items() if name not in (*SCORE_KEYS, *EXTRA_KEYS)}
-    for extra in EXTRA_KEYS:
-        logs |= found.get(extra, {})
-    return Result(found[key], {name: _listed(value, num) for name, value in logs.items()})
+    if not isinstance(result, Mapping):
+        return Result(result)
+    key = _score_key(result, SCORE_KEYS)
+    logs = {name: value for name, value in result.items() if name not in (*SCORE_KEYS, EXTRA)}
+    logs |= result.get(EXTRA, {})
+    return Result(result[key], {name: _listed(value, num) for name, value in logs.items()})
 
 
-def _of_each(answers: Sequence[Any]) -> Result:
+def _of_each(results: Sequence[Any]) -> Result:
     """Checks what a function returned for each row: a number, or a dict with `score` and more numbers."""
     scores: list[Any] = []
     logs: dict[str, list[Any]] = {}
-    for index, found in enumerate(answers):
-        if isinstance(found, Mapping):
-            if "score" not in found:
-                raise UserError(f"it returned a dict with {', '.join(map(repr, found))}, and no 'score'")
-            for name, value in found.items():
-                if name != "score":
-                    logs.setdefault(name, [None] * len(answers))[index] = value
-            found = found["score"]
-        scores.append(found)
+    for row, result in enumerate(results):
+        numbers = result if isinstance(result, Mapping) else {"score": result}
+        scores.append(numbers[_score_key(numbers, SCORE_KEYS[:1])])
+        for name, value in numbers.items():
+            if name != "score":
+                logs.setdefault(name, [None] * len(results))[row] = value
     return Result(scores, logs)
+
+
+def _score_key(result: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Returns the first of some keys that a result has. Raises UserError."""
+    for key in keys:
+        if key in result:
+            return key
+    raise UserError(f"it returned a dict with {', '.join(map(repr, result))}, and none of {', '.join(keys)}")
 
 
 def _listed(value: Any, num: int) -> list[Any]:

@@ -21,7 +21,7 @@ from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.environments.rows import Limits
-from rlhf_spmd.runtime.rewards.function import package_source, source_file
+from rlhf_spmd.runtime.rewards.function import source_file
 from rlhf_spmd.runtime.world.world import World
 
 SOURCE = "data_source"  # the column that names where a prompt is from
@@ -107,7 +107,6 @@ def run_environments(
         num_workers=config.environment_workers,
         limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
         seed=config.seed,
-        rank=world.rank,
         on_failure=limits.on_failure,
         beat=lambda: world.watch.beat(),
     )
@@ -155,20 +154,16 @@ def read_prompts(
 
 
 def functions_fingerprints(config: Config) -> dict[str, str]:
-    """Returns hashes of the files of reward functions and of the environment, by name; of functions of the package, of
-    each function, because other versions of the package change its file. A host that does not score need not have them.
-    """
-    functions = split_functions(config.reward_function)
-    functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
+    """Returns hashes of the files of the user's reward functions and environment, by name. A host that does not score
+    need not have them."""
+    specs = [("reward function", spec) for spec in split_functions(config.reward_function)]
+    if config.eval.prompts:
+        specs += [("reward function", spec) for spec in split_functions(config.eval.reward_function)]
     found = {}
-    for spec in functions:
-        if spec.startswith("rlhf_spmd.") and (source := package_source(spec)):
-            found[f"reward function {spec}"] = hashlib.sha256(source.encode()).hexdigest()
-        elif path := source_file(spec):
-            found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    spec = config.environment
-    if spec and not spec.startswith("rlhf_spmd.") and (path := source_file(spec)):
-        found[f"environment in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for name, spec in [*specs, ("environment", config.environment)]:
+        path = None if not spec or spec.startswith("rlhf_spmd.") else source_file(spec)
+        if path is not None:
+            found[f"{name} in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
 

@@ -42,7 +42,7 @@ GENERATION = {
 TURNS = {  # of episodes
     "turns": Metric("generation", "turns", "{:6.2f}", leaves=7),  # mean per episode
     "tool_calls": Metric("generation", "calls", "{:6.2f}", leaves=6),  # mean per episode, as those below
-    **{name: Metric("generation") for name in ("tool_failures", "tool_timeouts", "calls_repeated")},
+    **{name: Metric("generation") for name in ("tool_failures", "tool_timeouts")},
     **{f"end_{reason}": Metric("generation") for reason in REASONS},  # share of the episodes that ended so
     # share of the episodes that are left out because an environment broke, with episode.on_failure=drop_group
     DROPPED: Metric("generation", limits=(0.0, 0.25), advice="look at the notes about the environment, and repair it"),

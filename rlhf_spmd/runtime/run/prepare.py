@@ -131,7 +131,7 @@ def _open_environments(job: Job) -> None:
         if job.config.environment and job.config.episode.on_failure == "drop_group":
             _check_groups(job)
         found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids, started=job.started)
-        joins = [one.joins for one in found.speeches.values() if one.environment.speaks != "text"] if found else []
+        joins = [one.joins for one in found.renderers.values() if one.environment.speaks != "text"] if found else []
         ends = {one.unended(job.config.generation.stop) for one in joins} - {"", *job.prompts.remarks}
         job.notes = [*job.notes, *sorted(ends)]
     job.environments, job.episodes = found, None if found is None else found.of_call

@@ -180,7 +180,7 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
         folder.find()
         folder.lock()
         if job.environments is not None:
-            job.environments.journal = folder.path / "journal"
+            job.environments.run = folder.path.name
         if origin.resumed is not None and folder.writes:
             refuse_older(origin.resumed)
     return folder

@@ -97,7 +97,7 @@ def _episodes(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     assert job.environments is not None
     device, everything = job.world.device, slice(0, 1)
     rows = job.environments.rows(job, range(num), [0] * num, range(num))
-    episodes = job.environments.episodes(rows, 0, "samples", keep=False)  # a resumed run draws them again
+    episodes = job.environments.episodes(rows, 0, "samples")
     opened = episodes.openings()
     rollout = Rollout(
         model,
@@ -115,7 +115,6 @@ def _episodes(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     rewards = [
         math.nan if episodes.is_dropped(row) else reward for row, reward in enumerate(rewards_BG.sum(1).tolist())
     ]
-    episodes.close()
     return _Drawn(opened, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
 
 

@@ -28,7 +28,7 @@ def defined(path: Path) -> set[str]:
     names, todo = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.alias):
                 names.add(node.asname or node.name.split(".")[0])

@@ -220,7 +220,10 @@ def test_options_and_overrides_reach_the_program(capsys):
         ("data.prompts=p.jsonl reward_function=r.py:right", ""),  # a column that only the second row has
         ("data.prompts=p.jsonl reward_function=r.py:places", "no parameter of it receives the response (p, r)"),
         ("data.prompts=p.jsonl reward_function=r.py:other", "asks for solution, which is not a column"),
-        ("data.prompts=p.jsonl reward_function=r.py:verl", "neither this column nor reward_model (answer)"),
+        (
+            "data.prompts=p.jsonl reward_function=r.py:verl",
+            "asks for ground_truth, which is not a column of the data set (answer)",
+        ),
         ("data.prompts=p.jsonl,q.txt reward_function=r.py:source", ""),
         ("data.prompts=none.jsonl reward_function=r.py:other", "prompt file none.jsonl does not exist"),
         ("data.prompts=p.jsonl reward_function=r.py:right eval.prompts=q.txt", "evaluation on q.txt: reward function"),

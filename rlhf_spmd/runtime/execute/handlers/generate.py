@@ -57,7 +57,6 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         meter.add(f"{prefix}answers", len(seconds), rollout.num)
         meter.add(f"{prefix}tool_s", sum(seconds), len(seconds))
         meter.maximum(f"{prefix}tool_p95_s", seconds[math.ceil(0.95 * len(seconds)) - 1] if seconds else 0.0)
-        rollout.episodes.close()
     data.generate_s += time.perf_counter() - started
     meter.maximum("generate_s", data.generate_s)
 

@@ -18,25 +18,25 @@ def folder(tmp_path_factory):
 
 def shown(run, rows, *turns) -> list[dict]:
     """Returns the transcript of an episode whose turns are given."""
-    episodes = run.episodes(rows, 1, keep=False)
-    speech, place = episodes.lives[0].speech, len(run.episodes(rows, 1, keep=False).openings()[0])
+    episodes = run.episodes(rows, 1)
+    renderer, place = episodes.states[0].renderer, len(run.episodes(rows, 1).openings()[0])
     (ids,), *_ = play(episodes, scripted(*turns))
     response, drawn, place = ids[place:], [], 0
     for text in turns:
-        said = [*speech.tokenizer.encode(text, special=False), *speech.joins.stops]
+        said = [*renderer.tokenizer.encode(text, special=False), *renderer.joins.stops]
         while response[place : place + len(said)] != said:
             drawn, place = [*drawn, False], place + 1
         drawn, place = [*drawn, *[True] * len(said)], place + len(said)
-    return transcript(speech, response, drawn)
+    return transcript(renderer, response, drawn)
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3_kept", "llama3", "mistral", "pythonic"])
 def test_calls_and_answers_are_apart(name, folder, tmp_path):
-    run = of_run(folder, tmp_path, "functions.py:TOOLS", ["prompt"], name)
+    run = of_run(folder, "functions.py:TOOLS", ["prompt"], name)
     try:
-        speech = run.speeches[""]
+        renderer = run.renderers[""]
         call = Call("add", {"a": 1, "b": 2}, "100000000")
-        said = speech.joins.call_text([call.message])
+        said = renderer.joins.call_text([call.message])
         words = "I add.\n" if name == "chatml" else ""
         thought = "<think>\n\n</think>" if name == "qwen3_kept" else ""  # which this template writes before a call
         first, last = shown(run, rows_of(1), words + said, "It is 3.")
@@ -47,10 +47,10 @@ def test_calls_and_answers_are_apart(name, folder, tmp_path):
 
 
 def test_two_calls_and_one_that_cannot_be_read(folder, tmp_path):
-    run = of_run(folder, tmp_path, "functions.py:TOOLS", ["prompt"])
+    run = of_run(folder, "functions.py:TOOLS", ["prompt"])
     try:
         calls = [Call("add", {"a": 1, "b": 2}).message, Call("shout", {"text": "a"}).message]
-        both = run.speeches[""].joins.call_text(calls)
+        both = run.renderers[""].joins.call_text(calls)
         one, two, three = shown(run, rows_of(1), both, "<tool_call>{", "ok")
         assert one["answers"] == ["3", "A"] and len(one["calls"]) == 2 and not one["model"]
         assert two["model"] == "<tool_call>{" and not two["calls"] and "cannot be read" in two["answers"][0]
@@ -64,7 +64,7 @@ def test_environments_that_speak_text_and_messages(folder, tmp_path):
         ("of_openrlhf.py:AgentInstance", {"label": "4"}, None),
         ("functions.py:Rounds", {"rounds": 2}, "1 left of ['a']"),
     ):
-        run = of_run(folder, tmp_path, spec, [*columns, "seed", "sample_seed"])
+        run = of_run(folder, spec, [*columns, "seed", "sample_seed"])
         try:
             first, last = shown(run, rows_of(1, **columns), "a", "b")
             assert (first["model"], last["model"]) == ("a", "b") and len(first["answers"]) == 1

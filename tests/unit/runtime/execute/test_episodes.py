@@ -64,10 +64,6 @@ class OfPrompts(Scripted):
         super().__init__(seed, latest)
         self.names = names
         self.prompts: list[list[int]] = []
-        self.num_closed = 0
-
-    def close(self) -> None:
-        self.num_closed += 1
 
     def openings(self) -> list[list[int]]:
         return self.prompts
@@ -100,15 +96,6 @@ def test_weights_do_not_depend_on_when_answers_come(overrides):
             assert all(one[name] == other[name] for name in ("policy_loss", "kl", "turns", "reward"))
     assert max(one["turns"] for one in metrics[0]) > 1.2
     assert 0 < max(one["parity_max_abs"] for one in metrics[0]) < 1e-4
-
-
-def test_episodes_of_each_call_are_closed_once(overrides):
-    """Their journals are open files, of which a process has a limited number."""
-    run = a_run(overrides, seed=0, latest=2)
-    made, episodes = [], run.job.episodes
-    run.job.episodes = lambda *call: made.append(episodes(*call)) or made[-1]
-    run.iterations()
-    assert [one.num_closed for one in made] == [1, 1]
 
 
 def test_what_training_reads_of_episodes(overrides, tmp_path):

@@ -1,6 +1,5 @@
 """Reward functions: how they are found, and that every way to fail is told in one message."""
 
-import hashlib
 import sys
 import textwrap
 
@@ -9,8 +8,7 @@ import pytest
 
 from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.rewards import function as reward_function
-from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function, package_source, source_file
+from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function, source_file
 from rlhf_spmd.runtime.rewards.styles import Scored, bind
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
@@ -159,13 +157,13 @@ def test_torch_scores():
         ("abc", ["a str"]),
         ({"right": 1.0}, ["a dict with 'right'", "none of score"]),
         ((number for number in (1, 2, 3)), ["a generator", "list(...)"]),
-        (np.ones((3, 1)), ["[1.0]", "response 0", "not a number"]),
-        ([1.0, 2.0, "3"], ["'3'", "response 2", "not a number"]),
-        ([1.0, float("nan"), 2.0], ["nan", "response 1", "not finite"]),
-        ([float("-inf"), 1.0, 2.0], ["-inf", "response 0", "not finite"]),
-        ([1e39, 1.0, 2.0], ["1e+39", "response 0", "too large for float32"]),
-        ([10**400, 1.0, 2.0], ["response 0", "not finite"]),
-        ([1j, 1.0, 2.0], ["1j", "not a number"]),
+        (np.ones((3, 1)), ["[1.0]", "response 0", "finite number"]),
+        ([1.0, 2.0, "3"], ["'3'", "response 2", "finite number"]),
+        ([1.0, float("nan"), 2.0], ["nan", "response 1", "finite number"]),
+        ([float("-inf"), 1.0, 2.0], ["-inf", "response 0", "finite number"]),
+        ([1e39, 1.0, 2.0], ["1e+39", "response 0", "finite number"]),
+        ([10**400, 1.0, 2.0], ["response 0", "finite number"]),
+        ([1j, 1.0, 2.0], ["1j", "finite number"]),
     ],
 )
 def test_what_does_not(scores, words):
@@ -173,7 +171,7 @@ def test_what_does_not(scores, words):
     refusal(lambda: reward(PROMPTS, RESPONSES), "reward function mine:f returned", *words)
 
 
-def test_what_a_function_raises_is_told_with_the_line_and_the_prompt(tmp_path):
+def test_what_a_function_raises_is_told_with_the_line_and_the_rows(tmp_path):
     path = write(
         tmp_path,
         """
@@ -185,7 +183,7 @@ def test_what_a_function_raises_is_told_with_the_line_and_the_prompt(tmp_path):
         """,
     )
     reward = load_reward_function(f"{path}:reward")
-    words = ["KeyError: 'zzz'", "mine.py, line 4", 'return {"x": 1.0', "response 2 'zzz'", "prompt 'c'"]
+    words = ["KeyError: 'zzz'", "mine.py, line 4", 'return {"x": 1.0', "a batch of 3 responses (rows 0 to 2)"]
     refusal(lambda: reward(PROMPTS, RESPONSES), f"reward function {path}:reward raised", *words)
 
 
@@ -194,32 +192,7 @@ def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
         tmp_path, "import json\ndef reward(prompts, responses):\n    return [json.loads(text) for text in responses]\n"
     )
     reward = load_reward_function(f"{path}:reward")
-    refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return", "response 1")
-
-
-def test_a_failure_that_only_the_batch_shows_and_a_slow_function(monkeypatch):
-    def batch_only(prompts, responses):
-        if len(responses) > 1:
-            raise RuntimeError
-        return [0.0]
-
-    refusal(lambda: bound(batch_only)(PROMPTS, RESPONSES), "raised RuntimeError (", "a batch of 3")
-    monkeypatch.setattr(reward_function, "SEARCH_S", 0.0)
-    reward = bound(lambda prompts, responses: [1 / (response != "zzz") for response in responses])
-    refusal(lambda: reward(PROMPTS, RESPONSES), "ZeroDivisionError", "a batch of 3", "the one stopped after 0 s")
-
-
-@pytest.mark.parametrize("bad", [{0}, {700, 900}, {999}])
-def test_the_response_on_which_a_function_raises_is_found_by_halves(bad):
-    """In few calls, which score about as many responses as there are."""
-    sizes = []
-
-    def reward(responses):
-        sizes.append(len(responses))
-        return [1 / (int(one) not in bad) for one in responses]
-
-    refusal(lambda: bound(reward)(["p"] * 1000, [str(n) for n in range(1000)]), f"on response {min(bad)} ")
-    assert len(sizes) <= 12 and sum(sizes[1:]) <= 1001
+    refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return", "rows 0 to 2")
 
 
 def test_a_function_cannot_change_the_callers_lists():
@@ -245,28 +218,5 @@ def test_numbers_beyond_floats():
     function = RewardFunction("m:f", bind(lambda responses: {"scores": [1.0], "big": [10**400]}))
     assert function.score(Scored(["p"], ["r"])) == ([1.0], {})
     function = RewardFunction("m:f", bind(lambda responses: [10**5000]))
-    with pytest.raises(UserError, match="returned a number of thousands of digits for response 0 .* is not finite"):
+    with pytest.raises(UserError, match="returned a number of thousands of digits for response 0 .* finite number"):
         function.score(Scored(["p"], ["r"]))
-
-
-def test_what_a_function_of_the_package_does():
-    """Its own text and what it uses, but nothing else of the file."""
-    words, numeric = (package_source(f"rlhf_spmd.rewards:{name}") for name in ("num_words", "numeric_answer"))
-    assert words.startswith("num_words def num_words") and "numeric_answer" not in words
-    assert "numeric_answer def numeric_answer" in numeric and "re.compile" in numeric
-    assert package_source("rlhf_spmd.rewards:none") == package_source("rlhf_spmd.nothing:f") == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "begins"),
-    {
-        "exact_answer": "3ec0d1bf5544c098",
-        "numeric_answer": "bcd26e43e33c29a0",
-        "boxed_answer": "c9a44f0c9425f970",
-        "num_words": "ae0df22bdb0f31f4",
-        "vader_positive": "4e5de711f9ba093b",
-    }.items(),
-)
-def test_runs_of_earlier_versions_find_the_functions_unchanged(name, begins):
-    """Checkpoints have this hash: a change of a docstring alone would refuse a resume."""
-    assert hashlib.sha256(package_source(f"rlhf_spmd.rewards:{name}").encode()).hexdigest().startswith(begins)

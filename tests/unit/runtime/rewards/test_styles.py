@@ -204,24 +204,16 @@ def test_what_counts_as_a_function():
     assert scores(passes_on(own)) == [1.0, 1.0, 0.0] and scores(passes_on(verl_async)) == [1.0, 0.0, 0.0]
     assert scores(functools.cache(lambda solution_str, data_source=None: 1.0)) == [1.0] * 3
     for partial in (functools.partial(scaled, scale=2), functools.partial(scaled, "p", scale=2)):
-        assert scores(partial) == scores(passes_on(partial)) == [2.0] * 3
+        assert scores(partial) == [2.0] * 3
     kept = bound(functools.partial(scaled, scale=2, completion_ids="bound", prompts=None))
     assert kept.words == ("responses",) and kept.call(ROWS).scores == [2.0] * 3  # what is bound stays
-    assert bound(passes_on(kept.function)).words == ("responses",)
     named = functools.update_wrapper(functools.partial(trl, answer=["4"] * 3), trl)  # as TRL wants partials
     assert scores(named) == [1.0, None, None]
     everything = functools.partial(lambda **given: [len(given)] * 3, answer="bound")
     assert scores(everything) == [7.0] * 3  # three words, four columns
 
-    @functools.wraps(scaled)
-    def other(prompts, responses):  # its parameters count, not those of the function behind it
-        return scaled(prompts, responses, 4, None)
-
-    assert scores(other) == [4.0] * 3
-
 
 def by_place(prompts, responses, /): ...
-def mixed(prompts, /, responses): ...
 
 
 @pytest.mark.parametrize(
@@ -234,10 +226,7 @@ def mixed(prompts, /, responses): ...
         (lambda solution_strs, ground_truths: 1, ["did you mean 'solution_str'?"]),
         (lambda prompts: 1, ["no parameter"]),
         (lambda *rows: 1, ["it has none with a name"]),
-        (passes_on(by_place), ["prompts, responses by position only", "remove the /"]),
-        (by_place, ["prompts, responses by position only", "remove the /"]),
-        (mixed, ["prompts by position only"]),
-        (len, ["obj by position only"]),
+        (by_place, ["no parameter of it receives the response (it has none with a name)"]),
         (max, ["cannot be read"]),
         (operator.itemgetter(1), ["cannot be read"]),
         (Counter, ["it is a class", "name an object of it"]),
@@ -250,15 +239,8 @@ def test_a_function_that_cannot_get_the_response_is_refused_with_the_accepted_na
 
 
 def test_other_functions_that_cannot_be_called_by_names():
-    def only_places(function):
-        return functools.wraps(function)(lambda *args: function(*args))
-
-    def renamed(function):
-        return functools.wraps(function)(lambda responses, **columns: function(responses, **columns))
-
-    assert "no parameter" in refused(only_places(own))
-    assert ", answer by name (missing a required argument: 'responses')" in refused(renamed(trl_async))
-    both = "receive the response: responses (this program), completions (TRL); keep one"
+    assert "missing a required argument: 'prompts'" in refused(lambda prompts, /, responses: 1)
+    both = "several of its parameters receive the response (responses, completions): keep one"
     assert both in refused(lambda responses, completions: 1) and both in refused(lambda responses=0, completions=0: 1)
     assert bind(lambda completions, responses=None: 1, ["responses"]).columns == ("responses",)
     assert "asks for prompt, " in (text := refused(lambda responses, prompt: 1)) and "mean 'prompts'?" in text
@@ -317,40 +299,6 @@ def test_what_an_async_function_keeps_belongs_to_the_loop_of_all_calls():
     assert scores(one_at_a_time) == scores(one_at_a_time) == [1.0, 2.0, 1.0]
 
 
-class Judge:
-    def __call__(self, responses, **kwargs):
-        return [float(len(kwargs))] * len(responses)
-
-    def score(self, responses, **kwargs):
-        return self(responses, **kwargs)
-
-
-def styled(style, responses, **kwargs):
-    return [float(style == "x" and "style" not in kwargs)] * len(responses)
-
-
-def test_a_column_of_a_name_that_is_given_by_place_stays_away():
-    rows = Scored(["p"], ["r"], [[1]], [{"self": 1, "style": "column", "answer": "4"}])
-    assert scores(Judge(), rows) == [4.0] and scores(Judge().score, rows) == [
-        4.0
-    ]  # prompts, completion_ids, two columns
-    assert scores(functools.partial(styled, "x"), rows) == [1.0]
-
-
-def gives(responses):
-    yield from map(len, responses)
-
-
-async def gives_later(responses):
-    for response in responses:
-        yield len(response)
-
-
-def test_what_makes_no_scores_is_refused():
-    for function in (gives, gives_later, functools.partial(gives)):
-        assert "it is a generator (it has a yield)" in refused(function)
-
-
 def test_further_numbers_are_for_the_log():
     found, logs = RewardFunction("verl.py:verl", bound(verl)).score(ROWS)
     assert found == [1.0, 1.0, 0.0] and logs == {"verl_acc": [1.0, 0.0, 0.0]}  # texts are not logged
@@ -369,7 +317,7 @@ def test_further_numbers_are_for_the_log():
         (
             "def f(completions, environments): ...",
             [],
-            ["asks for environments (as TRL", "give their class get_reward()"],
+            ["asks for environments", "give their class get_reward()"],
         ),
         ("def f(data_source, solution_str, ground_truth): ...", ["data_source"], ["asks for ground_truth"]),
     ],
@@ -382,11 +330,11 @@ def test_a_column_that_is_missing_is_named_before_the_run(tmp_path, monkeypatch,
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_an_error_names_the_row_in_every_style():
+def test_an_error_names_the_rows_of_its_call():
     def broken(completions, answer):
         return [1 / (right != "6") for right in answer]
 
-    with pytest.raises(UserError, match=r"ZeroDivisionError.* on response 1 ' 6' \(prompt '3\+3\?'\)"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError.* on a batch of 3 responses \(rows 0 to 2\)"):
         scores(broken)
 
 

@@ -110,14 +110,13 @@ def workers(file):
     made = []
 
     def workers(*names: str, num: int = 2, timeout_s: float = 0.0, **more) -> RewardWorkers:
-        pool = RewardWorkers([f"{file}:{name}" for name in names], COLUMNS, num=num, timeout_s=timeout_s, **more)
-        made.append(pool)
-        return pool
+        made.append(RewardWorkers([f"{file}:{name}" for name in names], COLUMNS, num=num, timeout_s=timeout_s, **more))
+        return made[-1]
 
     yield workers
-    processes = [worker.process.pid for pool in made for worker in pool._workers]
-    for pool in made:
-        pool.close()
+    processes = [worker.process.pid for workers in made for worker in workers.pool._workers]
+    for workers in made:
+        workers.pool.close()
     assert not any(map(is_alive, processes))
 
 
@@ -131,7 +130,7 @@ def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
         for row in range(5)
     ]
     pool = workers(*names, num=num)
-    assert pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
+    assert pool.pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
     for _ in range(2):
         found, late = pool.score(ROWS)
         assert late == set() and [one[0][row] for one in found for row in range(5)] == [one[0][0] for one in alone]
@@ -147,7 +146,7 @@ def test_a_child_that_comes_back_is_ended(file, workers, capfd):
     pool = workers("forks", num=2)
     for _ in range(2):
         assert pool.score(ROWS)[0] == [([1.0, 2.0, 1.0, 0.0, 2.0], {})]
-    pool.close()
+    pool.pool.close()
     said = f"rlhf_spmd: note: reward function {file}:forks came back in a child of os.fork"
     assert 1 <= capfd.readouterr().err.count(said) <= 2
 
@@ -156,7 +155,7 @@ def test_a_child_that_comes_back_is_ended(file, workers, capfd):
 def test_a_response_that_takes_too_long(file, workers):
     """It alone has no score; its worker, and what that started, are gone; the other rows do not wait for it."""
     pool = workers("sleeps", timeout_s=TIMEOUT_S)
-    before = {worker.process.pid for worker in pool._workers}
+    before = {worker.process.pid for worker in pool.pool._workers}
     began = time.monotonic()
     assert pool.score(ROWS) == ([([1.0, None, 1.0, 0.0, 2.0], {})], {1})
     assert TIMEOUT_S <= time.monotonic() - began < 10 * TIMEOUT_S
@@ -164,7 +163,7 @@ def test_a_response_that_takes_too_long(file, workers):
         while is_alive(child):
             assert time.monotonic() - began < 10 * TIMEOUT_S
             time.sleep(0.01)
-    assert len(pool._workers) == 2 and {worker.process.pid for worker in pool._workers} != before
+    assert len(pool.pool._workers) == 2 and {worker.process.pid for worker in pool.pool._workers} != before
     assert pool.score(ROWS.part(0, 1)) == ([([1.0], {})], set())
 
 
@@ -245,7 +244,7 @@ import json, os, sys, threading, time
 from rlhf_spmd.runtime.rewards.styles import Scored
 from rlhf_spmd.runtime.rewards.workers import RewardWorkers
 pool = RewardWorkers([sys.argv[1]], [], num=2, timeout_s=0)
-print(json.dumps([worker.process.pid for worker in pool._workers]), flush=True)
+print(json.dumps([worker.process.pid for worker in pool.pool._workers]), flush=True)
 pool.score(Scored(["p", "p"], ["a", "bb"]))
 """
 

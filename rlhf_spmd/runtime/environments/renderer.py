@@ -1,4 +1,4 @@
-"""What an environment and a model say to each other: prompts, calls and observations, between text and tokens."""
+"""Renders the rows of an environment: prompts, calls and observations, between text and tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tool_calls import Call, format_of, read_turn
 from rlhf_spmd.model.texts.turns import TurnJoins, answer_of, tool_call
 from rlhf_spmd.runtime.environments.adapters import Environment
-from rlhf_spmd.runtime.environments.kinds import Message, Opening, Step
+from rlhf_spmd.runtime.environments.native import Message, Opening, Step
 
 Render = Callable[..., str]  # as of model.hf.ChatTemplate.render
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
+class Renderer:
     """How the rows of one environment are written.
 
     form: of tool calls; empty: there are none.
@@ -28,21 +28,21 @@ class Speech:
     form: str
     thinks: tuple[bool, bool] = (False, False)
 
-    def said(self, drawn: Sequence[int]) -> str:
+    def text_of(self, drawn: Sequence[int]) -> str:
         """Returns the text of a turn, for the environment."""
         return self.tokenizer.decode(drawn)
 
-    def read(self, drawn: Sequence[int], *, is_first: bool) -> tuple[str, list[Call]]:
+    def parse(self, drawn: Sequence[int], *, is_first: bool) -> tuple[str, list[Call]]:
         """Returns what a turn says beside tool calls, and these, whose marks may be special tokens.
 
         is_first: the turn is the first one of its episode.
         """
         if not self.form:
-            return self.said(drawn), []
-        text = self.tokenizer.decode([one for one in drawn if one not in self.joins.stops], special=True)
+            return self.text_of(drawn), []
+        text = self.tokenizer.decode([token for token in drawn if token not in self.joins.stops], special=True)
         return read_turn(text, self.form, is_thinking=self.thinks[not is_first])
 
-    def first(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
+    def prompt_ids(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
         """Returns the tokens of a prompt as an environment opens it. Raises UserError.
 
         where: of the row, for messages.
@@ -62,7 +62,7 @@ class Speech:
             messages = [*messages, answer_of("user", opening.add)]
         return self.joins.encode(self.joins.render(messages, True))
 
-    def back(self, drawn: Sequence[int], calls: Sequence[Call], steps: Sequence[Step]) -> list[int]:
+    def answer_ids(self, drawn: Sequence[int], calls: Sequence[Call], steps: Sequence[Step]) -> list[int]:
         """Returns the tokens that follow a turn.
 
         calls: of the turn.
@@ -70,16 +70,16 @@ class Speech:
         """
         if self.environment.speaks == "text":
             (step,) = steps
-            assert isinstance(step.back, str)
-            return self.joins.encode(_unicode(step.back))
+            assert isinstance(step.observation, str)
+            return self.joins.encode(_unicode(step.observation))
         if calls:
             answers = [
-                answer_of("tool", _unicode(step.back), _unicode(call.name) or "unknown", call.number)
+                answer_of("tool", _unicode(step.observation), _unicode(call.name) or "unknown", call.number)
                 for call, step in zip(calls, steps, strict=True)
             ]
             return self.joins.after(drawn, answers, [call.message for call in calls])
         (step,) = steps
-        given = [answer_of("user", step.back)] if isinstance(step.back, str) else step.back
+        given = [answer_of("user", step.observation)] if isinstance(step.observation, str) else step.observation
         messages = [message | {"content": _unicode(message["content"])} for message in given]
         return self.joins.after(drawn, messages)
 
@@ -89,7 +89,7 @@ def _unicode(text: Any) -> str:
     return str(text).encode(errors="replace").decode()
 
 
-def speech_of(
+def renderer_of(
     environment: Environment,
     tokenizer: Tokenizer,
     render: Render,
@@ -98,7 +98,7 @@ def speech_of(
     template: str,
     describe: Callable[[Callable[..., Any]], dict[str, Any]],
     form: str = "",
-) -> Speech:
+) -> Renderer:
     """Returns how rows of an environment are written by a chat template. Raises UserError for a template that changes
     earlier turns, or has no known form of calls.
 
@@ -115,11 +115,11 @@ def speech_of(
 
     joins = TurnJoins(rendered, lambda text: tokenizer.encode(text, special=False), frozenset(stops), template)
     if environment.speaks == "text":
-        return Speech(environment, tokenizer, joins, "")
+        return Renderer(environment, tokenizer, joins, "")
     joins.check(("tool",) if tools else ("user",))
     if not tools:
-        return Speech(environment, tokenizer, joins, "")
+        return Renderer(environment, tokenizer, joins, "")
     call = tool_call("f", {}, "000000000")
     answered = [{"role": "assistant", "content": "", "tool_calls": [call]}, answer_of("tool", "!", "f", call["id"])]
     thinks = joins.opens_thought(), joins.opens_thought(answered)
-    return Speech(environment, tokenizer, joins, format_of(joins, form), thinks)
+    return Renderer(environment, tokenizer, joins, format_of(joins, form), thinks)

@@ -5,7 +5,7 @@ import pytest
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
 from rlhf_spmd.model.texts.tool_calls import Call
 from rlhf_spmd.runtime.environments.adapters import load_environments
-from rlhf_spmd.runtime.environments.speech import speech_of
+from rlhf_spmd.runtime.environments.renderer import renderer_of
 from rlhf_spmd.runtime.environments.transcript import transcript
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
 from tests.unit.runtime.environments.test_episodes import FILES
@@ -27,15 +27,15 @@ def test_a_thought_that_the_template_opened_calls_nothing(opens, thinks, tmp_pat
     tokenizer, render = load_tokenizer(folder), ChatTemplate(folder, str(tmp_path / "t.jinja"), started=STARTED).render
     stop = tokenizer.vocabulary()[ENDS["chatml"]]
     environment = load_environments(f"{FILES}/functions.py:TOOLS", ["prompt"])[""]
-    speech = speech_of(environment, tokenizer, render, [stop], template="t", describe=tool_schema)
-    call = speech.joins.call_text([Call("add", {"a": 1, "b": 2}).message]).rpartition("assistant\n")[2]
+    renderer = renderer_of(environment, tokenizer, render, [stop], template="t", describe=tool_schema)
+    call = renderer.joins.call_text([Call("add", {"a": 1, "b": 2}).message]).rpartition("assistant\n")[2]
 
     def num_calls(text: str, *, is_first: bool) -> int:
-        return len(speech.read([*tokenizer.encode(text, special=False), stop], is_first=is_first)[1])
+        return len(renderer.parse([*tokenizer.encode(text, special=False), stop], is_first=is_first)[1])
 
     for is_first, has_thought in zip((True, False), thinks, strict=True):
         assert num_calls(call, is_first=is_first) == (has_thought == "0")
         assert num_calls(f"hm\n</think>\n{call}", is_first=is_first) == 1
     said = [*tokenizer.encode(f"{call} no", special=False), stop]
-    (turn,) = transcript(speech, said, [True] * len(said))
+    (turn,) = transcript(renderer, said, [True] * len(said))
     assert bool(turn["calls"]) == (thinks[0] == "0") and turn["model"].endswith("no")
