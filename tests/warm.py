@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -179,8 +178,6 @@ def _receive(connection: socket.socket) -> tuple[list[int], list]:
 
 def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str, str], folder: str, mask: int) -> None:
     """Makes this process that of tests/warm_rank.py."""
-    from rlhf_spmd.files import output
-
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate(descriptors[:3]):
@@ -193,4 +190,3 @@ def _prepare(descriptors: Sequence[int], words: list[str], environment: dict[str
     os.chdir(folder)
     os.umask(mask)
     sys.argv[1:] = words
-    output._wrote_s = time.monotonic()  # it starts now: nothing has been silent for long

@@ -46,7 +46,7 @@ class Stream(io.TextIOWrapper):
 
     is_work, speaks = False, False
     passing = ""  # the line that the next output replaces
-    wrote_s = 0.0  # when it was last written to, except for the passing line
+    wrote_s = 0.0  # when it was last written to, or made, but for the passing line
 
     def write(self, text: str) -> int:
         self.show_passing("")
@@ -104,7 +104,11 @@ def prepare(*, is_work: bool, speaks: bool = True) -> None:
 
 def _stream(before: TextIO) -> Stream:
     is_line, at_once = before is sys.stderr or before.isatty(), getattr(before, "write_through", False)
-    return Stream(before.buffer, before.encoding, "backslashreplace", None, is_line, at_once)
+    raw = io.FileIO(before.fileno(), "w", closefd=False)
+    buffer = raw if at_once else io.BufferedWriter(raw)
+    stream = Stream(buffer, before.encoding, "backslashreplace", None, is_line, at_once)
+    stream.wrote_s = time.monotonic()
+    return stream
 
 
 def _go_on_without(reason: object) -> None:
@@ -159,7 +163,7 @@ def show_passing(text: str) -> None:
 
 def silent_s() -> float:
     """Returns the seconds for which standard output has not been written to, except for the passing line."""
-    return time.monotonic() - getattr(sys.stdout, "wrote_s", 0.0)
+    return time.monotonic() - sys.stdout.wrote_s if isinstance(sys.stdout, Stream) else 0.0
 
 
 def width() -> int:

@@ -22,10 +22,6 @@ import os, subprocess, time
 def letters(prompts, responses):
     return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]
 
-def forking(prompts, responses):
-    os.fork()
-    return letters(prompts, responses)
-
 def helped(prompts, responses):
     subprocess.Popen(["sleep", "611"], start_new_session=True)
     return slow(prompts, responses)
@@ -50,9 +46,9 @@ def words(tmp_path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """Returns a run on two ranks, without workers. A child of os.fork comes back from each call, and is ended."""
+    """Returns a run on two ranks, without workers."""
     folder = tmp_path_factory.mktemp("alone")
-    return trained([*words_in(folder), f"reward_function={folder / 'r.py'}:forking"], 2, folder / "alone")
+    return trained(words_in(folder), 2, folder / "alone")
 
 
 def test_the_same_numbers_as_without_workers(words, alone, tmp_path):

@@ -192,5 +192,5 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     is_complete = isinstance(error, DeadlineError | PeerError)  # these name ranks and position themselves
     by = f" ({', '.join(parts)})" if parts and not is_complete else ""
     trace = "".join(traceback.format_exception(error)).rstrip()
-    told = f"{PREFIX}{text}{by}" if text is not None else f"{trace}\n{by.strip()}"
-    return f"{told}\n{go_on}".rstrip()
+    message = f"{PREFIX}{text}{by}" if text is not None else f"{trace}\n{by.strip()}"
+    return f"{message}\n{go_on}".rstrip()

@@ -74,8 +74,11 @@ def num_launched(environment: Mapping[str, str]) -> int:
 
 def num_on_node(environment: Mapping[str, str]) -> int:
     """Returns how many of the processes are on this node; all of them if the launcher does not tell."""
-    told = (number_in(environment, here) for everywhere, here in ON_NODE if number_in(environment, everywhere))
-    return next((num for num in told if num is not None), num_launched(environment))
+    for everywhere, here in ON_NODE:
+        num = number_in(environment, here)
+        if num is not None and number_in(environment, everywhere):
+            return num
+    return num_launched(environment)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

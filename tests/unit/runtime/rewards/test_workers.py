@@ -62,10 +62,6 @@ def closes_all(prompts, responses):
         os.closerange(3, 1000)
     return [1.0] * len(responses)
 
-def forks(prompts, responses):
-    os.fork()
-    return [float(len(response)) for response in responses]
-
 def raises(prompts, responses):
     return [1.0 / (len(response) - 2) for response in responses]
 
@@ -139,16 +135,6 @@ def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     assert found[2][1] == {"each_size": [1.0, 2.0, None, 0.0, 2.0]}
     assert capfd.readouterr().out.count("scored") == 10 + 6  # those of this process
     assert pool.score(Scored([], [])) == ([([], {})] * 3, set())
-
-
-def test_a_child_that_comes_back_is_ended(file, workers, capfd):
-    """Each process says it once."""
-    pool = workers("forks", num=2)
-    for _ in range(2):
-        assert pool.score(ROWS)[0] == [([1.0, 2.0, 1.0, 0.0, 2.0], {})]
-    pool.pool.close()
-    said = f"rlhf_spmd: note: reward function {file}:forks came back in a child of os.fork"
-    assert 1 <= capfd.readouterr().err.count(said) <= 2
 
 
 @pytest.mark.timed
