@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -196,14 +198,17 @@ class WorkerPool:
         process = context.Process(target=run, args=(theirs, os.getpid(), self._program, self._opening))
         # Signals of the launcher wait until the worker has handlers for them; a child inherits what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_RANK)
+        main = sys.modules["__main__"]
         try:
             resource_tracker.ensure_running()  # its start unblocks some of them
             signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_RANK)
+            sys.modules["__main__"] = ModuleType("__main__")  # else a worker runs the program of the rank first
             process.start()
         except OSError as error:
             fix = f"lower {self._option}"
             raise UserError(f"no worker for {self._name} can be started ({error}): {fix}") from None
         finally:
+            sys.modules["__main__"] = main
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._workers.append(Worker(process, ours))

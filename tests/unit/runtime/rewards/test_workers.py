@@ -14,7 +14,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.rewards.function import load_reward_function
 from rlhf_spmd.runtime.rewards.styles import Scored
 from rlhf_spmd.runtime.rewards.workers import RewardWorkers
-from tests.run_mpi import environment_alone
+from tests.run_mpi import REPOSITORY, environment_alone
 
 TIMEOUT_S, LIMIT_S = 1.0, 60.0
 SOURCE = """
@@ -238,8 +238,10 @@ pool.score(Scored(["p", "p"], ["a", "bb"]))
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_rank(number, file):
     """One is busy and one idle when the rank is killed."""
-    command = [sys.executable, "-c", PROGRAM, f"{file}:naps"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=environment_alone()) as rank:
+    program, environment = file.with_name("main.py"), environment_alone() | {"PYTHONPATH": str(REPOSITORY)}
+    program.write_text(PROGRAM, encoding="utf-8")  # which no worker runs
+    command = [sys.executable, str(program), f"{file}:naps"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=environment) as rank:
         processes = json.loads(rank.stdout.readline())
         time.sleep(0.5)
         rank.send_signal(number)
