@@ -209,12 +209,12 @@ def _choose(job: Job, options: Options, later: dict[str, str]) -> dict[str, str]
             options["preset"], chosen["preset"] = preset, "sizes for `check` and `plan`; replace it by the model"
         else:
             later["preset"] = "NAME  (the model's size is not known: give its folder, or sizes for `check`)"
-    if "layout" not in options and not {"nodes", "devices", "processes"} & job.given.keys():
+    if "layout" not in {**options, **later}:
         options["layout"] = job.layout
         chosen["layout"] = "it is not given; batches for each device are for so many"
     for row in [*defaults(program, job.page.name), *table()["chosen"]]:
         for key in row.get("ours", "").split():
-            is_missing = has_option(job.page, key) and key not in options and key not in later
+            is_missing = has_option(job.page, key) and key not in {**options, **later}
             if is_missing and Job(job.source, job.page, {**job.source.values, **options}).is_so(row.get("when", {})):
                 options[key], chosen[key] = row["value"], row.get("why", f"the default of {PROGRAMS[program]}")
     for key in [*options]:

@@ -151,7 +151,7 @@ def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
     means the same."""
 
     def listed(key: str) -> Callable[[Mapping], str]:
-        return lambda row: ", ".join(f"`{one}`" for one in row[key])
+        return lambda row: ", ".join(f"`{one}`" for one in dict.fromkeys(row[key]))
 
     rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name in other_names.names():
