@@ -13,6 +13,7 @@ python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd rehearse mine.py --preset llama-13b --layout 8x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
 python -m rlhf_spmd coming-from verl.yaml > options.yaml
+python -m rlhf_spmd coming-from trl grpo --model_name_or_path m --dataset_name d > options.yaml
 python -m rlhf_spmd algorithms
 python -m rlhf_spmd convert model.gguf FOLDER
 python -m rlhf_spmd status runs/NAME

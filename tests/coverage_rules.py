@@ -37,6 +37,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/pages/test_algorithm.py": ("algorithms.page", "pages.functions", "plan.workflow"),
     "unit/pages/test_option_suggestions.py": ("pages.other_names",),
     "unit/migration/test_translate.py": ("migration.rules", "migration.sources", "verbs.coming_from"),
+    "unit/migration/test_commands.py": ("migration.sources",),
     "e2e/test_evaluations.py": ("verbs.evaluate",),
     "e2e/test_odd_surroundings.py": ("verbs.algorithms",),
     "unit/command_line/test_fitting_strategies.py": ("command_line.checks",),

@@ -208,8 +208,7 @@ OURS: dict[str, tuple[str, ...]] = {
         *("pages.option_suggestions", "pages.option_values"),
     ),
     "rlhf_spmd.migration": (
-        *("config.file", "files", "migration", "pages.algorithm", "pages.other_names", "plan.adapters"),
-        *("plan.workload",),
+        *("config.file", "files", "migration", "pages.algorithm", "pages.other_names", "plan.workload"),
     ),
     "rlhf_spmd.pages.option_suggestions": ("pages.other_names",),
     "rlhf_spmd.pages.other_names": (),

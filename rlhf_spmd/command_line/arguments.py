@@ -344,8 +344,9 @@ VERBS = {
         (
             _argument(
                 "file_there",
-                "YAML file of that program, or a shell script that starts it; KEY=VALUE arguments replace its values",
-                "FILE",
+                "YAML file of that program, whose values KEY=VALUE arguments replace; or trl, verl or openrlhf, and "
+                "behind it the words of its command",
+                "FILE|PROGRAM",
             ),
             _argument(
                 "--program",
@@ -465,7 +466,9 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
             f"{words[0]!r} is not a subcommand{did_you_mean(words[0], VERBS)}; there are {', '.join(VERBS)} ({PROGRAM} "
             "--help says what each does)"
         )
+    words, foreign = _foreign_words(words)
     parsed, rest = parser(text).parse_known_args(words)
+    parsed.words = foreign
     if parsed.verb in CHECKED:
         first = parsed.strategies or []
         words = [*([first] if isinstance(first, str) else first), *rest]
@@ -487,6 +490,16 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
         raise UserError(f"{parsed.verb} takes no KEY=VALUE arguments such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
+
+
+def _foreign_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the words of this program, and those of the command that `coming-from PROGRAM` translates."""
+    from rlhf_spmd.pages.other_names import PROGRAMS
+
+    for place, word in enumerate(words):
+        if words[0] == "coming-from" and word in PROGRAMS and words[place - 1] != "--program":
+            return words[: place + 1], words[place + 1 :]
+    return words, []
 
 
 def _hint(word: str, parsed: argparse.Namespace) -> str:

@@ -1,31 +1,21 @@
-"""Reads configurations of other programs: YAML files of TRL and verl, and shell scripts that start one of the three."""
+"""Reads configurations of other programs: YAML and JSON files, and the words of their command lines."""
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.file import yaml_value
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import read_bytes
+from rlhf_spmd.pages.other_names import PROGRAMS, find, table
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-GROUPS_OF_VERL = (
-    *("data", "actor_rollout_ref", "critic", "reward_model", "reward", "custom_reward_function", "algorithm"),
-    *("trainer", "async_training"),
-)
-MAPPINGS = ("chat_template_kwargs", "apply_chat_template_kwargs")  # values of one option
-NESTED = ("dataset_mixture", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "fsdp_config", "model_init_kwargs")
-LEFT_OVER = ("defaults", "hydra")  # of Hydra
-SUBSTITUTION = re.compile(r"\$\{([A-Za-z_][\w.]*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
-ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-PRODUCT = re.compile(r"\$\(\(([\w\s+*/()$-]+)\)\)")
-ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)=\((.*?)^\s*\)", re.DOTALL | re.MULTILINE)
-MODULE = re.compile(r"(?:openrlhf\.cli\.|openrlhf/cli/)(\w+)")
-PROGRAM = re.compile(r"(openrlhf|verl|recipe|trl)(\.[\w.]+)?|.*\.py")  # of a command line
-Value = Any  # a text, number, truth value, None, list or mapping, as in YAML
+WHOLE = ("chat_template_kwargs", "apply_chat_template_kwargs", "dataset_mixture")  # mappings that are one value
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+LONGEST, DEEPEST = 10_000, 20  # characters of a value; values in values, and references to references
+STARTS = ("-m", "--module", "trl")  # words before the name of what a command starts
+LAUNCHERS = ("torch.", "accelerate", "deepspeed")  # modules
+Value = Any  # a text, a list or a mapping, whose values are texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +24,7 @@ class Source:
 
     values: by dotted name.
     left: what is not read, with the reason.
-    module: of a command line of OpenRLHF, e.g. train_dpo.
+    module: the module or script that the command line starts.
     """
 
     program: str
@@ -42,189 +32,147 @@ class Source:
     left: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
 
-    def text(self, name: str, default: str = "") -> str:
-        """Returns a value as text; truth values are `true` and `false`, and null is empty."""
-        return text_of(self.values.get(name, default))
-
-    def number(self, name: str, default: float = 0.0) -> float:
-        """Returns a value as a number; default: if it is not one."""
-        return number_of(self.values.get(name), default)
-
 
 def text_of(value: Value) -> str:
-    """Returns a value as text."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ",".join(map(text_of, value))
-    text = str(value)
-    return text.lower() if text.lower() in ("true", "false") else {"None": "", "null": "", "~": ""}.get(text, text)
+    """Returns a value as text: lists with commas; truth values as `true` and `false`; null is empty."""
+    text = ",".join(map(text_of, value)) if isinstance(value, list) else str(value)
+    if text in ("True", "False"):
+        return text.lower()
+    return "" if text in ("None", "null", "~", "{}") else text
 
 
-def number_of(value: Value, default: float = 0.0) -> float:
-    """Returns a value as a number; default: if it is not one."""
-    try:
-        return float(text_of(value))
-    except ValueError:
-        return default
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def read_source(path: str, words: Sequence[str] = (), program: str | None = None) -> Source:
-    """Reads a file. words: KEY=VALUE of its command line, which replace its values. program: whose it is; None: told
-    from its names. Raises UserError."""
+def read_file(path: str, words: Sequence[str] = (), program: str | None = None) -> Source:
+    """Reads a file. Raises UserError, also for scripts.
+
+    words: KEY=VALUE, which replace its values.
+    program: whose it is; None: the one that has most of its names.
+    """
     text = read_bytes(path).decode("utf-8", "replace")
-    module = next(iter(MODULE.findall(text)), "")
-    left: dict[str, str] = {}
-    is_script = Path(path).suffix in SCRIPTS
-    values = _of_command(path, text) if is_script else dict(_flat(_yaml(path, text), "", left))
-    for word in words:
-        key, equals, value = word.lstrip("+~").partition("=")
-        if not equals:
-            raise UserError(f"{word!r} is not KEY=VALUE: only values of {path} can be replaced")
-        values[key] = _scalar(value)
-    if not values:
+    if path.endswith(".py"):
+        name = re.search(r"\w+Config(?=\()", text)
         raise UserError(
-            f"{path} has no options of TRL, verl or OpenRLHF: give its YAML file, or the script that starts it"
+            f"{path} is a Python script, which is not read: write the arguments of {name[0] if name else 'GRPOConfig'}"
+            "(...) into a YAML file, or as words: `coming-from trl --NAME VALUE`"
         )
-    return Source(program or _program(values, text), _filled(path, values, left), left, module)
-
-
-def _program(values: Mapping[str, Value], text: str) -> str:
-    """Returns the name of the program whose options these are."""
-    if any(key.partition(".")[0] in GROUPS_OF_VERL and "." in key for key in values):
-        return "verl"
-    return "openrlhf" if "openrlhf" in text or "pretrain" in values else "trl"
-
-
-def _yaml(path: str, text: str) -> Mapping[str, Value]:
-    try:
-        root = yaml_value(text)
-    except UserError as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+    if path.endswith(SCRIPTS) or text.startswith("#!"):
+        name = re.search("openrlhf|verl|trl", text.lower())
+        raise UserError(
+            f"{path} is a shell script, which only a shell can expand: in a copy of it, write `python -m rlhf_spmd "
+            f"coming-from {name[0] if name else 'PROGRAM'}` before the command that trains, comment out its other "
+            "commands, look at it with `bash -n`, and run it: `bash COPY > options.yaml`"
+        )
+    root = yaml_value(text, path)
     if not isinstance(root, dict):
         raise UserError(f"{path} holds no options: it is not a mapping of names to values")
-    return root
+    replaced, others = _options(words, has_dashes=False)
+    if others:
+        raise UserError(f"{others[0]!r} is not KEY=VALUE: only values of {path} can be replaced")
+    values = dict(_flat(root, "")) | replaced
+    left = _without_references(path, values)
+    return Source(program or max(PROGRAMS, key=lambda name: sum(bool(find(name, key)) for key in values)), values, left)
 
 
-def _flat(values: Mapping[str, Value], prefix: str, left: dict[str, str]) -> Iterator[tuple[str, Value]]:
+def yaml_value(text: str, path: str) -> Value:
+    """Returns the texts, lists and mappings of YAML or JSON. Raises UserError for what is none."""
+    import yaml
+
+    depth = 0
+    try:
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise UserError(f"{path} is nested too deep, or has an alias (*NAME): write the values out")
+        return yaml.load(text, Loader=yaml.BaseLoader)  # makes texts, lists and mappings alone
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _flat(values: Mapping[str, Value], prefix: str) -> Iterator[tuple[str, Value]]:
     """Yields dotted names and values."""
     for name, value in values.items():
-        key = f"{prefix}{name}"
-        if key in LEFT_OVER:
-            texts = [text_of(one) for one in value] if isinstance(value, list) else [key]
-            left[key] = f"{', '.join(texts)}: other files of Hydra are not read"
-        elif isinstance(value, dict) and (prefix or name not in NESTED) and name not in MAPPINGS:
-            yield from _flat(value, f"{key}.", left)
+        if isinstance(value, dict) and value and name not in WHOLE:
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield key, value
+            yield f"{prefix}{name}", value
 
 
-def _filled(path: str, values: Mapping[str, Value], left: dict[str, str]) -> dict[str, Value]:
-    """Replaces ${NAME} by the value of that name in the same file."""
-
-    def value_of(value: Value, depth: int = 0) -> Value:
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        if depth > len(values):
-            raise UserError(f"{path}: {value} refers to itself")
-        whole = SUBSTITUTION.fullmatch(value)
-        if whole and whole[1] in values:
-            return value_of(values[whole[1]], depth + 1)
-
-        def inner(match: re.Match[str]) -> str:
-            known = values.get(match[1] or "", match[0])
-            return text_of(value_of(known, depth + 1)) if known != match[0] else match[0]
-
-        return SUBSTITUTION.sub(inner, value)
-
-    found = {key: value_of(value) for key, value in values.items()}
-    for key, value in [*found.items()]:
-        if isinstance(value, str) and "${" in value:
-            left[key] = f"{value} is not a value of this file"
-            del found[key]
-    return found
+def _without_references(path: str, values: dict[str, Value]) -> dict[str, str]:
+    """Replaces ${NAME} by the value of that name, and takes out what refers to none -> those, with the reason."""
+    for _ in range(DEEPEST):
+        for key, value in values.items():
+            if isinstance(value, str):
+                values[key] = REFERENCE.sub(lambda match: text_of(values.get(match[1], match[0])), value)
+                if len(values[key]) > max(LONGEST, len(value)):
+                    raise UserError(f"{path}: {key} refers to values that grow without end")
+    unknown = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
+    return {key: f"{values.pop(key)} is not a value of this file" for key in unknown}
 
 
-# ---- scripts ---------------------------------------------------------------------------------------------------------
+# ---- command lines ---------------------------------------------------------------------------------------------------
 
 
-def _of_command(path: str, text: str) -> dict[str, Value]:
-    """Returns the options of the commands of a script: KEY=VALUE with dots (Hydra), --NAME VALUE and --NAME=VALUE."""
-    text = re.sub(r"(?m)(^|\s)#(?!!).*$", r"\1", text).replace("\\\n", " ")
-    variables: dict[str, str] = {}
-    for name, inside in ARRAY.findall(text):
-        variables[name] = " ".join(inside.split())
-    text = ARRAY.sub("", text)
-    text = re.sub(r"\$\{(\w+)\[[@*]\]\}", r"${\1}", text)
-    text = re.sub(r"(?s)<<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\1\b", r"\n\2\n", text)  # here documents: commands, too
-    values: dict[str, Value] = {}
-    for line in text.split("\n"):
+def read_words(program: str, words: Sequence[str]) -> Source:
+    """Reads the words of a command that starts a program, after those of its launcher; or its options alone. Raises
+    UserError."""
+    place = _after_program(words)
+    launcher, _ = _options([word for word in words[: max(0, place - 1)] if word not in STARTS], has_dashes=True)
+    options, others = _options(words[place:], has_dashes=program != "verl")
+    values = launcher | options
+    if program == "trl" and "config" in values:
+        values = {**read_file(text_of(values.pop("config"))).values, **values}
+    for key in [*values]:
+        name = key.removeprefix("no_")
+        if not find(program, key) and find(program, name):  # as transformers reads truth values
+            values = {**values, name: "false"}
+            del values[key]
+    return Source(program, values, dict.fromkeys(others, "no option"), words[place - 1] if place else "")
+
+
+def _after_program(words: Sequence[str]) -> int:
+    """Returns the place behind the word that names the module or the script; 0 if there are options alone."""
+    for place, word in enumerate(words):
+        if word in STARTS and not "".join(words[place + 1 : place + 2]).startswith(LAUNCHERS):
+            return min(place + 2, len(words))
+        if word.startswith("-") and place == 0 or re.match(r"[+\w]+\.[\w.]+=", word):
+            return 0
+        if word.endswith(".py") or place == 0 and words_of(word) & table()["modules"].keys():
+            return place + 1
+    return 0
+
+
+def words_of(module: str) -> set[str]:
+    """Returns the parts of the name of a module."""
+    return {*re.findall("[a-z]+", module.lower())}
+
+
+def _options(words: Sequence[str], *, has_dashes: bool) -> tuple[dict[str, Value], list[str]]:
+    """Returns the options among words, and the other words. has_dashes: --NAME VALUE..., else KEY=VALUE, too."""
+    texts: dict[str, list[str]] = {}
+    others: list[str] = []
+    name = ""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if re.match("--?[A-Za-z]", word):
+            name = key.lstrip("-").replace("-", "_")
+            texts[name] = [value] if equals else []
+        elif equals and not (has_dashes and name):
+            texts[key.lstrip("+")] = [value]
+        elif name and word != "--":
+            texts[name].append(word)
+        else:
+            others.append(word)
+    values = {key: _word_value(*given) for key, given in texts.items()}
+    return dict(_flat(values, "")), others
+
+
+def _word_value(*words: str) -> Value:
+    """Returns the value of an option as YAML reads it, if it is a list or a mapping there."""
+    if len(words) == 1 and words[0][:1] in ("[", "{", "'", '"'):
         try:
-            words = shlex.split(_expanded(line, variables))
-        except ValueError as error:
-            raise UserError(f"{path}: {error} in {' '.join(line.split())[:60]!r}") from None
-        match = ASSIGNMENT.fullmatch(words[0]) if len(words) == 1 else None
-        if words and words[0] == "export":
-            match = ASSIGNMENT.fullmatch(words[-1])
-        if match and "." not in match[1]:
-            variables[match[1]] = match[2]
-        else:
-            values |= dict(_options_of(words))
-    return values
-
-
-def _expanded(line: str, variables: Mapping[str, str]) -> str:
-    """Expands a line with the variables that the script sets, their defaults, and products of numbers."""
-
-    def inner(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return variables.get(name, match[2] if match[2] is not None else match[0]).strip("\"'" if match[2] else "")
-
-    for _ in range(len(variables) + 1):
-        before, line = line, SUBSTITUTION.sub(inner, line)
-        if line == before:
-            break
-    return PRODUCT.sub(lambda match: _product(match, variables), line)
-
-
-def _product(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """Computes $((...)): sums and products of whole numbers and variables."""
-    text = re.sub(r"\$?([A-Za-z_]\w*)", lambda name: variables.get(name[1], name[0]), match[1])
-    if not re.fullmatch(r"[\d\s+*/()-]+", text):
-        return match[0]
-    total = 0
-    for term in text.replace("-", "+-").split("+"):
-        product = 1
-        for factor in term.strip("() ").split("*"):
-            product *= int(factor.strip("() ") or 1)
-        total += product if term.strip() else 0
-    return str(total)
-
-
-def _options_of(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
-    """Yields the options among the arguments of a command, after the program that they are for."""
-    places = [place for place, word in enumerate(words) if PROGRAM.fullmatch(word)]
-    number = places[0] + 1 if places else len(words)
-    while number < len(words):
-        word, number = words[number], number + 1
-        key, equals, value = word.lstrip("+~").partition("=")
-        if word.startswith("--") and len(word) > 2:
-            name = word[2:].partition("=")[0].replace("-", "_")
-            given = [value] if equals else []
-            while not equals and number < len(words) and not re.match(r"--?[A-Za-z]", words[number]):
-                given, number = [*given, words[number]], number + 1
-            if name[:1].isalpha():
-                yield name, _scalar(given[0]) if len(given) == 1 else given or True
-        elif equals and "." in key and re.fullmatch(r"[\w.@/-]+", key) and key.partition(".")[0] in GROUPS_OF_VERL:
-            yield key, _scalar(value)
-
-
-def _scalar(text: str) -> Value:
-    """Returns a value of a command line as YAML reads it; what is not YAML is a text."""
-    try:
-        value = yaml_value(text)
-    except UserError:
-        return text
-    return text if isinstance(value, dict) and not text.startswith("{") else value
+            return yaml_value(words[0], "")
+        except UserError:
+            pass
+    return [*words] or "true"

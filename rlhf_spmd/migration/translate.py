@@ -1,39 +1,37 @@
 """From a configuration of another program to a file of options of this one."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlhf_spmd.config.file import to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.printing import on_one_line
-from rlhf_spmd.migration.rules import (
-    ALGORITHMS,
-    RULES,
-    Differs,
-    Here,
-    Later,
-    Options,
-    copied,
-    from_values,
-    has_option,
-    layout_of,
-)
-from rlhf_spmd.migration.sources import Source, Value, text_of
+from rlhf_spmd.migration.rules import Differs, Job, Options, Unread, has_option, options_of
+from rlhf_spmd.migration.sources import Source, Value, text_of, words_of
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.pages.other_names import PROGRAMS, Kind, defaults, find
+from rlhf_spmd.pages.other_names import PROGRAMS, Kind, defaults, find, names, table
 from rlhf_spmd.plan.workload import SHAPES
 
-MODULES = {"train_dpo": "dpo", "train_sft": "sft", "train_rm": "reward_model", "train_kd": "distill"}  # of OpenRLHF
 BILLIONS = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z])")
-NAMED = ("algorithm", "preset", "model", "strategy", "layout")  # first in the file
-OFF = ("", "false", "0", "0.0", "1", "1.0", "-1", "none", "None")  # values of what is not used
-HEADINGS: dict[Kind | None, str] = {
-    "option": "Read:",
-    "no_effect": "Without effect here:",
-    "unavailable": "Not available here:",
-    None: "Unknown, and left out:",
+FIRST = ("algorithm", "preset", "model", "strategy", "layout")  # in the file
+HEADINGS: dict[str, tuple[Kind | None, ...]] = {
+    "Read:": ("option", "part"),
+    "Without effect here:": ("no_effect",),
+    "Not available here:": ("unavailable",),
+    "Unknown, and left out:": (None,),
+}
+BESIDE = {  # options, or the beginnings of their names -> an option that they need
+    "data.epochs": "data.prompts",
+    "reward_weights": "reward_function",
+    "eval.": "eval.prompts",
+    "logging.": "wandb",
+}
+NEEDED = {  # what a run cannot do without -> options, of which one must be in the configuration
+    "model": {"model"},
+    "data": {"data.prompts"},
+    "batch": {"rollout_batch", "mini_batch", "micro_batch"},
 }
 
 
@@ -43,6 +41,7 @@ class Line:
 
     kind: None if it is unknown.
     why: the reason, written beside it.
+    later: what the user must do before the options can be used.
     """
 
     key: str
@@ -50,6 +49,16 @@ class Line:
     kind: Kind | None
     options: Options = field(default_factory=dict)
     why: str = ""
+    later: str = ""
+
+    @property
+    def text(self) -> str:
+        """What became of it."""
+        text = " ".join(text_of(self.value).split())
+        text = text if len(text) <= 60 else text[:57] + "..."
+        ours = ", ".join(f"{key}: {value}" for key, value in self.options.items())
+        why = "to be completed" if self.later else self.why
+        return f"{self.key}: {text}" + (f" -> {ours}" if ours else "") + (f" ({why})" if why else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,182 +70,167 @@ class Translation:
     """
 
     source: Source
-    algorithm: str
-    options: Mapping[str, Value]
-    later: Mapping[str, tuple[Value, str]]
+    options: Options
+    later: Mapping[str, str]
     chosen: Mapping[str, str]
     lines: tuple[Line, ...]
 
     def text(self, path: str) -> str:
-        """Translates a configuration to a file of options, with what became of every option of `path` as comments."""
+        """Returns a file of options, with what became of every option of `path` as comments."""
         program = PROGRAMS[self.source.program]
-        parts: dict[str, list[str]] = {
-            "": [
-                f"From {path} ({program}), by `rlhf_spmd coming-from`.",
-                f"Where it leaves out what changes learning, {program}'s default is written.",
-            ],
-            "To be completed:": [f"{key}: {text_of(value)}  ({why})" for key, (value, why) in self.later.items()],
-            "Chosen here:": [f"{key}: {why}" for key, why in self.chosen.items()],
+        title = f"From {path} ({program}), by `rlhf_spmd coming-from`."
+        parts = {
+            title: [f"Where it leaves out what changes learning, {program}'s default is written."],
+            "To be completed:": [f"{key}: {text}" for key, text in self.later.items()],
+            "Chosen here:": [f"{key}: {text}" for key, text in self.chosen.items()],
         }
-        for kind, heading in HEADINGS.items():
-            named = [line for line in self.lines if (line.kind if line.kind != "part" else "option") == kind]
-            parts[heading] = [_shown(line) for line in named]
-        parts["Not read:"] = [f"{key}: {why}" for key, why in self.source.left.items()]
+        for heading, kinds in HEADINGS.items():
+            parts[heading] = [line.text for line in self.lines if line.kind in kinds]
+        parts["Not read:"] = [f"{key}: {text}" for key, text in self.source.left.items()]
         # one line each: what a foreign file says must not become an option
-        comments = [
-            "\n".join(f"# {on_one_line(line)}" for line in filter(None, [heading, *lines]))
-            for heading, lines in parts.items()
-            if lines
-        ]
-        return "\n\n".join([comments[0], to_text(self._tree()), *comments[1:]])
+        comments = [[f"# {on_one_line(line)}" for line in (heading, *part)] for heading, part in parts.items() if part]
+        first, *others = ["\n".join(lines) for lines in comments]
+        return "\n\n".join([first, to_text(self._tree()), *others])
 
     def _tree(self) -> dict[str, Value]:
         """Returns options in their groups."""
         tree: dict[str, Value] = {}
-        options = {key: self.options[key] for key in NAMED if key in self.options} | {**self.options}
-        with_strategy = any(key.startswith("strategy.") for key in options)
-        for key, value in options.items():
-            group, _, leaf = ("strategy.name" if key == "strategy" and with_strategy else key).rpartition(".")
+        for key in sorted(self.options, key=lambda key: key.partition(".")[0] not in FIRST):
+            group, _, leaf = key.rpartition(".")
             place = tree.setdefault(group, {}) if group else tree
-            place[leaf] = _plain(value)
+            place[leaf] = _plain(self.options[key])
         return tree
+
+    @property
+    def lacks(self) -> str:
+        """What the configuration did not say, or how much of it is unknown; empty if it is a whole job."""
+        given = [line for line in self.lines if line.key in self.source.values]
+        options = {key for line in given for key in line.options if line.kind == "option"}
+        unknown = [line.key for line in given if line.kind is None]
+        if 3 * len(unknown) >= len(given):
+            return f"{len(unknown)} of {len(given)} options are unknown"
+        missing = [noun for noun, keys in NEEDED.items() if not keys & options]
+        return f"no {' and no '.join(missing)} found" if missing else ""
 
 
 def _plain(value: Value) -> Value:
-    """Returns a number as a number, so that it needs no quotes; a mapping as it is."""
-    if not isinstance(value, str):
-        return value
+    """Returns a number as a number, so that it needs no quotes."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
     try:
         return json_value(value)
     except ValueError:
         return value
 
 
-def _shown(line: Line) -> str:
-    text = " ".join(text_of(line.value).split())
-    text = text if len(text) <= 60 else text[:57] + "..."
-    ours = ", ".join(f"{key}: {text_of(value)}" for key, value in line.options.items())
-    return f"{line.key}: {text}" + (f" -> {ours}" if ours else "") + (f" ({line.why})" if line.why else "")
-
-
 def translate(source: Source, algorithm: str | None = None) -> Translation:
     """Translates a configuration. algorithm: its name here; None: as the source says, or as its options suggest.
     Raises UserError for an algorithm that this program does not have."""
     page = load_algorithm(algorithm or algorithm_of(source))
-    options: dict[str, Value] = {"algorithm": page.name}
-    later: dict[str, tuple[Value, str]] = {}
-    rows, why = defaults(source.program, page.name), f"the default of {PROGRAMS[source.program]}"
-    whole = replace(source, values={row["there"]: row["value"] for row in rows if "there" in row} | {**source.values})
-    lines = [
-        line if line.key in source.values else replace(line, why=line.why or why)
-        for line in (_line(whole, page, key, value, later) for key, value in whole.values.items())
-        if line.key in source.values or line.kind in ("option", "unavailable")
-    ]
+    job, by_default = _job(source, page)
+    values = {**by_default, **source.values}
+    lines = [_line(job, key, value) for key, value in values.items()]
+    options: Options = {"algorithm": page.name}
+    later: dict[str, str] = {}
     for line in lines:
-        if line.kind == "option":
-            options |= {key: value for key, value in line.options.items() if key != "algorithm" and key not in later}
-    chosen: dict[str, str] = {}
-    for row in rows:
-        if all(text_of(options.get(key)) == value for key, value in row.get("where", {}).items()):
-            left_out = {
-                key: row["value"]
-                for key in row.get("ours", "").split()
-                if has_option(page, key) and key not in options and key not in later
-            }
-            options, chosen = options | left_out, chosen | dict.fromkeys(left_out, why)
-    chosen |= _complete(source, options, later)
-    return Translation(source, page.name, options, later, chosen, tuple(lines))
+        if line.later:
+            later |= {key: f"{text_of(value)}  ({line.later})" for key, value in line.options.items()}
+        else:
+            options = line.options | options if "algorithm" in line.options else options | line.options
+    options = {key: value for key, value in options.items() if key not in later}
+    chosen = _choose(job, options, later)
+    lines = [line for line in lines if line.key in source.values or line.kind in ("option", "unavailable")]
+    return Translation(source, options, later, chosen, tuple(lines))
 
 
-def _line(source: Source, page: Algorithm, key: str, value: Value, later: dict[str, tuple[Value, str]]) -> Line:
-    """Translates one option to a line; what the user must complete goes to `later`."""
-    name = find(source.program, key)
-    if name is None:
+def _job(source: Source, page: Algorithm) -> tuple[Job, Options]:
+    """Returns the job, and of its values the other program's defaults, by their names there."""
+    given: dict[str, Value] = {}
+    by_default: dict[str, Value] = {}
+    for key, value in source.values.items():
+        for concept in _concepts(source.program, key, page.name):
+            if text_of(value):
+                given.setdefault(concept, value)
+    for row in defaults(source.program, page.name):
+        there = _concepts(source.program, row.get("there", ""), page.name)
+        if there and not {*there} & given.keys():
+            by_default[row["there"]] = row["value"]
+            given |= dict.fromkeys(there, row["value"])
+        if row.get("ours") == "optimizer.schedule":
+            given.setdefault("optimizer.schedule", row["value"])
+    return Job(source, page, given), by_default
+
+
+def _concepts(program: str, key: str, algorithm: str) -> list[str]:
+    """Returns what other entries call an option there."""
+    return [name.concept for name in find(program, key) if name.concept and (not name.of or algorithm in name.of)]
+
+
+def _line(job: Job, key: str, value: Value) -> Line:
+    """Translates one option to a line."""
+    names = find(job.source.program, key)
+    if not names:
         return Line(key, value, None)
-    if name.kind in ("no_effect", "unavailable", "part"):
-        is_off = name.kind == "unavailable" and text_of(value) in OFF
-        kind: Kind = "no_effect" if is_off else name.kind
-        why = "it is off" if is_off else name.why
-        return Line(key, value, kind, why=why.replace("*", page.name))
-    rule = from_values if name.values else RULES.get(name.rule, copied)
-    here = Here(source, page, name, key)
     try:
-        if not here.ours and rule not in (from_values, RULES["overlong"], RULES["overlong_penalty"], RULES["discount"]):
-            raise Differs("unavailable", f"{page.name} has no such option")
-        found = rule(here, value)
+        options, later = options_of(job, key, value)
+    except Unread as unread:
+        options = {one.replace("*", job.page.name).removeprefix("--"): value for one in names[0].ours}
+        return Line(key, value, unread.kind, options, later=unread.why)
     except Differs as differs:
-        return Line(key, value, differs.kind, why=differs.why)
-    if isinstance(found, Later):
-        later |= {one: (given, found.why) for one, given in found.options.items()}
-        return Line(key, value, "option", found.options, "to be completed")
-    return Line(key, value, "option", {_word(one): given for one, given in found.items()})
-
-
-def _word(key: str) -> str:
-    """Returns a word of the command line as a key of a file."""
-    return key.removeprefix("--")
+        return Line(key, value, differs.kind, why=differs.why.replace("*", job.page.name))
+    why = "" if key in job.source.values else f"the default of {PROGRAMS[job.source.program]}"
+    return Line(key, value, "option", {one.removeprefix("--"): text for one, text in options.items()}, why, later)
 
 
 def algorithm_of(source: Source) -> str:
     """Returns the algorithm of a configuration. Raises UserError if this program does not have it."""
-    if source.module in MODULES:
-        return MODULES[source.module]
-    if source.program != "trl":
-        key = "algorithm.adv_estimator" if source.program == "verl" else "advantage_estimator"
-        named = source.text(key, "gae")
-        if named not in ALGORITHMS:
-            raise UserError(f"{key}={named}: no algorithm here computes such advantages; name one with --algorithm")
-        return ALGORITHMS[named][0]
-    keys = source.values.keys()
-    if keys & {"num_generations", "max_completion_length", "reward_funcs"}:
-        return "rloo" if source.text("loss_type") == "" and "rloo" in source.text("output_dir").lower() else "grpo"
-    if "center_rewards_coefficient" in keys:
-        return "reward_model"
-    if "total_episodes" in keys or "reward_model_path" in keys:
-        return "ppo"
-    return "dpo" if keys & {"beta", "label_smoothing", "ref_model_name_or_path"} else "sft"
+    given = {name.concept: text_of(value) for key, value in source.values.items() for name in find(source.program, key)}
+    if given.get("distillation") == "true":
+        return "distill"
+    if estimator := given.get("--algorithm"):
+        values = next(name.values for name in names() if name.concept == "--algorithm")
+        if estimator not in values:
+            raise UserError(f"{estimator}: no algorithm here computes such advantages; name one with --algorithm")
+        return values[estimator].split()[0].removeprefix("algorithm=")
+    modules = table()["modules"]
+    for word in [word for word in modules if word in words_of(source.module)]:
+        if not modules[word]:
+            raise UserError(f"{source.module}: {word} is not here; name an algorithm with --algorithm")
+        return str(modules[word])
+    signs = table()["signs"][source.program]
+    return next(sign["algorithm"] for sign in signs if {*sign["keys"].split()} & {*source.values, "*"})
 
 
-def _complete(source: Source, options: dict[str, Value], later: dict[str, tuple[Value, str]]) -> dict[str, str]:
-    """Adds what options need beside each other, so that `check` takes the file -> what was chosen, with the reasons."""
-    chosen = {}
+def _choose(job: Job, options: Options, later: dict[str, str]) -> dict[str, str]:
+    """Adds the other program's defaults, and what options need beside each other -> what was added, with the reason."""
+    program, chosen = job.source.program, {}
     if "model" not in options:
-        options["preset"] = shape_near(text_of(later.get("model", ("", ""))[0]))
-        chosen["preset"] = "sizes for `check` and `plan`; replace it by the model"
-    if "layout" not in options:
-        options["layout"] = "{}x{}".format(*layout_of(source))
-        chosen["layout"] = "nodes x devices of a node, for `check` and `plan`"
-    if "strategy.zero" not in options:
-        options["strategy.zero"] = "2" if source.program == "openrlhf" else "3"
-        chosen["strategy.zero"] = "the default of OpenRLHF" if source.program == "openrlhf" else "weights are divided"
-    if options["strategy.zero"] != "1" and {"lora.rank", "lora.critic.rank"} & options.keys():
-        options["strategy.zero"] = "1"
-        chosen["strategy.zero"] = "adapters train on a base that is whole, or split by tp or pp"
-    options["strategy"] = options.pop("strategy", "flattening")
-    chosen["strategy"] = "`plan --config FILE` searches a faster placement"
-    needs = {"data.epochs": "data.prompts", "reward_weights": "reward_function"}
-    needs |= {key: "eval.prompts" for key in options if key.startswith("eval.")}
-    needs |= dict.fromkeys(("logging.entity", "logging.group"), "wandb")
-    for key, needed in needs.items():
-        if key in options and needed not in options:
-            later[key] = (options.pop(key), f"with {needed}")
+        if preset := shape_near(later.get("model", "")):
+            options["preset"], chosen["preset"] = preset, "sizes for `check` and `plan`; replace it by the model"
+        else:
+            later["preset"] = "NAME  (the model's size is not known: give its folder, or sizes for `check`)"
+    if "layout" not in {**options, **later}:
+        options["layout"] = job.layout
+        chosen["layout"] = "it is not given; batches for each device are for so many"
+    for row in [*defaults(program, job.page.name), *table()["chosen"]]:
+        for key in row.get("ours", "").split():
+            is_missing = has_option(job.page, key) and key not in {**options, **later}
+            if is_missing and Job(job.source, job.page, {**job.source.values, **options}).is_so(row.get("when", {})):
+                options[key], chosen[key] = row["value"], row.get("why", f"the default of {PROGRAMS[program]}")
+    for key in [*options]:
+        for beginning, needed in BESIDE.items():
+            if key.startswith(beginning) and needed not in options:
+                later[key] = f"{text_of(options.pop(key))}  (with {needed})"
     return chosen
 
 
 def shape_near(name: str) -> str:
-    """Returns the preset whose size is nearest to the one in a model's name, of its family if two are; for forecasts
-    until the model is there."""
-    billions = [float(one) for one in BILLIONS.findall(name)]
-    size = billions[-1] if billions else 7.0
+    """Returns the preset whose size is nearest to the one in a model's name, of its family if two are; empty: the name
+    has no size."""
+    sizes = BILLIONS.findall(name)
 
     def distance(preset: str) -> tuple[float, bool]:
         family = re.split(r"[\d-]", preset)[0]
-        return abs(float(BILLIONS.findall(preset)[-1]) - size), family not in name.lower()
+        return abs(float(BILLIONS.findall(preset)[-1]) - float(sizes[-1])), family not in name.lower()
 
-    return min(SHAPES, key=distance)
-
-
-def counts(lines: Iterable[Line]) -> dict[str, int]:
-    """Returns how many options there are of each kind."""
-    kinds = [line.kind or "unknown" for line in lines]
-    return {kind: kinds.count(kind) for kind in ("option", "part", "no_effect", "unavailable", "unknown")}
+    return min(SHAPES, key=distance) if sizes else ""

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
@@ -21,56 +21,71 @@ GENERAL = (
 )  # in verl they mean what their group says
 Kind = Literal["option", "part", "no_effect", "unavailable"]
 KINDS: tuple[Kind, ...] = ("option", "part", "no_effect", "unavailable")
+LISTS = ("ours", "also", "of")  # fields with several words
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Options of other programs that mean the same.
+    """Options of other programs that mean the same; the top of other_names.toml says what the fields are.
 
-    ours: the options of this program; `*.NAME` is one of the algorithm, `--NAME` an argument of the command line.
     theirs: program -> names or patterns.
-    also: names in further programs.
-    values: texts there -> texts here.
-    rule: function of migration/rules.py that translates a value.
-    why: for names that have no option here.
     """
 
     kind: Kind
-    ours: tuple[str, ...]
     theirs: Mapping[str, tuple[str, ...]]
-    also: tuple[str, ...]
-    values: Mapping[str, str]
-    rule: str
-    why: str
+    ours: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    id: str = ""
+    of: tuple[str, ...] = ()
+    when: Mapping[str, str] = field(default_factory=dict)
+    unless: str = ""
+    type: str = "text"
+    values: Mapping[str, str] = field(default_factory=dict)
+    above: float = 0.0
+    off: str = ""
+    scale: str = ""
+    share: str = ""
+    first: bool = False
+    sets: Mapping[str, str] = field(default_factory=dict)
+    rule: str = ""
+    why: str = ""
+
+    @property
+    def concept(self) -> str:
+        """What other entries and the functions call it."""
+        return self.id or next(iter(self.ours), "")
 
 
 @cache
-def _table() -> Mapping[str, Any]:
+def table() -> Mapping[str, Any]:
+    """Returns what other_names.toml holds."""
     return tomllib.loads(resources.files(__package__).joinpath("other_names.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def names() -> tuple[Name, ...]:
-    """Returns the table, in the order of its file."""
-    return tuple(_name(kind, row) for kind in KINDS for row in _table()[kind])
+    """Returns the names, in the order of their file."""
+    return tuple(_name(kind, row) for kind in KINDS for row in table()[kind])
 
 
 def _name(kind: Kind, row: Mapping[str, Any]) -> Name:
     theirs = {program: tuple(row.get(program, "").split()) for program in PROGRAMS}
-    ours, also = tuple(row.get("ours", "").split()), tuple(row.get("also", "").split())
-    return Name(kind, ours, theirs, also, row.get("values", {}), row.get("rule", ""), row.get("why", ""))
+    settings: dict[str, Any] = {key: tuple(row.get(key, "").split()) for key in LISTS}
+    return Name(kind, theirs, **{key: value for key, value in row.items() if key not in PROGRAMS} | settings)
 
 
 def defaults(program: str, algorithm: str) -> list[Mapping[str, Any]]:
     """Returns the rows of another program's defaults that change what an algorithm learns (other_names.toml)."""
-    return [row for row in _table()["defaults"][program] if algorithm in row.get("of", algorithm).split()]
+    return [row for row in table()["defaults"][program] if algorithm in row.get("of", algorithm).split()]
 
 
-def find(program: str, key: str) -> Name | None:
-    """Returns the entry of an option of another program; names count before patterns."""
-    known = [(pattern, name) for name in names() for pattern in name.theirs[program]]
-    exact = (name for pattern, name in known if pattern == key)
-    return next(exact, None) or next((name for pattern, name in known if fnmatchcase(key, pattern)), None)
+@cache
+def find(program: str, key: str) -> tuple[Name, ...]:
+    """Returns the entries of an option of another program; those that name it count before patterns."""
+    exact = tuple(name for name in names() if key in name.theirs[program])
+    return exact or tuple(
+        name for name in names() if any(fnmatchcase(key, pattern) for pattern in name.theirs[program])
+    )
 
 
 @cache

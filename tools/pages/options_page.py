@@ -121,7 +121,7 @@ Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strate
 HEADING = ("option", "type", "default", "meaning")
 TRAINERS = {  # program -> the algorithms here of which it has a trainer
     "trl": ("grpo", "rloo", "ppo", "sft", "reward_model", "dpo"),
-    "verl": ("ppo", "grpo", "rloo", "remax", "reinforce_plus_plus"),
+    "verl": ("ppo", "grpo", "rloo", "remax", "reinforce_plus_plus", "sft"),
     "openrlhf": ("ppo", "grpo", "rloo", "reinforce_plus_plus", "sft", "reward_model", "dpo"),
 }
 SHOWN_PRESETS = ("tiny", "arithmetic", "tools", "model", "smollm2", "llama-7b")
@@ -151,7 +151,7 @@ def names_elsewhere(program: str) -> tuple[Columns, list[dict]]:
     means the same."""
 
     def listed(key: str) -> Callable[[Mapping], str]:
-        return lambda row: ", ".join(f"`{one}`" for one in row[key])
+        return lambda row: ", ".join(f"`{one}`" for one in dict.fromkeys(row[key]))
 
     rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name in other_names.names():
@@ -167,8 +167,9 @@ def defaults_elsewhere(program: str) -> tuple[Columns, list[dict]]:
     for name in TRAINERS[program]:
         ours = _values(presets.load("model", algorithm=name))
         for row in other_names.defaults(program, name):
-            named = other_names.find(program, row["there"]) if "there" in row else None
-            keys = [one.replace("*", name) for one in (named.ours if named else row["ours"].split())]
+            named = other_names.find(program, row.get("there", ""))
+            own = [key for one in named if not one.of or name in one.of for key in one.ours]
+            keys = [key.replace("*", name) for key in own or row.get("ours", "").split()]
             if known := [key for key in keys if key in ours]:
                 cells = found.setdefault(str(row), {"options": [], "value": row["value"], "here": [], "of": []})
                 cells["options"] += [row["there"]] if named else [key.replace(f"{name}.", "*.") for key in known]
