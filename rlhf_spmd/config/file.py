@@ -27,6 +27,7 @@ STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping w
 FUNCTIONS = ("reward_function", "eval.reward_function", "environment")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
 TAG = "tag:yaml.org,2002:"  # of YAML's own types
+DEEPEST_LEVEL = 20  # of values in values, of a file of another program
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,19 @@ def yaml_value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(" ".join(str(error).split())) from None
+
+
+def yaml_texts(text: str, path: str) -> Any:
+    """Returns the texts, lists and mappings of YAML or JSON. Raises UserError for what is none."""
+    depth = 0
+    try:
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST_LEVEL or isinstance(event, yaml.AliasEvent):
+                raise UserError(f"{path} is nested too deep, or has an alias (*NAME): write the values out")
+        return yaml.load(text, Loader=yaml.BaseLoader)  # makes texts, lists and mappings alone
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _problem(path: str, error: yaml.YAMLError) -> str:

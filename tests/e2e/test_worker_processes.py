@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.runtime.guard.descendants import children_of
+from rlhf_spmd.runtime.failure.processes import below
 from tests.folders import write_all
 from tests.page_runs import metrics, timeless, trained, weights
 from tests.run_mpi import mpi_command, mpi_environment
@@ -115,7 +115,7 @@ def test_no_worker_outlives_a_killed_rank(words, tmp_path):
             wait(lambda: path.exists() and path.read_text(encoding="utf-8").endswith("\n"))
             worker = int(path.read_text(encoding="utf-8").splitlines()[0])
             rank = int(Path(f"/proc/{worker}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-            mine = [process for process in children_of(rank) if b"spawn_main" in command_of(process)]
+            mine = [process for process in below(rank, recursive=False) if b"spawn_main" in command_of(process)]
             assert worker in mine and len(mine) == 2
             assert any(command_of(process) == b"sleep\x00611\x00" for process in processes())
             os.kill(rank, signal.SIGKILL)
