@@ -352,8 +352,8 @@ VERBS = {
         (
             _argument(
                 "file_there",
-                "YAML file of that program, whose values KEY=VALUE arguments replace; or trl, verl or openrlhf, and "
-                "behind it the words of its command",
+                "YAML file of that program, whose values KEY=VALUE arguments replace; or trl, verl or openrlhf, "
+                "before the words of its command",
                 "FILE|PROGRAM",
             ),
             _argument(

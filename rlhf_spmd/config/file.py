@@ -31,6 +31,7 @@ NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has
 MOST_GROUPS = 1  # around an option
 BY_ROLE = "lora."  # in this group, roles may be groups, too
+MOST_DEEP = 20  # values in values of a foreign file
 MOST_VALUES = 1000  # in an option that is a mapping
 PLAIN = re.compile(r"[A-Za-z_/.][\w/.,:=@+-]*(?<!:)", re.ASCII)  # texts that need no quotes
 QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", "..", "---", "...", ".inf", ".nan")
@@ -118,6 +119,21 @@ def yaml_value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(" ".join(str(error).split())) from None
+
+
+def yaml_texts(text: str, path: str) -> Any:
+    """Returns the texts, lists and mappings of YAML or JSON. Raises UserError for what is none."""
+    import yaml
+
+    depth = 0
+    try:
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEEP or isinstance(event, yaml.AliasEvent):
+                raise UserError(f"{path} is nested too deep, or has an alias (*NAME): write the values out")
+        return yaml.load(text, Loader=yaml.BaseLoader)  # makes texts, lists and mappings alone
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _text_of(path: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_spmd.config.file import yaml_texts
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import read_bytes
 from rlhf_spmd.pages.other_names import PROGRAMS, find, table
@@ -12,7 +13,7 @@ from rlhf_spmd.pages.other_names import PROGRAMS, find, table
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 WHOLE = ("chat_template_kwargs", "apply_chat_template_kwargs", "dataset_mixture")  # mappings that are one value
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-LONGEST, DEEPEST = 10_000, 20  # characters of a value; values in values, and references to references
+LONGEST, DEEPEST = 10_000, 20  # characters of a value; references to references
 STARTS = ("-m", "--module", "trl")  # words before the name of what a command starts
 LAUNCHERS = ("torch.", "accelerate", "deepspeed")  # modules
 Value = Any  # a text, a list or a mapping, whose values are texts
@@ -64,7 +65,7 @@ def read_file(path: str, words: Sequence[str] = (), program: str | None = None) 
             f"coming-from {name[0] if name else 'PROGRAM'}` before the command that trains, comment out its other "
             "commands, look at it with `bash -n`, and run it: `bash COPY > options.yaml`"
         )
-    root = yaml_value(text, path)
+    root = yaml_texts(text, path)
     if not isinstance(root, dict):
         raise UserError(f"{path} holds no options: it is not a mapping of names to values")
     replaced, others = _options(words, has_dashes=False)
@@ -73,21 +74,6 @@ def read_file(path: str, words: Sequence[str] = (), program: str | None = None) 
     values = dict(_flat(root, "")) | replaced
     left = _without_references(path, values)
     return Source(program or max(PROGRAMS, key=lambda name: sum(bool(find(name, key)) for key in values)), values, left)
-
-
-def yaml_value(text: str, path: str) -> Value:
-    """Returns the texts, lists and mappings of YAML or JSON. Raises UserError for what is none."""
-    import yaml
-
-    depth = 0
-    try:
-        for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise UserError(f"{path} is nested too deep, or has an alias (*NAME): write the values out")
-        return yaml.load(text, Loader=yaml.BaseLoader)  # makes texts, lists and mappings alone
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _flat(values: Mapping[str, Value], prefix: str) -> Iterator[tuple[str, Value]]:
@@ -172,7 +158,7 @@ def _word_value(*words: str) -> Value:
     """Returns the value of an option as YAML reads it, if it is a list or a mapping there."""
     if len(words) == 1 and words[0][:1] in ("[", "{", "'", '"'):
         try:
-            return yaml_value(words[0], "")
+            return yaml_texts(words[0], "")
         except UserError:
             pass
     return [*words] or "true"
