@@ -345,7 +345,7 @@ VERBS = {
             _argument(
                 "file_there",
                 "YAML file of that program, whose values KEY=VALUE arguments replace; or trl, verl or openrlhf, "
-                "followed by the words of its command",
+                "before the words of its command",
                 "FILE|PROGRAM",
             ),
             _argument(

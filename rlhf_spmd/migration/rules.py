@@ -64,7 +64,7 @@ class Job:
         """Returns a whole number above 0. Raises Differs if it is none."""
         number = self.number(id, default)
         if not 1 <= number <= MOST:
-            raise Unread("unavailable", f"{id} is no size above 0")
+            raise Unread("unavailable", f"{id} is not a size above 0")
         return round(number)
 
     def is_so(self, when: Mapping[str, str]) -> bool:
@@ -143,7 +143,7 @@ def number_of(text: str, what: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise Unread("unavailable", f"{what} is no number")
+        raise Unread("unavailable", f"{what} is not a number")
     return number
 
 

@@ -13,7 +13,7 @@ from rlhf_spmd.pages.other_names import PROGRAMS, find, table
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 WHOLE = ("chat_template_kwargs", "apply_chat_template_kwargs", "dataset_mixture")  # mappings that are one value
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-LONGEST, DEEPEST = 10_000, 20  # characters of a value; values in values, and references to references
+LONGEST, DEEPEST = 10_000, 20  # characters of a value; references to references
 STARTS = ("-m", "--module", "trl")  # words before the name of what a command starts
 LAUNCHERS = ("torch.", "accelerate", "deepspeed")  # modules
 Value = Any  # a text, a list or a mapping, whose values are texts
