@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from rlhf_spmd.config.options import Config, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
@@ -18,7 +18,7 @@ from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
-from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.rewards.function import package_source, source_file
@@ -52,7 +52,7 @@ def load_rendered(
     template_kwargs: Mapping[str, Any],
     *,
     stop: Sequence[str] = (),
-    **options: Unpack[SetOptions],
+    **options: Any,
 ) -> PromptSet:
     """Calls load_prompts with a chat template for conversations. Raises UserError.
 
