@@ -195,7 +195,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (
         *("algorithms.page", "command_line", "config", "files", "machines", "pages", "plan"),
-        *("model.texts.tokenizer_check", "runtime.data", "runtime.guard", "runtime.offline"),
+        *("runtime.data", "runtime.guard", "runtime.offline"),
         *("runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),

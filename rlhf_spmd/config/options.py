@@ -15,7 +15,7 @@ from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_episodes import read_forecast_episodes
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
 from rlhf_spmd.config.lora import Lora, adapted, bases, of_folder
-from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
+from rlhf_spmd.config.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN, named_parts
@@ -347,13 +347,6 @@ class Config(OptionTree):
         """Returns the folder with the tokenizer of a role (default: the first): of one with an adapter that of the
         adapter, if it has one, else that of the base."""
         return str(self.texts(role).source)
-
-    @property
-    def tokenizer_folders(self) -> list[str]:
-        """The folders of the tokenizers of a run: the first role's, and those of judges that have another one."""
-        judges = filter(None, (self.folder(role) for role, about in self.algorithm.roles.items() if about.judge))
-        others = [folder for folder in judges if not same_tokenizer(folder, self.tokenizer_folder())]
-        return list(dict.fromkeys(filter(None, [self.tokenizer_folder(), *others])))
 
     @property
     def tokenizer_warning(self) -> str:

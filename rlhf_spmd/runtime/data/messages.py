@@ -91,8 +91,10 @@ def _message(where: str, value: Any) -> Message:
         message |= {"role": ASSISTANT, "content": "", "function_call": message.pop("content", None)}
     elif message.get("role") in ANSWER_ROLES:
         message["role"] = "tool"
-    calls = _parsed(message.pop("function_call", None) or message.pop("tool_calls", None), list | dict)
-    if calls:
+    calls = _parsed(message.pop("function_call", None) or message.get("tool_calls"), list | dict)
+    if not calls:
+        message.pop("tool_calls", None)
+    else:  # in the place of the message's keys where it was, because some templates write them in order
         message["tool_calls"] = [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
     if isinstance(message.get("content"), list):
         message["content"] = "".join(_text_part(where, part) for part in message["content"])

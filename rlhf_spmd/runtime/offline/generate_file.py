@@ -43,7 +43,6 @@ from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from rlhf_spmd.runtime.profile.products import choose, limit_packing
-from rlhf_spmd.runtime.run.inputs import tokenizer_notes
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
@@ -260,7 +259,7 @@ def generate_file(
         whole, *judges = [whole_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
         texts = str(texts_of(model, whole).source)
         tokenizer = load_tokenizer(texts)
-        notes = [*filter(None, [tokenizer_warning(model, whole)]), *tokenizer_notes(world, [texts, *judges])]
+        notes = [*filter(None, [tokenizer_warning(model, whole)])]
         template = ChatTemplate(texts, options.data.chat_template, started=started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(whole), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads

@@ -1,7 +1,7 @@
 """The inputs of a run other than weights, checked before any model is loaded."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,6 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
@@ -25,14 +24,6 @@ from rlhf_spmd.runtime.rewards.function import package_source, source_file
 from rlhf_spmd.runtime.world.world import World
 
 SOURCE = "data_source"  # the column that names where a prompt is from
-
-
-def tokenizer_notes(world: World, folders: Iterable[str]) -> list[str]:
-    """Returns what the user should know about how transformers reads these tokenizers. Only the first rank of each node
-    looks, since that may import transformers. Raises UserError if it makes other tokens of a text."""
-    if world.rank != world.nodes.index(world.node):
-        return []
-    return [*filter(None, map(reading_note, folders))]
 
 
 def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
