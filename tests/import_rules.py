@@ -188,7 +188,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config.epochs": ("config.options",),
     "rlhf_spmd.command_line": (
         *("algorithms.page", "command_line", "config", "files", "machines", "pages", "plan"),
-        *("model.texts.tokenizer_check", "runtime.data", "runtime.failure", "runtime.offline"),
+        *("runtime.data", "runtime.failure", "runtime.offline"),
         *("runtime.rewards", "runtime.world"),
     ),
     "rlhf_spmd.embedded": (),

@@ -16,7 +16,6 @@ from rlhf_spmd.config.checks import foreign_functions
 from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
-from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
@@ -28,9 +27,9 @@ IMPORT_S = 10  # for importing the functions that the command line of `check` na
 
 
 def tokenizer_findings(config: Config) -> list[Finding]:
-    """Returns warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
-    notes = [config.files().warning, *map(reading_note, config.tokenizer_folders)]
-    return [Finding("warning", note) for note in notes if note]
+    """Returns a warning if an adapter has another tokenizer than its base."""
+    note = config.files().warning
+    return [Finding("warning", note)] if note else []
 
 
 def evaluate_of(config: Config) -> Evaluate:

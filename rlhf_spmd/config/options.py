@@ -15,7 +15,7 @@ from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_episodes import read_forecast_episodes
 from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
 from rlhf_spmd.config.lora import Lora, RoleLora, adapted, bases, of_folder
-from rlhf_spmd.config.model_folders import folder_of, same_tokenizer, shape_of_folder
+from rlhf_spmd.config.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN, named_parts
@@ -319,14 +319,6 @@ class Config(OptionTree):
             adapters, _ = adapters_in(files.adapter, files.folder)
             return of_folder(self.lora, role, adapters, files.adapter) if trains else adapters
         return self.lora.of(role) if trains else None
-
-    @property
-    def tokenizer_folders(self) -> list[str]:
-        """The folders of the tokenizers of a run: the first role's, and those of judges that have another one."""
-        judges = [self.files(role).folder for role, about in self.algorithm.roles.items() if about.judge]
-        first = self.files().tokenizer
-        others = [folder for folder in judges if folder and not same_tokenizer(folder, first)]
-        return list(dict.fromkeys(filter(None, [first, *others])))
 
 
 def split_functions(text: str) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, is_folder, paths_in, why_no_file
 
-PARQUET, ARROW, PACKED = ".parquet", ".arrow", ".gz"
-TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")
+CSV, PARQUET, ARROW, PACKED = ".csv", ".parquet", ".arrow", ".gz"
+TEXT_KINDS = (".jsonl", ".json", CSV, ".txt")
 TABLES = (PARQUET, ARROW)
 KINDS = (*TEXT_KINDS, *TABLES)
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of save_to_disk()

@@ -28,6 +28,7 @@ from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
 from rlhf_spmd.model.texts.tokenizer_files import (
+    BACKEND,
     CONFIG,
     GENERATION,
     NAMED_TEMPLATES,
@@ -35,8 +36,11 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     TEMPLATE,
     TOKENIZER_FILES,
     Texts,
+    changed_tokens,
+    check_ids,
     named_templates,
     no_chat_template,
+    read_backend,
     read_template,
     tokenizer_files,
 )
@@ -194,33 +198,35 @@ def _replace_template(folder: Path, text: str) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Loads the tokenizer in a model folder, with the light `tokenizers` package if there is a tokenizer.json.
+    """Loads the tokenizer in a model folder: with the light package `tokenizers` if tokenizer.json says everything,
+    else with transformers.
 
     Raises UserError if the folder has no readable tokenizer.
     """
     folder = Path(folder)
     for read in (folder, folder / NAMED_TEMPLATES):
         refuse_pipes(read)
-    if (folder / "tokenizer.json").exists():
-        return Tokenizer.from_json(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there")
-    return transformers_tokenizer(folder)
+    if not (folder / BACKEND).exists():
+        return Tokenizer.from_transformers(_transformers_tokenizer(folder, "AutoTokenizer"), folder)
+    backend = read_backend(folder)
+    if changed_tokens(folder, backend):  # by the class that does what tokenizer.json says
+        backend = _transformers_tokenizer(folder, "PreTrainedTokenizerFast").backend_tokenizer
+    check_ids(folder, backend)
+    return Tokenizer.of_backend(backend, folder)
 
 
-def transformers_tokenizer(folder: Path, *, generic: bool = False) -> Tokenizer:
-    """Returns the tokenizer in a folder as transformers reads it, by its class for the model or, if `generic`, by the
-    class that does what tokenizer.json says. Raises UserError."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def _transformers_tokenizer(folder: Path, name: str) -> Any:
+    """Loads a tokenizer with a class of transformers. Raises UserError."""
+    import transformers
 
     try:
-        found = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers and its many backends raise, the cause is the folder
-        fix = "correct its files" if (folder / "tokenizer.json").exists() else "add a tokenizer.json"
-        raise UserError(f"{folder}: transformers cannot read the tokenizer ({error}); {fix}") from None
-    return Tokenizer.from_transformers(found, folder)
+        raise UserError(
+            f"{folder}: transformers cannot read the tokenizer ({error}); write its files again, with a tokenizer.json"
+        ) from None
 
 
 class ChatTemplate:

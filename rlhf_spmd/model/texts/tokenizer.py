@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig, read_json
-from rlhf_spmd.model.texts.tokenizer_files import BACKEND, CONFIG, NAMES, read_backend, special_names
+from rlhf_spmd.model.texts.tokenizer_files import BACKEND, CONFIG, NAMES, listed_tokens, read_backend, special_names
 from rlhf_spmd.model.weights import write_json
 
 
@@ -28,7 +28,6 @@ class Tokenizer:
     _encode: Callable[[str, bool], list[int]]
     _decode: Callable[[list[int], bool], str]
     vocabulary: Callable[[], dict[str, int]]  # token -> id, including added tokens; the ids may have gaps
-    added: tuple[str, ...] = ()  # the texts of added tokens, special ones included
     num_after: int = 0  # special tokens that the tokenizer adds after a text
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -77,15 +76,13 @@ class Tokenizer:
         return ids
 
     @classmethod
-    def from_json(cls, folder: Path) -> "Tokenizer":
-        """Reads tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be
-        read."""
-        backend = read_backend(folder)
-        ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
+    def of_backend(cls, backend: Any, folder: Path) -> "Tokenizer":
+        """Wraps a tokenizer of the package `tokenizers`. folder: with the files that name special tokens."""
 
         def encode(text: str, special: bool) -> list[int]:
             return backend.encode(text, add_special_tokens=special).ids
 
+        ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
         return cls(
             folder=folder,
             vocab_size=backend.get_vocab_size(with_added_tokens=True),
@@ -96,7 +93,6 @@ class Tokenizer:
             num_after=_num_after(encode, backend.get_vocab),
             _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
             vocabulary=backend.get_vocab,
-            added=tuple(token.content for token in backend.get_added_tokens_decoder().values()),
         )
 
     @classmethod
@@ -116,7 +112,6 @@ class Tokenizer:
             num_after=_num_after(encode, tokenizer.get_vocab),
             _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
             vocabulary=tokenizer.get_vocab,
-            added=tuple(token.content for token in tokenizer.added_tokens_decoder.values()),
         )
 
 
@@ -153,22 +148,20 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     files in `folder` are changed to pad with it. Without a tokenizer: the model's, or the last possible id.
     """
     names = special_names(folder)
-    added = read_backend(folder, named=False).get_added_tokens_decoder() if (folder / BACKEND).exists() else {}
-    text_of = {token_id: token.content for token_id, token in added.items()}
+    text_of, special = _added_tokens(folder) if (folder / BACKEND).exists() else ({}, set[int]())
     id_of = {text: token_id for token_id, text in text_of.items()}
-    ends = {*config.eos_token_ids, id_of.get(names.get("eos_token"))}
+    ends = {*config.eos_token_ids, id_of.get(names.get("eos_token", ""))}
 
     def allowed(token_id: int | None) -> TypeGuard[int]:
         return token_id is not None and 0 <= token_id < config.vocab_size and token_id not in ends
 
-    own = id_of.get(names.get("pad_token"))
-    special = [token_id for token_id, token in added.items() if token.special and allowed(token_id)]
+    own, others = id_of.get(names.get("pad_token", "")), [*filter(allowed, special)]
     if allowed(own):
         return own
     if allowed(config.pad_token_id) and (config.pad_token_id in text_of or not text_of):
         chosen = config.pad_token_id
-    elif special:
-        chosen = min(special, key=lambda token_id: (_preference(text_of[token_id], names), token_id))
+    elif others:
+        chosen = min(others, key=lambda token_id: (_preference(text_of[token_id], names), token_id))
     else:
         return max(filter(allowed, range(config.vocab_size)), default=0)
     if chosen in text_of:
@@ -176,6 +169,14 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
             if path.exists():
                 write_json(path, read_json(path) | {"pad_token": text_of[chosen]})
     return chosen
+
+
+def _added_tokens(folder: Path) -> tuple[dict[int, str], set[int]]:
+    """Returns the added tokens by id, and the ids of the special ones."""
+    backend = read_backend(folder).get_added_tokens_decoder()
+    listed = {number: (text, bool(flags.get("special"))) for text, (number, flags) in listed_tokens(folder).items()}
+    added = {number: (token.content, token.special) for number, token in backend.items()} | listed
+    return {number: text for number, (text, _) in added.items()}, {number for number in added if added[number][1]}
 
 
 def _preference(name: str, names: dict[str, str]) -> int:

@@ -1,6 +1,6 @@
 """The first rows of data files, read as a run reads them, but without its tokenizer: `check` starts no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from rlhf_spmd.config.options import Config, prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import TABLES, every_file, kind_of_file
 from rlhf_spmd.model.texts.tokenizer_files import has_chat_template, no_chat_template
-from rlhf_spmd.runtime.data.readers import Message, number_of, read_records, without_nulls
+from rlhf_spmd.runtime.data.messages import Message
+from rlhf_spmd.runtime.data.readers import number_of, read_records, without_nulls_inside
 from rlhf_spmd.runtime.data.row_tokens import Reading, check_form, read_row
 
 NUM_ROWS = 100  # of each file
@@ -22,7 +23,7 @@ class Characters:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the tokens of a text."""
-        return [ord(one) for one in text]
+        return list(map(ord, text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens."""
@@ -32,12 +33,11 @@ class Characters:
 def check_first_rows(config: Config) -> None:
     """Raises UserError for the first row that a run cannot read: it lacks a column, or has another type there. What
     depends on the tokenizer and the chat template (lengths, tokens) is not checked."""
-    algorithm, forms = config.algorithm, dict[str, str]()
-    tokenizer: Any = Characters()
+    algorithm, forms, tokenizer = config.algorithm, dict[str, str](), Characters()
     folder = config.files().tokenizer
     lacks = folder if folder and not config.data.chat_template and not has_chat_template(Path(folder)) else ""
     reading = Reading(
-        tokenizer,
+        tokenizer,  # type: ignore[arg-type]  # it has what rows are read with
         max_prompt_tokens=config.data.max_prompt,
         key=config.data.key or algorithm.prompts,
         columns=algorithm.responses,
@@ -52,8 +52,7 @@ def check_first_rows(config: Config) -> None:
             raise UserError(f"{path} is empty: it needs at least one prompt")
         for place, record in records:
             where = f"{path}, {place}"
-            plain = {name: without_nulls(value) for name, value in record.items()}
-            row = read_row(where, plain if kind_of_file(path) in TABLES else record, reading)
+            row = read_row(where, without_nulls_inside(record) if kind_of_file(path) in TABLES else record, reading)
             if row is not None:
                 check_form(row, where, forms)
                 for number in algorithm.row_numbers.values():
@@ -67,8 +66,5 @@ def _rendered(lacks: str, where: str, messages: Sequence[Message], *, answers: b
     """
     if lacks:
         raise no_chat_template(where, lacks)
-    return "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
-
-
-def _said(message: Mapping[str, Any]) -> str:
-    return str(message.get("content", {name: part for name, part in message.items() if name != "role"}))
+    lines = (f"{message['role']}: {message.get('content', message)}\n" for message in messages)
+    return "".join(lines)

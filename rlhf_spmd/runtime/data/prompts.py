@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Required, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,20 +23,20 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import TABLES, files_of, kind_of_file, stem_of
 from rlhf_spmd.files.reading import is_file, is_folder
 from rlhf_spmd.plan.runtime_words import PROMPTS
+from rlhf_spmd.runtime.data.messages import SYSTEMS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.readers import (
     CONVERSATIONS,
     INSTEAD,
     SOURCE,
-    SYSTEMS,
     TEXT,
     Record,
     number_of,
     read_records,
-    without_nulls,
+    without_nulls_inside,
 )
-from rlhf_spmd.runtime.data.row_tokens import Check, Reading, Render, RowOptions, check_form, read_row
+from rlhf_spmd.runtime.data.row_tokens import Reading, RowTokens, check_form, read_row
 from rlhf_spmd.runtime.data.template_arguments import KWARGS, TOOLS
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
+COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
 
 
@@ -156,105 +157,176 @@ def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Ten
 
 @dataclass(slots=True)
 class _Rows:
-    """The prompts of one or more files."""
+    """The prompts of one or more files.
 
+    numbers: columns with numbers, by key.
+    marks: the key of the marks of responses; empty: there are none.
+    """
+
+    reading: Reading
+    number_columns: Mapping[str, NumberColumn]
+    marks: str
     tokens: array = field(default_factory=lambda: array("i"))  # nine times smaller than lists
     ends: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    answers: dict[str, list[list[int]]] = field(default_factory=dict)
-    columns: Mapping[str, NumberColumn] = field(default_factory=dict)  # by key
-    marks: str = ""  # the key of the marks of responses; empty: there are none
+    responses: dict[str, list[list[int]]] = field(default_factory=dict)
     numbers: dict[str, list[Sequence[float]]] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)  # other columns
-    names: dict[str, None] = field(default_factory=dict)  # of all of them
-    form: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
-    num_truncated: int = 0  # prompts
-    num_cut: int = 0  # responses
-    num_dropped: int = 0
-    num_silent: int = 0
+    columns: list[str] = field(default_factory=list)  # all others, as JSON
+    names: dict[str, None] = field(default_factory=dict)  # of the other columns of all rows
+    forms: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
+    too_long: list[tuple[str, int]] = field(default_factory=list)  # place and tokens of prompts of the newest file
+    counts: Counter[str] = field(default_factory=Counter)
     remarks: Counter[str] = field(default_factory=Counter)  # -> number of rows
 
+    def __post_init__(self) -> None:
+        self.responses = {key: [] for key in self.reading.columns}
+        self.numbers = {key: [] for key in (*self.number_columns, self.marks) if key}
 
-class SetOptions(RowOptions, total=False):
-    """The options of load_prompts besides the template."""
+    def read_part(self, part: Path, source: str) -> None:
+        """Adds the rows of a file, or of all files of a folder or a pattern. Raises UserError.
 
-    max_prompt_tokens: Required[int]
-    seed: int
-    weights: Sequence[float]
-    shuffle: bool
-    numbers: Mapping[str, NumberColumn]
-    marks: str
+        source: for the column data_source of rows that have none; empty: no such column.
+        """
+        num_before, num_silent, action = len(self.texts), self.counts["num_silent"], self.reading.long_prompts
+        self.too_long.clear()
+        for path in files_of(part):
+            self._read_file(path, source)
+        is_empty = len(self.texts) == num_before
+        if self.too_long and (action == "error" or is_empty):
+            raise UserError(_too_long_message(self.too_long, self.reading.max_prompt_tokens, action))
+        if is_empty and self.counts["num_silent"] > num_silent:
+            raise UserError(f"{part}: no conversation has a message of the assistant to learn from: add the answers")
+        if is_empty and self.counts["num_dropped"]:
+            raise UserError(f"{part}: data.long_prompts=drop leaves no row: raise generation.max_new_tokens")
+        if is_empty:
+            raise UserError(f"{part} is empty: it needs at least one prompt")
+        self.counts["num_truncated" if action == "truncate" else "num_dropped"] += len(self.too_long)
+
+    def _read_file(self, path: Path, source: str) -> None:
+        """Adds the rows of a file."""
+        reading, is_arrow = self.reading, kind_of_file(path) in TABLES
+        for place, record in read_records(path, reading.key, reading.others):
+            where = f"{path}, {place}"
+            row = read_row(where, without_nulls_inside(record) if is_arrow else record, reading)
+            if row is None:
+                self.counts["num_silent"] += 1
+                continue
+            check_form(row, where, self.forms)
+            responses = self._within_limit(where, row)
+            if responses is None:
+                self.counts["num_dropped"] += 1
+                continue
+            tokens, text = row.prompt, row.text
+            if len(tokens) > reading.max_prompt_tokens:
+                self.too_long.append((where, len(tokens)))
+                if reading.long_prompts != "truncate":
+                    continue
+                tokens, text = _truncate(tokens, reading.max_prompt_tokens, reading.tokenizer)
+            self.tokens.extend(tokens)
+            self.ends.append(len(self.tokens))
+            self.texts.append(text)
+            self._add_others(where, record, row, responses)
+            self._add_columns(record, row, source)
+
+    def _within_limit(self, where: str, row: RowTokens) -> Mapping[str, list[int]] | None:
+        """Returns the responses of a row, cut to the limit; None if the row is left out. Raises UserError."""
+        limit, action = self.reading.max_response_tokens, self.reading.long_prompts
+        longest = max(map(len, row.responses.values()), default=0)
+        if longest <= limit:
+            return row.responses
+        if action == "error":
+            raise UserError(
+                f"{where}: the response has {longest} tokens, the limit is {limit}: raise generation.max_new_tokens, "
+                "or set data.long_prompts=truncate (or drop)"
+            )
+        cut = {key: tokens[:limit] for key, tokens in row.responses.items()}
+        if action == "drop" or (len(cut) > 1 and len({*map(tuple, cut.values())}) == 1):
+            return None
+        self.counts["num_cut"] += 1
+        return cut
+
+    def _add_others(self, where: str, record: Record, row: RowTokens, responses: Mapping[str, list[int]]) -> None:
+        """Adds responses, numbers and remarks of a row."""
+        for key, response in responses.items():
+            self.responses[key].append(response)
+            if self.marks:
+                self.numbers[self.marks].append(row.marks[: len(response)])
+        for key, (column, default) in self.number_columns.items():
+            self.numbers[key].append([number_of(where, record, column, default)])
+        if row.remark:
+            self.remarks[row.remark] += 1
+
+    def _add_columns(self, record: Record, row: RowTokens, source: str) -> None:
+        """Adds the columns that are neither prompt nor response. A text beside a conversation stays, so that it is
+        known which of them is the prompt."""
+        reading, left_out = self.reading, {*self.reading.columns.values()}
+        if row.is_plain and not any(isinstance(record.get(name), list) for name in INSTEAD.get(reading.key, ())):
+            left_out.add(reading.key)
+        elif row.responses and not row.is_plain:
+            left_out.add(TEXT)
+        columns = {name: value for name, value in record.items() if name not in left_out}
+        if source and columns.get(SOURCE) is None:
+            columns[SOURCE] = source
+        self.names |= dict.fromkeys(columns)
+        self.columns.append(json.dumps(columns, default=_as_text))
+
+    def unread(self) -> list[str]:
+        """Returns a note about columns that nothing reads, of rows with responses; others are for reward functions."""
+        read = {self.reading.key, *(column for column, _ in self.number_columns.values())}
+        if any(form.startswith("the column") for form in self.forms):
+            read |= {*CONVERSATIONS, TEXT}
+        return unread(self.names, read) if self.reading.columns else []
 
 
 def load_prompts(
     path: str | Path | Sequence[str],
     tokenizer: Tokenizer,
     *,
-    max_prompt_tokens: int,
     seed: int = 0,
     weights: Sequence[float] = (),
     shuffle: bool = True,
     numbers: Mapping[str, NumberColumn] = MappingProxyType({}),
     marks: str = "",
-    render: Render | None = None,
-    check: Check | None = None,
-    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    **rows: Unpack[RowOptions],
+    **options: Any,
 ) -> PromptSet:
     """Reads files (files/data_files.py), folders or patterns of them, one or several: rows, or prompts of .txt, a line
     each and taken literally. Raises UserError naming file and line for anything it can't use.
 
-    max_prompt_tokens: a longer prompt is an error, is cut to its last tokens (a beginning-of-sequence token stays), or
-        is left out, as long_prompts says.
     seed, weights, shuffle: determine the order (prompt_order.py).
     numbers: columns with numbers, by key.
     marks: the key of which tokens of a response are learned.
-    render: makes the text of a conversation, with template_kwargs and what a row has for the template
-        (template_arguments.py).
-    check: raises UserError for a conversation of which the template would lose something.
-    rows: see RowOptions.
+    options: of row_tokens.Reading.
 
-    The columns of responses are named by their keys (row_tokens.py). A response ends with an end of sequence; one of
-    more than max_response_tokens tokens is an error, loses its last tokens, or its whole row is left out, as
-    long_prompts says, too. A conversation in which the assistant says nothing is left out. Further columns are kept for
-    reward functions; where several files are named, `data_source` is the name of the one that a row without such a
-    column is from.
+    A conversation in which the assistant says nothing is left out. Columns that are neither prompt nor response are
+    kept for reward functions; where several files are named, `data_source` is the name of the one that a row without
+    such a column is from.
     """
-    assert max_prompt_tokens > 0, max_prompt_tokens
-    given: dict[str, Any] = {"render": render, "check": check, "template_kwargs": template_kwargs, **rows}
-    reading = Reading(tokenizer, max_prompt_tokens, marks=bool(marks), **given)
-    paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
-    read, sizes = _Rows(answers={name: [] for name in reading.columns}, columns=numbers, marks=marks), []
-    read.numbers = {name: [] for name in (*numbers, *filter(None, [marks]))}
-    for part, name in zip(paths, _names(paths), strict=True):
-        before = len(read.texts)
-        _read_files(read, part, reading, name)
-        sizes.append(len(read.texts) - before)
+    reading = Reading(tokenizer, marks=bool(marks), **options)
+    paths = [Path(part) for part in ([path] if isinstance(path, str | Path) else path)]
+    rows, sizes = _Rows(reading, numbers, marks), []
+    for part, source in zip(paths, _sources(paths), strict=True):
+        num_before = len(rows.texts)
+        rows.read_part(part, source)
+        sizes.append(len(rows.texts) - num_before)
+    remarks = [f"{num} {remark}" for remark, num in rows.remarks.items()]
     return PromptSet(
-        TokenRows(np.frombuffer(read.tokens, np.int32), np.array(read.ends, dtype=np.int64)),
-        TextRows.of(read.texts),
+        TokenRows(np.frombuffer(rows.tokens, np.int32), np.array(rows.ends, dtype=np.int64)),
+        TextRows.of(rows.texts),
         seed,
         ",".join(map(str, paths)),
-        read.num_truncated,
-        read.num_dropped,
-        {name: TokenRows.of(answers) for name, answers in read.answers.items()},
-        TextRows.of(read.kept) if any(one != "{}" for one in read.kept) else None,
+        responses={key: TokenRows.of(responses) for key, responses in rows.responses.items()},
+        columns=TextRows.of(rows.columns) if any(columns != "{}" for columns in rows.columns) else None,
         sizes=tuple(sizes),
         weights=tuple(weights),
         shuffle=shuffle,
-        numbers={name: NumberRows.of(values) for name, values in read.numbers.items()},
-        num_cut=read.num_cut,
-        num_silent=read.num_silent,
-        column_names=tuple(read.names),
-        remarks=(*(f"{num} {remark}" for remark, num in read.remarks.items()), *_unread(read, reading)),
+        numbers={key: NumberRows.of(values) for key, values in rows.numbers.items()},
+        column_names=tuple(rows.names),
+        remarks=(*remarks, *rows.unread()),
+        num_truncated=rows.counts["num_truncated"],
+        num_dropped=rows.counts["num_dropped"],
+        num_cut=rows.counts["num_cut"],
+        num_silent=rows.counts["num_silent"],
     )
-
-
-def _unread(rows: _Rows, reading: Reading) -> list[str]:
-    """Returns a note about columns that nothing reads, of rows with responses; others are for reward functions."""
-    read = {reading.key, *(column for column, _ in rows.columns.values())}
-    read |= {*CONVERSATIONS, TEXT} if any(form.startswith("the column") for form in rows.form) else set()
-    return unread(rows.names, read) if reading.columns else []
 
 
 def unread(names: Iterable[str], read: Iterable[str]) -> list[str]:
@@ -265,96 +337,18 @@ def unread(names: Iterable[str], read: Iterable[str]) -> list[str]:
     return [f"nothing reads the columns {', '.join(others)}"] if others else []
 
 
-def _names(parts: Sequence[Path]) -> list[str]:
+def _sources(parts: Sequence[Path]) -> list[str]:
     """Returns the name that each of several files, folders or patterns has in the column data_source: its name without
     the extension, or its path where two have one name. Nothing for a single one. Raises UserError for a file that is
     named twice."""
     if len(parts) == 1:
         return [""]
-    seen: set[Path] = set()
-    for path in (path for part in parts for path in files_of(part)):
-        if path.resolve() in seen:
-            raise UserError(f"data.prompts names {path} twice; name it once, with a larger weight in data.weights")
-        seen.add(path.resolve())
+    files = Counter(path.resolve() for part in parts for path in files_of(part))
+    twice = [path for path, times in files.items() if times > 1]
+    if twice:
+        raise UserError(f"data.prompts names {twice[0]} twice; name it once, with a larger weight in data.weights")
     stems = [part.name if is_folder(part) else stem_of(part) if is_file(part) else str(part) for part in parts]
     return stems if len(set(stems)) == len(stems) else [str(part) for part in parts]
-
-
-def _read_files(rows: _Rows, part: Path, reading: Reading, name: str) -> None:
-    """Adds the rows of a file, or of all files of a folder or a pattern.
-
-    name: for the column data_source of rows that have none; empty: no such column.
-    """
-    too_long: list[tuple[str, int]] = []
-    num_before, num_silent, long_prompts = len(rows.texts), rows.num_silent, reading.long_prompts
-    for path in files_of(part):
-        _read_file(rows, path, reading, name, too_long)
-    is_empty = len(rows.texts) == num_before
-    if too_long and (long_prompts == "error" or is_empty):
-        limit = reading.max_prompt_tokens
-        raise UserError(_too_long_message(too_long, limit, dropped_all=long_prompts == "drop"))
-    if is_empty and rows.num_silent > num_silent:
-        raise UserError(f"{part}: no conversation has a message of the assistant to learn from: add the answers")
-    if is_empty:
-        left = "data.long_prompts=drop leaves no row: raise generation.max_new_tokens" if rows.num_dropped else ""
-        raise UserError(f"{part}: {left}" if left else f"{part} is empty: it needs at least one prompt")
-    if long_prompts == "truncate":
-        rows.num_truncated += len(too_long)
-    else:
-        rows.num_dropped += len(too_long)
-
-
-def _read_file(rows: _Rows, path: Path, reading: Reading, name: str, too_long: list[tuple[str, int]]) -> None:
-    """Adds the rows of a file.
-
-    too_long: receives place and tokens of each prompt that is too long.
-    """
-    long_prompts, is_arrow = reading.long_prompts, kind_of_file(path) in TABLES
-    for place, record in read_records(path, reading.key, reading.others):
-        where = f"{path}, {place}"
-        row = read_row(
-            where, {name: without_nulls(value) for name, value in record.items()} if is_arrow else record, reading
-        )
-        if row is None:
-            rows.num_silent += 1
-            continue
-        check_form(row, where, rows.form)
-        tokens, text, given = row.prompt, row.text, row.responses
-        longest = max(map(len, given.values()), default=0)
-        if longest > reading.max_response_tokens:
-            if long_prompts == "error":
-                raise UserError(
-                    f"{where}: the response has {longest} tokens, the limit is {reading.max_response_tokens}: raise "
-                    "generation.max_new_tokens, or set data.long_prompts=truncate (or drop)"
-                )
-            given = {key: tokens[: reading.max_response_tokens] for key, tokens in given.items()}
-            same = len(given) > 1 and len(set(map(tuple, given.values()))) == 1
-            if long_prompts == "drop" or same:
-                rows.num_dropped += 1
-                continue
-            rows.num_cut += 1
-        if len(tokens) > reading.max_prompt_tokens:
-            too_long.append((where, len(tokens)))
-            if long_prompts != "truncate":
-                continue
-            tokens, text = _truncate(tokens, reading.max_prompt_tokens, reading.tokenizer)
-        for key, response in given.items():
-            rows.answers[key].append(response)
-        for key, number in rows.columns.items():
-            rows.numbers[key].append([number_of(where, record, *number)])
-        if rows.marks:
-            rows.numbers[rows.marks].append(row.marks[: len(next(iter(given.values())))])
-        rows.tokens.extend(tokens)
-        rows.ends.append(len(rows.tokens))
-        rows.texts.append(text)
-        rows.remarks.update(filter(None, [row.remark]))
-        record = record | {SOURCE: name} if name and record.get(SOURCE) is None else record
-        # A text beside a conversation stays, so that it is known which of them is the prompt.
-        also = any(isinstance(record.get(name), list) for name in INSTEAD.get(reading.key, ()))
-        texts = () if row.is_plain and also else (reading.key,) if row.is_plain else (TEXT,) if given else ()
-        others = {name: one for name, one in record.items() if name not in (*reading.columns.values(), *texts)}
-        rows.names |= dict.fromkeys(others)
-        rows.kept.append(json.dumps(others, default=_as_text))
 
 
 def _as_text(value: Any) -> str:
@@ -363,18 +357,18 @@ def _as_text(value: Any) -> str:
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    bos = tokens[:1] if tokens[0] == tokenizer.bos_token_id and limit > 1 else []
-    last = tokens[-(limit - len(bos)) :]
-    return bos + last, tokenizer.decode(last)
+    """Returns the last tokens of a prompt, after its beginning-of-sequence token, and their text."""
+    first = tokens[:1] if tokens[0] == tokenizer.bos_token_id and limit > 1 else []
+    last = tokens[-(limit - len(first)) :]
+    return first + last, tokenizer.decode(last)
 
 
-def _too_long_message(too_long: list[tuple[str, int]], limit: int, *, dropped_all: bool) -> str:
+def _too_long_message(too_long: list[tuple[str, int]], limit: int, action: str) -> str:
+    """Returns the error for prompts that are too long. action: data.long_prompts."""
     where, length = too_long[0]
-    longest_place, longest = max(too_long, key=lambda item: item[1])
-    longest_place = longest_place.removeprefix(where.rpartition(", ")[0] + ", ")
-    others = ""
-    if len(too_long) > 1:
-        others = f" ({len(too_long)} prompts are too long; the longest, {longest_place}, has {longest})"
-    left = "; data.long_prompts=drop leaves no prompt" if dropped_all else ""
-    fix = "raise data.max_prompt" + ("" if dropped_all else ", or set data.long_prompts=truncate (or drop)")
-    return f"{where}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {fix}"
+    others = f" ({len(too_long)} prompts are too long)" if len(too_long) > 1 else ""
+    text = f"{where}: the prompt has {length} tokens, the limit is {limit}{others}"
+    if action == "drop":
+        return f"{text}; data.long_prompts=drop leaves no prompt: raise data.max_prompt"
+    longest = max(num for _, num in too_long)
+    return f"{text}: raise data.max_prompt (to {longest}), or set data.long_prompts=truncate (or drop)"

@@ -15,25 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.readers import (
+from rlhf_spmd.runtime.data.messages import (
     ASSISTANT,
+    Message,
+    is_learned,
+    learned_places,
+    messages_of,
+    says_something,
+    with_system,
+)
+from rlhf_spmd.runtime.data.readers import (
     CONVERSATION,
     CONVERSATIONS,
     TEXT,
-    Message,
     Record,
     first_of,
-    is_learned,
-    is_said,
     lacks,
-    messages_of,
     others_of,
     text_of,
-    with_system,
 )
 from rlhf_spmd.runtime.data.template_arguments import arguments_of, names_of
 
@@ -46,25 +49,24 @@ Render = Callable[..., str]
 # where, a conversation, number of its first message that is learned, and what a row gives the template; raises
 # UserError for what would be lost
 Check = Callable[..., None]
-T = TypeVar("T")
 OTHER_TEXT = "whose {key!r} is not in their conversations, which are read instead"
 NOT_RENDERED = "of text, which no chat template renders, so that nothing reads {names}"
 
 
-class RowOptions(TypedDict, total=False):
-    """The fields of a Reading that a user decides on."""
-
-    key: str
-    long_prompts: str
-    columns: Mapping[str, str]
-    max_response_tokens: int
-    eos_ids: tuple[int, ...]
-    turns: Literal["last", "all"]
-
-
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows are read; see load_prompts."""
+    """How rows are read.
+
+    max_prompt_tokens: a longer prompt is an error, is cut to its last tokens (a beginning-of-sequence token stays), or
+        is left out, as long_prompts says.
+    columns: of responses, by key.
+    max_response_tokens: a longer response is an error, loses its last tokens, or its whole row is left out.
+    eos_ids: the first one ends a response.
+    render: makes the text of a conversation, with template_kwargs and what a row has for the template.
+    check: raises UserError for a conversation of which the template would lose something.
+    marks: whether a response may have tokens that are not learned.
+    template_kwargs: of all rows, whose own ones replace them.
+    """
 
     tokenizer: Tokenizer
     max_prompt_tokens: int
@@ -76,22 +78,8 @@ class Reading:
     render: Render | None = None
     check: Check | None = None
     turns: Literal["last", "all"] = "last"
-    marks: bool = False  # whether a response may have tokens that are not learned
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows, whose own ones replace them
-
-    def rendered(self, where: str, messages: list[Message], *, answers: bool = True) -> str:
-        """Renders the text of a conversation. Raises UserError."""
-        if self.render is None:
-            raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
-        text = self.render(where, messages) if answers else self.render(where, messages, answers=False)
-        check_unicode(where, text, "the conversation")
-        return text
-
-    def check_written(self, where: str, messages: list[Message], learned: int) -> None:
-        """Raises UserError if the chat template does not write what messages say. learned: number of the first one
-        that is learned."""
-        if self.check is not None:
-            self.check(where, messages, learned)
+    marks: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -119,95 +107,97 @@ class RowTokens:
     remark: str = ""
 
 
+class _Row:
+    """A row, with what reads it. Methods raise UserError."""
+
+    def __init__(self, where: str, record: Record, reading: Reading):
+        self.where, self.record, self.reading = where, record, reading
+        self.is_rendered = False
+
+    def error(self, text: str) -> UserError:
+        """Returns an error about this row."""
+        return UserError(f"{self.where}: {text}")
+
+    def text(self, column: str, *, name: str = "") -> str:
+        """Returns a column that must be text. name: of the column in messages, if it must not be empty."""
+        text = text_of(self.where, self.record, column)
+        if name:
+            check_text(self.where, text, name)
+        return text
+
+    def messages(self, column: str) -> list[Message]:
+        """Returns a column that must be a conversation."""
+        return messages_of(self.where, self.record, column)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """Returns a conversation that begins with the row's system message."""
+        return with_system(self.where, self.record, messages)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """What the row gives the chat template, read at the first conversation: beside text it may mean other
+        things."""
+        return arguments_of(self.where, self.record, self.reading.template_kwargs)
+
+    def render(self, messages: list[Message], *, answers: bool = True) -> str:
+        """Returns the text of a conversation."""
+        render = self.reading.render
+        if render is None:
+            raise self.error("the prompt is a list of messages, and only a string can be read here")
+        self.is_rendered = True
+        text = render(self.where, messages, **self.arguments, **({} if answers else {"answers": False}))
+        check_unicode(self.where, text, "the conversation")
+        return text
+
+    def check_written(self, messages: list[Message], learned: int) -> None:
+        """Checks that the chat template writes what messages say. learned: number of the first one that is learned."""
+        if self.reading.check is not None:
+            self.is_rendered = True
+            self.reading.check(self.where, messages, learned, **self.arguments)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Returns the tokens of a text, at least one."""
+        tokens = self.reading.tokenizer.encode(text, special=special)
+        if not tokens:
+            raise self.error(f"the tokenizer makes no token from the prompt {text!r}: remove the entry")
+        return tokens
+
+    def encode_after(self, before: str, tokens: list[int], text: str, *, special: bool) -> list[int]:
+        """Returns the tokens of a text that follows another one, whose tokens stay as they are."""
+        tokenizer = self.reading.tokenizer
+        joined = tokenizer.encode(before + text, special=special)
+        if joined[: len(tokens)] == tokens:
+            return joined[len(tokens) :]
+        alone = tokenizer.encode(text, special=special)
+        return alone[1:] if alone and alone[0] == tokenizer.bos_token_id else alone
+
+    def ended(self, tokens: list[int]) -> list[int]:
+        """Returns a response with the first of the ends of sequence (Tokenizer.eos_ids), if it has none."""
+        ends = self.reading.eos_ids
+        return tokens if not ends or (tokens and tokens[-1] in ends) else [*tokens, ends[0]]
+
+
 def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
     """Reads the tokens of a row; None if nothing in it can be learned. Raises UserError."""
-    names, render_with = names_of(record, reading.template_kwargs), reading.render
-    if not names or render_with is None:
-        return _read(where, record, reading)
-    given: list[dict[str, Any]] = []
-
-    def arguments() -> dict[str, Any]:
-        if not given:  # not before, because a column beside text may mean something else
-            given.append(arguments_of(where, record, reading.template_kwargs))
-        return given[0]
-
-    def render(where: str, messages: list[Message], *, answers: bool = True) -> str:
-        return render_with(where, messages, **arguments(), **({} if answers else {"answers": False}))
-
-    def check(where: str, messages: list[Message], learned: int) -> None:
-        if reading.check is not None:
-            reading.check(where, messages, learned, **arguments())
-
-    row = _read(where, record, replace(reading, render=render, check=check))
-    if row is None or given:
-        return row
-    return replace(row, remark=NOT_RENDERED.format(names=" and ".join(names)))
-
-
-def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
-    columns, key = reading.columns, reading.key
-    if not columns:
-        text, is_rendered = prompt_of(where, record, reading)
-        check_text(where, text)
-        return RowTokens("", text, not is_rendered, _encoded(where, text, reading, special=not is_rendered))
-    lacking = [column for column in (key, *columns.values()) if record.get(column) is None]
-    if len(columns) == 1 and lacking:
-        instead = first_of(record, (*CONVERSATIONS, TEXT))
-        if instead is None:
-            raise lacks(where, record, lacking[0], f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}")
-        if instead == TEXT:
-            return _of_text(where, text_of(where, record, TEXT), reading)
-        return _of_conversation(where, with_system(where, record, messages_of(where, record, instead)), reading)
-    for column in columns.values():
-        if column in lacking:
-            raise lacks(where, record, column)
-    explicit = key not in lacking
-    kinds = {column: isinstance(record[column], list) for column in columns.values()}
-    if explicit and isinstance(record[key], str) and len(kinds) > 1 and all(kinds.values()):
-        explicit = False  # the text says the same as the conversations
-    kinds |= {key: isinstance(record[key], list)} if explicit else {}
-    if len(set(kinds.values())) > 1:
-        strings, lists = ([repr(name) for name, is_list in kinds.items() if is_list == which] for which in (0, 1))
-        raise UserError(
-            f"{where}: the value of {' and '.join(lists)} is a list of messages, that of {' and '.join(strings)} is a "
-            "string: write all of them as strings, or all as lists of messages"
-        )
-    made = (_of_messages if any(kinds.values()) else _of_strings)(where, record, reading, explicit=explicit)
-    if made is None:
-        return None
-    tokens = list(made.responses.values())
-    if len(tokens) > 1 and tokens[0] == tokens[1]:
-        one, other = map(repr, columns.values())
-        raise UserError(f"{where}: {one} and {other} are equal, so there is nothing to compare: remove the row")
-    return made
+    row = _Row(where, record, reading)
+    tokens = _with_responses(row) if reading.columns else _prompt_alone(row)
+    names = names_of(record, reading.template_kwargs)
+    if tokens is None or not names or row.is_rendered or reading.render is None:
+        return tokens
+    return replace(tokens, remark=NOT_RENDERED.format(names=" and ".join(names)))
 
 
 def check_form(row: RowTokens, where: str, forms: dict[str, str]) -> None:
     """Raises UserError for a row that is written in another way than those before it. forms: how they are written ->
     the place of the first one, to which this row is added."""
-    if (first := forms.setdefault(row.form, where)) == where and len(forms) > 1:
-        form, at = next(iter(forms.items()))
-        raise UserError(f"{first}: the row has {row.form}, and that of {at} has {form}: write all in one way")
+    forms.setdefault(row.form, where)
+    if len(forms) > 1:
+        (form, place), *_ = forms.items()
+        raise UserError(f"{where}: the row has {row.form}, and that of {place} has {form}: write all in one way")
 
 
-def prompt_of(where: str, record: Record, reading: Reading) -> tuple[str, bool]:
-    """Returns the text of a prompt without responses, and whether it was rendered from a conversation, whose last
-    answer is left out."""
-    column = first_of(record, (reading.key, *reading.others)) or reading.key
-    if column == reading.key and not isinstance(record.get(column), list):
-        return text_of(where, record, column), False
-    messages = messages_of(where, record, column)
-    if messages[-1]["role"] == ASSISTANT:
-        messages = messages[:-1]
-    if not messages:
-        raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
-    messages = with_system(where, record, messages)
-    reading.check_written(where, messages, len(messages))
-    return reading.rendered(where, messages), True
-
-
-def check_text(where: str, text: str, what: str = "the prompt") -> None:
-    """Raises UserError for a text that is empty or no Unicode."""
+def check_text(where: str, text: str, what: str) -> None:
+    """Raises UserError for a text that is empty or not Unicode."""
     if not text.strip():
         raise UserError(f"{where}: {what} is empty: write one or remove the entry")
     check_unicode(where, text, what)
@@ -224,146 +214,170 @@ def check_unicode(where: str, text: str, what: str) -> None:
         ) from None
 
 
-# ---- the forms of rows with responses -------------------------------------------------------------------------------
+# ---- the forms of rows ----------------------------------------------------------------------------------------------
 
 
-def _of_strings(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
-    texts = {name: text_of(where, record, column) for name, column in reading.columns.items()}
-    # a space at the end of what texts have in common belongs to what follows
-    common = "" if explicit else "".join(_common(*texts.values())).removesuffix(" ")
-    prompt = text_of(where, record, reading.key) if explicit else common
-    for name, column in reading.columns.items():
-        check_text(where, texts[name], f"the value of {column!r}")
-        texts[name] = texts[name] if explicit else texts[name][len(prompt) :]
-    if explicit or not prompt:
-        what = "the prompt" if explicit else f"what {' and '.join(map(repr, reading.columns.values()))} have in common"
-        check_text(where, prompt, what)
-    tokens = _encoded(where, prompt, reading, special=True)
-    responses = {name: _ended(_continued(prompt, tokens, text, reading), reading) for name, text in texts.items()}
-    marks = [1] * max(map(len, responses.values()))
-    return RowTokens("a prompt and responses", prompt, explicit, tokens, responses, marks)
+def _prompt_alone(row: _Row) -> RowTokens:
+    """Returns the tokens of a prompt without responses; the last answer of a conversation is left out."""
+    key, record = row.reading.key, row.record
+    column = first_of(record, (key, *row.reading.others)) or key
+    is_text = column == key and not isinstance(record.get(column), list)
+    if is_text:
+        text = row.text(column)
+    else:
+        messages = row.messages(column)
+        messages = messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
+        if not messages:
+            raise row.error("the conversation has no message before the assistant's: add the question")
+        messages = row.with_system(messages)
+        row.check_written(messages, len(messages))
+        text = row.render(messages)
+    check_text(row.where, text, "the prompt")
+    return RowTokens("", text, is_text, row.encode(text, special=is_text))
 
 
-def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens | None:
-    given = {name: messages_of(where, record, column) for name, column in reading.columns.items()}
-    before = messages_of(where, record, reading.key) if explicit else _common(*given.values())
-    if not before and record.get(reading.key) and all(one[0]["role"] == ASSISTANT for one in given.values()):
-        check_text(where, record[reading.key])
-        before, explicit = [{"role": "user", "content": record[reading.key]}], True
-    if not before:
-        fix = "write" if record.get(reading.key) else "add"
-        raise UserError(
-            f"{where}: the conversations have no message in common: {fix} the column {reading.key!r}"
-            + " as a list of messages" * (fix == "write")
-        )
-    after = {name: messages if explicit else messages[len(before) :] for name, messages in given.items()}
-    for name, column in reading.columns.items():
-        if not any(message["role"] == ASSISTANT for message in after[name]):
-            raise UserError(f"{where}: {column!r} has no message of the assistant: add its answer, or remove the row")
-    said = [message.get("content", "").strip() for message in before if not explicit]
-    before = with_system(where, record, before)
-    if reading.marks:
-        ((name, messages),) = after.items()
-        if not (learned := _learned(where, messages)):
-            return None
-        after = {name: messages[: learned[-1] + 1]}
-    elif not all(is_learned(where, one) for every in after.values() for one in every if one["role"] == ASSISTANT):
-        raise UserError(
-            f"{where}: a message of the assistant is marked 0, and in pairs all are learned: remove the row"
-        )
-    made = {name: _answered(where, before, messages, reading) for name, messages in after.items()}
-    text, tokens, *_ = next(iter(made.values()))
-    responses = {name: one[2] for name, one in made.items()}
-    marks = next(iter(made.values()))[3]
-    plain = record.get(reading.key) or ""  # text beside conversations, which should say the same
-    differs = not explicit and plain.strip() and not any(one and (one in plain or plain.strip() in one) for one in said)
-    remark = OTHER_TEXT.format(key=reading.key) if differs else ""
-    return RowTokens("conversations", text, False, tokens, responses, marks, remark)
-
-
-def _of_conversation(where: str, messages: list[Message], reading: Reading) -> RowTokens | None:
-    turns = _learned(where, messages)
-    if reading.turns == "last" or not reading.marks:
-        last = max((place for place, message in enumerate(messages) if message["role"] == ASSISTANT), default=-1)
-        turns = [place for place in turns if place == last]
-    if not turns:
-        return None
-    if not turns[0]:
-        raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
-    text, tokens, response, marks = _answered(where, messages[: turns[0]], messages[turns[0] : turns[-1] + 1], reading)
-    return RowTokens(
-        f"the column {CONVERSATION!r}", text, False, tokens, {next(iter(reading.columns)): response}, marks
-    )
-
-
-def _learned(where: str, messages: Sequence[Message]) -> list[int]:
-    """Returns the places of the assistant's messages that are learned."""
-    return [place for place, message in enumerate(messages) if is_learned(where, message)]
-
-
-def _of_text(where: str, text: str, reading: Reading) -> RowTokens:
-    check_text(where, text, f"the value of {TEXT!r}")
-    tokens = _ended(_encoded(where, text, reading, special=True), reading)
-    first, response = tokens[:1], tokens[1:]
-    said = {next(iter(reading.columns)): response}
-    return RowTokens(f"the column {TEXT!r}", reading.tokenizer.decode(first), False, first, said, [1] * len(response))
-
-
-def _answered(
-    where: str, before: list[Message], after: list[Message], reading: Reading
-) -> tuple[str, list[int], list[int], list[int]]:
-    """Returns text and tokens of a conversation's beginning, tokens of the turns after it up to the assistant's last
-    one, and which of these tokens are learned."""
-    own = [place for place, message in enumerate(after) if message["role"] == ASSISTANT]
-    last = own[-1] if own else -1
-    reading.check_written(where, [*before, *after[: last + 1]], len(before))
-    text = start = reading.rendered(where, before)
-    prompt = _encoded(where, text, reading, special=False)
-    tokens, marks = list(prompt), list[int]()
-    for place in own:
-        if not is_said(after[place]):
-            raise UserError(f"{where}: a message of the assistant is empty: write it, or remove the row")
-        opened = reading.rendered(where, [*before, *after[:place]])
-        closed = reading.rendered(where, [*before, *after[: place + 1]], answers=False)
-        if not (opened.startswith(text) and closed.startswith(opened)):
-            why = (
-                "does not only add to what it writes of the earlier messages, so a turn cannot be told from the others"
+def _with_responses(row: _Row) -> RowTokens | None:
+    """Returns the tokens of a row with responses."""
+    record, key, columns = row.record, row.reading.key, list(row.reading.columns.values())
+    missing = [column for column in (key, *columns) if record.get(column) is None]
+    if len(columns) == 1 and missing:
+        instead = first_of(record, (*CONVERSATIONS, TEXT))
+        if instead is None:
+            fix = f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}"
+            raise lacks(row.where, record, missing[0], fix)
+        return _of_text(row) if instead == TEXT else _of_conversation(row, instead)
+    for column in columns:
+        if column in missing:
+            raise lacks(row.where, record, column)
+    are_lists = {isinstance(record[column], list) for column in columns}
+    has_prompt = key not in missing
+    if has_prompt and len(columns) > 1 and are_lists == {True} and isinstance(record[key], str):
+        has_prompt = False  # the text says the same as the conversations
+    if has_prompt:
+        are_lists.add(isinstance(record[key], list))
+    if len(are_lists) > 1:
+        names = ", ".join(map(repr, [key, *columns] if has_prompt else columns))
+        raise row.error(f"{names} are strings and lists of messages: write all as strings, or all as lists of messages")
+    tokens = (_of_messages if are_lists == {True} else _of_strings)(row, has_prompt=has_prompt)
+    if tokens is not None and len(columns) > 1:
+        first, second = tokens.responses.values()
+        if first == second:
+            raise row.error(
+                f"{' and '.join(map(repr, columns))} are equal, so there is nothing to compare: remove the row"
             )
-            if len(own) == 1 and opened.startswith(text):
-                why = f"begins an answer with {opened[-20:]!r}, and writes a given one in another way"
-            other = "set data.turns=last, or " if len(own) > 1 and reading.marks else ""
-            raise UserError(f"{where}: the chat template {why}: {other}give data.chat_template=FILE")
-        between = _continued(text, tokens, opened[len(text) :], reading, special=False) if opened != text else []
-        said = _continued(opened, [*tokens, *between], closed[len(opened) :], reading, special=False)
-        kept = up_to_end(said, reading.tokenizer, reading.eos_ids)
-        marks += [0] * len(between) + [int(is_learned(where, after[place]))] * len(kept)
-        tokens += between + kept
-        if place < last:  # what the template writes behind an end of sequence belongs to no turn
-            marks += [0] * (len(said) - len(kept))
-            tokens += said[len(kept) :]
-        text = closed
-    ended = _ended(tokens, reading)
-    return start, prompt, ended[len(prompt) :], marks + [1] * (len(ended) - len(tokens))
-
-
-# ---- tokens ---------------------------------------------------------------------------------------------------------
-
-
-def _encoded(where: str, text: str, reading: Reading, *, special: bool) -> list[int]:
-    tokens = reading.tokenizer.encode(text, special=special)
-    if not tokens:
-        raise UserError(f"{where}: the tokenizer makes no token from the prompt {text!r}: remove the entry")
     return tokens
 
 
-def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, special: bool = True) -> list[int]:
-    """Returns the tokens of a text that follows another one, whose tokens stay as they are."""
-    tokenizer = reading.tokenizer
-    joined = tokenizer.encode(before + text, special=special)
-    if joined[: len(tokens)] == tokens:
-        return joined[len(tokens) :]
-    alone = tokenizer.encode(text, special=special)
-    return alone[1:] if alone and alone[0] == tokenizer.bos_token_id else alone
+def _of_strings(row: _Row, *, has_prompt: bool) -> RowTokens:
+    reading = row.reading
+    texts = {key: row.text(column, name=f"the value of {column!r}") for key, column in reading.columns.items()}
+    if has_prompt:
+        prompt = row.text(reading.key, name="the prompt")
+    else:  # a space at the end of what texts have in common belongs to what follows
+        first, second = texts.values()
+        prompt = first[: _num_common(first, second)].removesuffix(" ")
+        names = " and ".join(map(repr, reading.columns.values()))
+        check_text(row.where, prompt, f"what {names} have in common")
+        texts = {key: text[len(prompt) :] for key, text in texts.items()}
+    tokens = row.encode(prompt, special=True)
+    responses = {key: row.ended(row.encode_after(prompt, tokens, text, special=True)) for key, text in texts.items()}
+    marks = [1] * max(map(len, responses.values()))
+    return RowTokens("a prompt and responses", prompt, has_prompt, tokens, responses, marks)
+
+
+def _of_messages(row: _Row, *, has_prompt: bool) -> RowTokens | None:
+    reading, plain = row.reading, row.record.get(row.reading.key) or ""
+    answers = {key: row.messages(column) for key, column in reading.columns.items()}
+    num_common = 0 if has_prompt else _num_common(*answers.values())
+    if has_prompt:
+        before = row.messages(reading.key)
+    elif num_common:
+        before = next(iter(answers.values()))[:num_common]
+        answers = {key: messages[num_common:] for key, messages in answers.items()}
+    elif plain and all(messages[0]["role"] == ASSISTANT for messages in answers.values()):
+        before = [{"role": "user", "content": row.text(reading.key, name="the prompt")}]
+    else:
+        raise row.error(
+            f"the conversations have no message in common: write the column {reading.key!r} as a list of messages"
+        )
+    for key, messages in answers.items():
+        if all(message["role"] != ASSISTANT for message in messages):
+            raise row.error(
+                f"{reading.columns[key]!r} has no message of the assistant: add its answer, or remove the row"
+            )
+        places = learned_places(row.where, messages)
+        if reading.marks and not places:
+            return None
+        if reading.marks:
+            answers = {key: messages[: places[-1] + 1]}
+        elif len(places) < len(_places_of_assistant(messages)):
+            raise row.error("a message of the assistant is marked 0, and in pairs all are learned: remove the row")
+    texts = [message.get("content", "").strip() for message in before]
+    differs = isinstance(plain, str) and plain.strip() and not any(_overlap(text, plain) for text in texts)
+    remark = OTHER_TEXT.format(key=reading.key) if differs else ""
+    made = {key: _answered(row, row.with_system(before), messages) for key, messages in answers.items()}
+    (text, tokens, _, marks), *_ = made.values()
+    responses = {key: response for key, (_, _, response, _) in made.items()}
+    return RowTokens("conversations", text, False, tokens, responses, marks, remark)
+
+
+def _overlap(text: str, plain: str) -> bool:
+    """Returns whether a message says what a prompt beside it says, or a part of it."""
+    return bool(text) and (text in plain or plain.strip() in text)
+
+
+def _of_conversation(row: _Row, column: str) -> RowTokens | None:
+    reading, messages = row.reading, row.with_system(row.messages(column))
+    places = learned_places(row.where, messages)
+    if reading.turns == "last" or not reading.marks:
+        places = [place for place in places if place == _places_of_assistant(messages)[-1]]
+    if not places:
+        return None
+    if places[0] == 0:
+        raise row.error("the conversation has no message before the assistant's: add the question")
+    text, tokens, response, marks = _answered(row, messages[: places[0]], messages[places[0] : places[-1] + 1])
+    responses = dict.fromkeys(reading.columns, response)
+    return RowTokens(f"the column {CONVERSATION!r}", text, False, tokens, responses, marks)
+
+
+def _of_text(row: _Row) -> RowTokens:
+    text = row.text(TEXT, name=f"the value of {TEXT!r}")
+    prompt, *response = row.ended(row.encode(text, special=True))
+    start, responses = row.reading.tokenizer.decode([prompt]), dict.fromkeys(row.reading.columns, response)
+    return RowTokens(f"the column {TEXT!r}", start, False, [prompt], responses, [1] * len(response))
+
+
+def _answered(row: _Row, before: list[Message], after: list[Message]) -> tuple[str, list[int], list[int], list[int]]:
+    """Returns text and tokens of a conversation's beginning, tokens of the turns after it up to the assistant's last
+    one, and which of these tokens are learned."""
+    reading, places = row.reading, _places_of_assistant(after)
+    row.check_written([*before, *after[: places[-1] + 1]], len(before))
+    text = start = row.render(before)
+    prompt = row.encode(text, special=False)
+    tokens, marks = list(prompt), list[int]()
+    for place in places:
+        if not says_something(after[place]):
+            raise row.error("a message of the assistant is empty: write it, or remove the row")
+        opened = row.render([*before, *after[:place]])
+        closed = row.render([*before, *after[: place + 1]], answers=False)
+        if not (opened.startswith(text) and closed.startswith(opened)):
+            other = "set data.turns=last, or " if len(places) > 1 and reading.marks else ""
+            raise row.error(
+                "the chat template does not only add to what it writes of the earlier messages, or writes a given "
+                f"answer in another way than the one that it begins with {opened[-20:]!r}, so a turn cannot be told "
+                f"from the others: {other}give data.chat_template=FILE"
+            )
+        between = row.encode_after(text, tokens, opened[len(text) :], special=False) if opened != text else []
+        turn = row.encode_after(opened, [*tokens, *between], closed[len(opened) :], special=False)
+        kept = up_to_end(turn, reading.tokenizer, reading.eos_ids)
+        marks += [0] * len(between) + [int(is_learned(row.where, after[place]))] * len(kept)
+        tokens += between + kept
+        if place < places[-1]:  # what the template writes behind an end of sequence belongs to no turn
+            marks += [0] * (len(turn) - len(kept))
+            tokens += turn[len(kept) :]
+        text = closed
+    ended = row.ended(tokens)
+    return start, prompt, ended[len(prompt) :], marks + [1] * (len(ended) - len(tokens))
 
 
 def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -> list[int]:
@@ -374,13 +388,12 @@ def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -
     return tokens[: places[-1] + 1]
 
 
-def _ended(tokens: list[int], reading: Reading) -> list[int]:
-    """Appends the first of the ends of sequence (Tokenizer.eos_ids), if there is none."""
-    if not reading.eos_ids or (tokens and tokens[-1] in reading.eos_ids):
-        return tokens
-    return [*tokens, reading.eos_ids[0]]
+def _places_of_assistant(messages: Sequence[Message]) -> list[int]:
+    """Returns the places of the assistant's messages."""
+    return [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
-def _common(one: Sequence[T], other: Sequence[T]) -> list[T]:
-    """Returns what two texts or conversations have in common at their beginning."""
-    return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Returns how long the common beginning of two texts or conversations is."""
+    shorter = min(len(first), len(second))
+    return next((place for place in range(shorter) if first[place] != second[place]), shorter)

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.lib import format as npy
 
 from rlhf_spmd.runtime.data.packed_rows import NumberRows, TextRows, TokenRows
-from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.data.prompts import COUNTS, PromptSet
 from rlhf_spmd.runtime.failure.records import PREFIX, SHARED_MEMORY
 from rlhf_spmd.runtime.world.world import World
 
-COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
 # the other fields of a set
 FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks", "written_at")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_values import check_template_kwargs
-from rlhf_spmd.runtime.data.readers import Record, kind_of, system_of
+from rlhf_spmd.runtime.data.messages import system_column
+from rlhf_spmd.runtime.data.readers import Record, kind_of
 
 TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns
 
@@ -38,7 +39,10 @@ def arguments_of(where: str, record: Record, of_all: Mapping[str, Any]) -> dict[
 def names_of(record: Record, of_all: Mapping[str, Any]) -> list[str]:
     """Returns the arguments that a row has for a template, by name, whatever their values mean."""
     given = {TOOLS: record.get(TOOLS), KWARGS: record.get(KWARGS) or of_all}
-    return [*(name for name, value in given.items() if value not in (None, "", {})), *filter(None, [system_of(record)])]
+    return [
+        *(name for name, value in given.items() if value not in (None, "", {})),
+        *filter(None, [system_column(record)]),
+    ]
 
 
 def _value(where: str, record: Record, column: str) -> Any:

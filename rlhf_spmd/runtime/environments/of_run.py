@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data.readers import conversation_of
+from rlhf_spmd.runtime.data.messages import conversation_of
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
 from rlhf_spmd.runtime.environments.episodes import Episodes
 from rlhf_spmd.runtime.environments.renderer import Render, renderer_of

@@ -43,7 +43,6 @@ from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from rlhf_spmd.runtime.profile.products import choose, limit_packing
-from rlhf_spmd.runtime.run.inputs import tokenizer_notes
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
@@ -262,7 +261,7 @@ def generate_file(
         whole, texts = files.folder, files.tokenizer
         judges = [model_files(options.best_of, option=BASE_HERE).folder] if has_judge else []
         tokenizer = load_tokenizer(texts)
-        notes = [*filter(None, [files.warning]), *tokenizer_notes(world, [texts, *judges])]
+        notes = [*filter(None, [files.warning])]
         template = ChatTemplate(texts, options.data.chat_template, started=started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(whole), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads

@@ -18,7 +18,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.option_values import parse_value
-from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.data.readers import read_records
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
@@ -110,7 +110,7 @@ def read_offline_prompts(
     refuses = data.long_prompts == "error" and data.max_prompt > 0  # without max_prompt the sum counts, see below
 
     def load() -> PromptSet:
-        how: SetOptions = {
+        how: dict[str, Any] = {
             "max_prompt_tokens": room if refuses or data.long_prompts == "truncate" else sys.maxsize,
             "key": key,
             "long_prompts": "truncate" if data.long_prompts == "truncate" else "error",

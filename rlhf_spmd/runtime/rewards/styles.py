@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.data.readers import conversation_of
+from rlhf_spmd.runtime.data.messages import conversation_of
 
 SCORE_KEYS = ("score", "rewards", "scores")  # of dicts that functions return, the first one counts
 EXTRA = "extra_logs"  # of dicts: more numbers for the log

@@ -8,7 +8,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.model.texts.tokenizer_files import has_chat_template
-from rlhf_spmd.runtime.data.readers import ASSISTANT, Message, conversation_of
+from rlhf_spmd.runtime.data.messages import ASSISTANT, Message, conversation_of
 from rlhf_spmd.runtime.data.row_tokens import up_to_end
 from rlhf_spmd.runtime.data.template_arguments import TOOLS, arguments_of
 

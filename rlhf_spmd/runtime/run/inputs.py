@@ -1,12 +1,12 @@
 """The inputs of a run other than weights, checked before any model is loaded."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from rlhf_spmd.config.options import Config, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
@@ -14,25 +14,16 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.model.texts.tokenizer_check import reading_note
 from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
-from rlhf_spmd.runtime.data.prompts import PromptSet, SetOptions, load_prompts
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.rewards.function import source_file
 from rlhf_spmd.runtime.world.world import World
 
 SOURCE = "data_source"  # the column that names where a prompt is from
-
-
-def tokenizer_notes(world: World, folders: Iterable[str]) -> list[str]:
-    """Returns what the user should know about how transformers reads these tokenizers. Only the first rank of each node
-    looks, since that may import transformers. Raises UserError if it makes other tokens of a text."""
-    if world.rank != world.nodes.index(world.node):
-        return []
-    return [*filter(None, map(reading_note, folders))]
 
 
 def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
@@ -52,7 +43,7 @@ def load_rendered(
     template_kwargs: Mapping[str, Any],
     *,
     stop: Sequence[str] = (),
-    **options: Unpack[SetOptions],
+    **options: Any,
 ) -> PromptSet:
     """Calls load_prompts with a chat template for conversations. Raises UserError.
 

@@ -34,7 +34,6 @@ from rlhf_spmd.runtime.run.inputs import (
     functions_fingerprints,
     read_prompts,
     run_environments,
-    tokenizer_notes,
 )
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
@@ -63,7 +62,7 @@ def prepare(
             raise UserError(NO_PROMPTS)
         tokenizer = load_tokenizer(config.files().tokenizer)
         known = shared_vocabulary(config, tokenizer)
-        notes = [*filter(None, [config.files().warning]), *tokenizer_notes(world, config.tokenizer_folders)]
+        notes = [*filter(None, [config.files().warning])]
         model = read_config(config.main_folder, config.files().texts)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))

@@ -262,7 +262,7 @@ def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
     write_tokenizer(adapter)
     (adapter / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     config = load_run(words, f"models.actor={adapter}")
-    assert config.tokenizer_folders == [config.files().tokenizer] == [str(adapter)] and not config.files().warning
+    assert config.files().tokenizer == str(adapter) and not config.files().warning
     assert config.files("reward").tokenizer == str(tmp_path / "reward")
     text = (adapter / "tokenizer.json").read_text(encoding="utf-8")
     (adapter / "tokenizer.json").write_text(text.replace('"ba"', '"xx"'), encoding="utf-8")

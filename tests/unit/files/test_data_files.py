@@ -90,22 +90,18 @@ def test_the_source_of_a_row_is_what_the_user_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("p.json", "[", ["p.json: not valid JSON at column 2", "a list of objects"]),
-        ("p.json", '[\n{"prompt": "a"}\n{"prompt": "b"}]', ["p.json, line 3: not valid JSON at column 1"]),
+        ("p.json", '[\n{"prompt": "a"}\n{"prompt": "b"}]', ["p.json: not valid JSON", "line 3", "a list of objects"]),
         ("p.json", '[{"prompt": "a"}, 3]', ["p.json, row 2: a number, not an object"]),
         ("p.json", '[{"prompt": "a"}, {"x": 1}]', ["row 2: no key 'prompt'", "keys there: 'x'"]),
-        ("p.json", b'[{"prompt":\n "\xff"}]', ["line 2: byte 3 is not UTF-8"]),
-        ("p.json", f"[{'9' * 5000}]", ["p.json: a whole number has more than"]),
-        ("p.json", "[" * 9999, ["p.json: lists or objects are nested too deep"]),
-        ("p.json", '{"prompt":\n"a"}', ["p.json is one JSON value over several lines, and each line is one object"]),
+        ("p.json", b'[{"prompt":\n "\xff"}]', ["byte 15 is not UTF-8"]),
+        ("p.json", "[" * 9999, ["p.json: not valid JSON"]),
+        ("p.json", '{"prompt":\n"a"}', ["p.json, line 1: not valid JSON", "each line is one object"]),
         ("p.csv", "a,b\n1,2\n", ["p.csv, row 1: no key 'prompt' (keys there: 'a', 'b')"]),
-        ("p.csv", "prompt,b\n1\n", ["p.csv, row 1: 1 fields under 2 names", "quotes"]),
-        ("p.csv", 'prompt\na\n"b" c\n', ["p.csv, line 3: not valid CSV"]),
-        ("p.csv", "prompt,prompt\na,b\n", ["two columns are called 'prompt'"]),
-        ("p.csv", b"prompt\n\xe9\n", ["line 2: byte 1 is not UTF-8"]),
-        ("p.parquet.gz", "", ["files of .parquet are not read compressed"]),
-        ("p.zip", "", ["unknown extension '.zip'"]),
-        ("p.xml.gz", "", ["unknown extension '.xml' before .gz"]),
+        ("p.csv", "prompt,b\n1\n", ["p.csv is not a readable .csv file", "Expected 2 columns, got 1"]),
+        ("p.csv", "prompt,prompt\na,b\n", ["two of the columns prompt, prompt have one name"]),
+        ("p.csv", b"prompt\n\xe9\n", ["p.csv is not a readable .csv file", "invalid UTF8"]),
+        ("p.parquet.gz", "", ["files of the kind '.parquet.gz' are not read"]),
+        ("p.zip", "", ["files of the kind '.zip' are not read"]),
     ],
 )
 def test_errors_name_file_and_place(name, text, words, tmp_path):
@@ -139,7 +135,8 @@ def test_kinds_and_stems(tmp_path):
 
 def test_data_sets_that_datasets_saved(tmp_path):
     """Streams of Arrow, in the order of state.json; what describes data is not data."""
-    arrow = pytest.importorskip("pyarrow")
+    import pyarrow as arrow
+
     table = arrow.Table.from_pylist(ROWS)
     folder = tmp_path / "saved" / "train"
     folder.mkdir(parents=True)
@@ -154,7 +151,7 @@ def test_data_sets_that_datasets_saved(tmp_path):
     assert list(load(folder).texts) == [row["prompt"] for row in ROWS]
     assert len(read_records(folder / parts[0], "prompt", most=1)) == 1
     write(folder / parts[0], "no table")
-    assert "is not a readable Arrow file" in refusal(folder / parts[0])
+    assert "is not a readable .arrow file" in refusal(folder / parts[0])
     write(tmp_path / "saved" / "dataset_dict.json", '{"splits": ["train", "test"]}')
     with pytest.raises(UserError, match="several data sets: name one, such as .*saved/train"):
         files_of(tmp_path / "saved")

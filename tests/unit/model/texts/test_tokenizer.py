@@ -71,6 +71,7 @@ def test_stop_texts_see_the_special_tokens_that_they_name(text, stop, stops):
 @pytest.mark.parametrize(("single", "before"), [("$A </s>", []), ("<s> $A </s>", [1]), ("<s> $A", [1]), ("$A", [])])
 def test_no_text_ends_with_an_end_that_the_tokenizer_adds(single, before, tmp_path):
     from tokenizers import processors
+    from transformers import AutoTokenizer
 
     make_tokenizer(tmp_path)
     file = str(tmp_path / "tokenizer.json")
@@ -78,7 +79,8 @@ def test_no_text_ends_with_an_end_that_the_tokenizer_adds(single, before, tmp_pa
     names = [(name, backend.token_to_id(name)) for name in ("<s>", "</s>")]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=names)
     backend.save(file)
-    for tokenizer in (hf.load_tokenizer(tmp_path), hf.transformers_tokenizer(tmp_path)):
+    theirs = hf.Tokenizer.from_transformers(AutoTokenizer.from_pretrained(tmp_path), tmp_path)
+    for tokenizer in (hf.load_tokenizer(tmp_path), theirs):
         assert tokenizer.encode("w7 w8") == [*before, 7, 8] and tokenizer.encode("") == before
         assert tokenizer.encode("w7 </s>") == [*before, 7, 2]  # as the text says
     (tmp_path / "a.jsonl").write_text('{"prompt": "w7", "completion": " w8"}\n', encoding="utf-8")

@@ -103,9 +103,8 @@ def test_all_files_are_read_as_transformers_reads_them(name, tmp_path):
         ({LISTED: {"1030": special("<|x|>")}}, None, ["'<|x|>' the id 1030,", "it is 1024;"]),
         ({LISTED: {"2": special("<|x|>")}}, None, ["'<|x|>' the id 2,", "it is 1024;"]),
         ({}, {"<|end|>": 1024}, ["added_tokens.json", "'<|end|>' the id 1024,", "it is 2;"]),
-        ({LISTED: {"x": special("<|x|>")}}, None, ["not an id with a token"]),
-        ({LISTED: ["<|x|>"]}, None, ["no object of added tokens"]),
-        ({}, {"<|x|>": "1024"}, ["'<|x|>': '1024', not a token with its id"]),
+        ({LISTED: {"x": special("<|x|>")}}, None, ["tokenizer_config.json does not list added tokens"]),
+        ({}, {"<|x|>": None}, ["added_tokens.json does not list added tokens"]),
     ],
 )
 def test_ids_that_disagree_are_refused(config, added, words, tmp_path):
@@ -236,11 +235,10 @@ def test_without_tokenizer_json(tmp_path):
         ("four", {}, "b"),
     ):
         (tmp_path / name).mkdir()
-        how = {"indent": 2} if name == "two" else {}
         if vocabulary:
-            (tmp_path / name / "vocab.json").write_text(json.dumps(vocabulary, **how), encoding="utf-8")
+            (tmp_path / name / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
             (tmp_path / name / "merges.txt").write_text("a b\n", encoding="utf-8")
-        about = {"eos_token": end, "tokenizer_class": "GPT2TokenizerFast" if name == "two" else "GPT2Tokenizer"}
+        about = {"eos_token": end, "tokenizer_class": "GPT2Tokenizer"}
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
     one, two, three, four = (str(tmp_path / name) for name in ("one", "two", "three", "four"))
     assert same_tokenizer(one, two) and not same_tokenizer(one, three)

@@ -48,7 +48,7 @@ def refusal(path, **options):
 
 def test_jsonl_text_and_parquet_give_the_same_prompts(tmp_path):
     texts = ["one three", "später 'n \\n literal", "four five six"]
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"question": texts, "other": [1, 2, 3]}), tmp_path / "p.parquet")
@@ -72,8 +72,8 @@ def test_a_json_string_may_hold_line_breaks(tmp_path):
     ("line", "words"),
     [
         ('{"prompt": "a"', ["line 2", "not valid JSON", "column"]),
-        ('{"prompt": ' + "9" * 5000 + "}", ["line 2", "a whole number has more than 4,300 digits"]),
-        ("[" * 100_000, ["line 2", "nested too deep"]),
+        ('{"prompt": ' + "9" * 5000 + "}", ["line 2", "not valid JSON"]),
+        ("[" * 100_000, ["line 2", "not valid JSON"]),
         ('["a"]', ["line 2", "a list", "object"]),
         ('{"promt": "a", "id": 3}', ["line 2", "no key 'prompt'", "'promt', 'id'"]),
         ('{"prompt": 3}', ["line 2", "a number", "not a string"]),
@@ -129,8 +129,8 @@ def test_conversations_are_rendered_without_the_last_answer_and_further_columns_
     assert load(write(tmp_path, "q.jsonl", b'{"prompt": "a"}\n')).columns is None
 
 
-def test_parquet_refusals(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
+def test_parquet_refusals(tmp_path):
+    import pyarrow
     from pyarrow import parquet
 
     path = tmp_path / "p.parquet"
@@ -142,9 +142,7 @@ def test_parquet_refusals(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
     assert "is empty" in refusal(path)
     path.write_bytes(b"PAR1 but no more")
-    assert "not a readable Parquet file" in refusal(path)
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    assert "pip install" in refusal(path)
+    assert "not a readable .parquet file" in refusal(path)
 
 
 # ---- long prompts
@@ -153,7 +151,7 @@ def test_parquet_refusals(tmp_path, monkeypatch):
 def test_long_prompts_are_an_error_unless_told(tmp_path):
     path = write(tmp_path, "p.txt", "a\na b c d\na b\na b c d e\n")
     message = refusal(path, limit=3)
-    for word in ("line 2", "4 tokens", "limit is 3", "2 prompts", "line 4, has 5", "truncate", "drop"):
+    for word in ("line 2", "4 tokens", "limit is 3", "2 prompts", "(to 5)", "truncate", "drop"):
         assert word in message
 
 

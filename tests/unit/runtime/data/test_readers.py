@@ -4,14 +4,15 @@ import datetime
 import decimal
 import json
 
+import pyarrow as arrow
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.messages import messages_of
 from rlhf_spmd.runtime.data.prompts import load_prompts
-from rlhf_spmd.runtime.data.readers import kind_of, messages_of, number_of, read_records
+from rlhf_spmd.runtime.data.readers import kind_of, number_of, read_records
 from tests.unit.runtime.data.test_prompts import Words
 
-arrow = pytest.importorskip("pyarrow")
 DATE = datetime.date(2024, 2, 29)
 
 
@@ -92,7 +93,7 @@ def test_kinds():
     values = [None, True, 1, 1.5, "a", [], {}, b"\xff", decimal.Decimal(1), DATE, datetime.timedelta(1), 1j]
     assert [kind_of(value) for value in values] == [
         *("null", "a boolean", "a number", "a number", "a string", "a list", "an object", "bytes that are not UTF-8"),
-        *("a decimal number", "a date", "a length of time", "a value of the type complex"),
+        *(f"a value of the type {name}" for name in ("Decimal", "date", "timedelta", "complex")),
     ]
     assert number_of("x", {"a": decimal.Decimal("1.5")}, "a", None) == 1.5
     for wrong in (10**400, 1e300, float("nan"), DATE):

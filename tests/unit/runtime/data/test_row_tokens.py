@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.messages import conversation_of
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
-from rlhf_spmd.runtime.data.readers import conversation_of
 
 BOS, EOS = 0, 1
 
@@ -326,7 +326,7 @@ WRONG = {
     "two forms in a row": (
         TWO,
         [PAIR | {"prompt": [user("q")]}],
-        "the value of 'prompt' is a list of messages, that of 'chosen' and 'rejected' is a string: write all of them",
+        "'prompt', 'chosen', 'rejected' are strings and lists of messages: write all as strings, or all as lists",
     ),
     "two forms in a set": (
         ONE,
@@ -341,13 +341,13 @@ WRONG = {
     "no prompt": (
         ONE,
         [{"prompt": None, "completion": "a"}],
-        r"line 1: the value of 'prompt' is null: give it a value, or set data.key",
+        r"line 1: the value of 'prompt' is null: give it a value",
     ),
     "no rejected": (TWO, [{"prompt": "q", "chosen": "a"}], "line 1: no key 'rejected'"),
     "no completion but null": (
         ONE,
         [{"prompt": "q", "completion": None}],
-        "line 1: the value of 'completion' is null: give it a value, or write the row as 'messages' or 'text'",
+        "line 1: the value of 'completion' is null: give it a value",
     ),
     "null in a pair": (TWO, [PAIR | {"rejected": None}], "line 1: the value of 'rejected' is null: give it a value"),
     "conversations without the prompt that is text": (
@@ -358,7 +358,7 @@ WRONG = {
     "an image": (
         ONE,
         [{"messages": [user([{"type": "image", "url": "x"}]), said("b")]}],
-        "line 1: message 1 of 'messages' has a part of type 'image', and only .* can be read",
+        "line 1: message 1 of 'messages' has a part that is not .*: the models here read text only",
     ),
     "null as content": (ONE, [{"messages": [user(None), said("b")]}], "line 1: message 1 .* has null as 'content'"),
     "no role": (ONE, [{"messages": [{"content": "a"}, said("b")]}], "line 1: message 1 of 'messages' has no 'role'"),
@@ -386,7 +386,7 @@ WRONG = {
     "no message in common": (
         TWO,
         [{"chosen": [user("a"), said("b")], "rejected": [user("c"), said("b")]}],
-        "line 1: the conversations have no message in common: add the column 'prompt'",
+        "line 1: the conversations have no message in common: write the column 'prompt'",
     ),
     "no answer in a pair": (
         TWO,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from tests.folders import write_tokenizer
 
@@ -10,4 +11,4 @@ from tests.folders import write_tokenizer
 def tokenizer(tmp_path_factory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
-    return Tokenizer.from_json(folder)
+    return load_tokenizer(folder)
