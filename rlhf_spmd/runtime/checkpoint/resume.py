@@ -18,7 +18,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.pages.option_tree import options_of, with_value
 from rlhf_spmd.pages.option_values import parse_value
@@ -134,7 +133,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
         notes.append(f"this runs code that {folder} holds or names: {', '.join(code)}")
     name = str(about.get("strategy", path.name))
     found = _recorded(path, about, checkpoint, STARTED)
-    started = "" if found is None else checked_time(*found)
+    started = "" if found is None else str(found[0])
     products = _recorded(path, about, checkpoint, PRODUCTS)
     return Resumed(path, config, name, checkpoint, state, tuple(notes), started, products)
 
@@ -195,9 +194,8 @@ def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
         raise UserError(f"{given}, but {folder} has done {done}; give {fix}")
 
 
-def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed, *, started: str = "") -> None:
-    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name. started: the
-    time that the chat template wrote into the prompts; empty: none."""
+def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed) -> None:
+    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name."""
     before, lacking = resumed.state["inputs"], not_compared(now, resumed)
     for name, fingerprint in now.items():
         if name in lacking or before.get(name) == fingerprint:
@@ -205,14 +203,9 @@ def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed, *, started: st
         logprobs = resumed.config.data.precomputed_logprobs
         files = f"the logprobs in {logprobs}" if logprobs else resumed.config.data.chat_template
         also = f" (or {files} did)" if files and name.startswith("prompts in ") else ""
-        fix = "restore the file, or start a new run"
-        if started and not resumed.started and name.startswith("prompts in "):
-            fix = (
-                "their chat template writes the time, and an earlier version of this program did not keep that of the "
-                f'first start: add it to {resumed.folder / PROGRAM}, such as "{STARTED}": "{started}", or start a new '
-                "run"
-            )
-        raise UserError(f"the {name} changed since {resumed.folder} was started{also}; {fix}")
+        raise UserError(
+            f"the {name} changed since {resumed.folder} was started{also}; restore the file, or start a new run"
+        )
 
 
 def not_compared(now: Mapping[str, str], resumed: Resumed) -> list[str]:

@@ -214,7 +214,7 @@ def start_or_resume(
         folder.write_samples(join_samples(job, before))
         return history, before
     with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(inputs(job), resumed, started=job.started if job.written_at else "")
+        refuse_other_inputs(inputs(job), resumed)
         refuse_other_support(job, resumed.folder, resumed.state["support"])
         ahead, before = job.program.placement.ahead, resumed.state["ahead"]
         if ahead != before:
@@ -262,7 +262,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
         about |= {PRODUCTS: dict(job.products)} if job.products else {}
         about |= _made_with(job) if folder.writes else {}
-        folder.write_values(PROGRAM, about | {STARTED: job.started})
+        folder.write_values(PROGRAM, about | {STARTED: job.config.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
         folder.write_values(CONFIG, options)  # last: a folder with config.json is a run

@@ -7,7 +7,6 @@ from typing import Any
 from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.config.presets import has_adapter_rate
-from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
@@ -42,7 +41,6 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **({"products": f"by {job.products['library']}, in {config.dtype}"} if job.products else {}),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
-        **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
         "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.shown),
@@ -112,18 +110,9 @@ def _lost(prompts: PromptSet) -> str:
     return "".join(f", {one}" for one in said)
 
 
-def _minute(time: str) -> str:
-    return format_time(time, "%Y-%m-%d %H:%M")
-
-
 def notes(job: Job, resumed: Resumed | None) -> list[str]:
     """Returns what is to be said once at the start, below the heading."""
     found = list(resumed.notes) if resumed else []
-    if resumed and not resumed.started and job.written_at:
-        found.append(
-            f"{resumed.folder} is of an earlier version, which did not keep the time of the first start; the chat "
-            f"template writes {_minute(job.written_at)}, also when the run is resumed again"
-        )
     if job.evaluation is not None:
         found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
         best, functions = job.config.checkpoint.best, function_labels(job.evaluation.config)

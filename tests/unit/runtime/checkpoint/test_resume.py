@@ -1,7 +1,6 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ from rlhf_spmd.runtime.checkpoint.resume import (
 )
 from rlhf_spmd.runtime.execute.job import RunState
 from rlhf_spmd.runtime.guard.failures import explain
-from rlhf_spmd.runtime.run import recorded, run_text
+from rlhf_spmd.runtime.run import recorded
 
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
 OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
@@ -301,22 +300,3 @@ def test_the_time_of_the_first_start(tmp_path):
     assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == second
     of_checkpoint.text = lambda _: "{}"
     assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == first
-    (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
-    with pytest.raises(UserError, match=r"program.json: 3 is not the time of a start, such as '20.*; restore it"):
-        read_run(str(folder), [], other_strategy=False)
-
-
-def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
-    run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
-    job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
-    assert "writes 2026-02-03 00:00, also when the run is resumed again" in run_text.notes(job, run)[-1]
-    resumed = replace(run, state={"inputs": {}})
-    with pytest.raises(
-        UserError, match=r"template writes the time, .*: add it to .*program.json, such as .started.: .now"
-    ):
-        refuse_other_inputs({"prompts in x": "a"}, resumed, started="now")
-    with pytest.raises(UserError, match=r"the model in x changed since .* was started; restore"):
-        refuse_other_inputs({"model in x": "a"}, resumed, started="now")
-    job.written_at = ""
-    assert run_text.notes(job, run) == [*run.notes]
-    assert run_text.notes(job, None) == []
