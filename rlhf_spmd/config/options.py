@@ -194,6 +194,7 @@ class Config(OptionTree):
     preset: str  # name of the preset; set by `--preset` only
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
     options: Options = DEFAULTS  # of the algorithm: `NAME.option=VALUE`
+    started: str = ""  # the time of the first start of the run, which chat templates write; set by the program
     # checkpoint folder of the model in each role; empty: see the table of the algorithm
     models: Annotated[Mapping[str, str], ByName("models.ROLE")] = field(default_factory=dict)
     # model size to assume for check and plan when the preset has no weights: one name for all roles, or ROLE=NAME,...;
@@ -255,7 +256,7 @@ class Config(OptionTree):
     # what files() found on disk, by role
     found_files: dict[str, ModelFiles] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    OPEN, NO_OPTIONS = ("strategy",), ("algorithm", "found_files")
+    OPEN, NO_OPTIONS = ("strategy",), ("algorithm", "found_files", "started")
 
     def group_name(self, field: str) -> str:
         """Returns the name of the group in a field."""

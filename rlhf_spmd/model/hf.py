@@ -237,7 +237,7 @@ class ChatTemplate:
         """folder: of the tokenizer, whose template is used unless `file` holds another one. started: the time that the
         template writes (template_time.py). Raises UserError."""
         self.folder, self.file, self.started = Path(folder), file, started
-        self.written_at = ""  # `started`, once it has written the time
+        self._writes_time = False  # once it has written it
         self._unread: dict[str, None] = {}  # variables that it was given and does not read
         self._known: dict[str, frozenset[str]] = {}  # the variables that each template reads
         self._constants: dict[str, list[str]] = {}  # texts that each template looks for in messages
@@ -352,7 +352,10 @@ class ChatTemplate:
                 f"data.chat_template_kwargs has {vain!r}, which the chat template of {self.file or self.folder} does "
                 f"not read (it reads {reads or 'nothing else'}); correct the name, or drop it"
             )
-        return (*(f"the chat template does not read {name!r}" for name in self._unread), *self._lost)
+        remarks = [f"the chat template does not read {name!r}" for name in self._unread]
+        if self._writes_time:
+            remarks.append(f"the chat template writes the time {format_time(self.started, '%Y-%m-%d %H:%M')}")
+        return (*remarks, *self._lost)
 
     def _prepared(self, text: str) -> frozenset[str]:
         """Returns the variables that a template reads. Its clock, which transformers shares among all that use the same
@@ -374,7 +377,7 @@ class ChatTemplate:
         return self._known[text]
 
     def _strftime(self, pattern: str) -> str:
-        self.written_at = self.started
+        self._writes_time = True
         return format_time(self.started, pattern)
 
     def _load(self, where: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 from bench.rows import REPOSITORY, TIMED, read_rows
@@ -214,7 +215,8 @@ def token_goldens(here: Path) -> dict[str, list[str]]:
         config = presets.load("model", [*more, *words], algorithm=algorithm, model=str(folder))
         tokenizer = load_tokenizer(folder)
         eos_ids = tokenizer.eos_ids(read_config(folder))
-        prompts = read_prompts(config, tokenizer, shared_vocabulary(config, tokenizer), eos_ids, started="")
+        start = {"started": ""} if "started" in signature(read_prompts).parameters else {}  # of earlier commits
+        prompts = read_prompts(config, tokenizer, shared_vocabulary(config, tokenizer), eos_ids, **start)
         lines = [prompts.tokens_fingerprint(), prompts.columns_fingerprint(), str(prompts.batch(0, 8))]
         found[" ".join(["tokens", algorithm, model, Path(file).name, *words])] = lines
     return found

@@ -6,26 +6,10 @@ It is kept as text, ISO 8601 with the offset of the host that started the run, s
 import re
 from datetime import UTC, datetime
 
-from rlhf_spmd.errors import UserError
-
 
 def time_of_start() -> str:
     """Returns the time by the clock and in the time zone of this host."""
     return datetime.now().astimezone().isoformat()
-
-
-def checked_time(text: str, source: str) -> str:
-    """Reads a time that was kept. Raises UserError.
-
-    source: where, for the message.
-    """
-    try:
-        datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{source}: {text!r} is not the time of a start, such as {time_of_start()!r}; restore it"
-        ) from None
-    return text
 
 
 def format_time(started: str, pattern: str) -> str:

@@ -18,7 +18,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.pages.option_tree import options_of, with_value
 from rlhf_spmd.pages.option_values import parse_value
@@ -129,7 +128,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
         notes.append(f"this runs code that {folder} holds or names: {', '.join(code)}")
     name = str(about.get("strategy", path.name))
     found = _recorded(path, about, checkpoint, STARTED)
-    started = "" if found is None else checked_time(*found)
+    started = "" if found is None else str(found[0])
     products = _recorded(path, about, checkpoint, PRODUCTS)
     return Resumed(path, config, name, checkpoint, state, tuple(notes), started, products)
 

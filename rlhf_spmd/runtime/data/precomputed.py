@@ -18,14 +18,13 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import fingerprint, is_file, why_no_file
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
-from rlhf_spmd.model.texts.template_time import checked_time
 from rlhf_spmd.plan.workflow import Infer
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
 
 FORMAT = "rlhf_spmd logprobs 1"
 ROWS, SUPPORT = "the tokens of the rows", "the tokens that may be drawn"
-TIME = "the time that the chat template wrote"  # only where it did
+TIME = "the time of the first start"  # which the chat template may write
 FIX = "compute it again (`precompute`), or drop the option that names it"
 
 
@@ -58,17 +57,16 @@ def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
 
 
 def time_of(config: Config) -> str:
-    """Returns the time that the chat template wrote into the rows of the file that the options name; empty: there is
+    """Returns the time that chat templates wrote into the rows of the file that the options name; empty: there is
     none."""
     path = Path(config.data.precomputed_logprobs)
     if not is_file(path):
         return ""
     try:
         with safe_open(path, "np") as file:
-            text = (file.metadata() or {}).get(TIME, "")
+            return (file.metadata() or {}).get(TIME, "")
     except (OSError, SafetensorError):
         return ""  # with_logprobs says it
-    return checked_time(text, str(path)) if text else ""
 
 
 def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
@@ -126,12 +124,9 @@ def _compare(
         if name == "format":
             raise UserError(f"{path} holds no precomputed logprobs: {FIX}")
         if name == ROWS:
-            time = ""
-            if prompts.written_at and TIME not in stored:
-                time = ", or at another time, which the chat template writes and an earlier version did not keep"
             raise UserError(
                 f"{path} was computed for other rows than those of {config.data.prompts}, or they were cut at other "
-                f"limits{time}: {FIX}"
+                f"limits: {FIX}"
             )
         if name == SUPPORT:
             raise UserError(f"{path} was computed with probabilities of tokens that the tokenizer lacks: {FIX}")

@@ -71,7 +71,6 @@ class PromptSet:
     num_silent: int = 0  # rows that were left out, because nothing in them is learned
     column_names: tuple[str, ...] = ()  # of the other columns of all rows together
     remarks: tuple[str, ...] = ()  # for the heading: what is odd about the rows
-    written_at: str = ""  # the time that the chat template wrote (template_time.py); empty: it wrote none
     _order: PromptOrder = field(init=False, repr=False, compare=False)
     _hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 

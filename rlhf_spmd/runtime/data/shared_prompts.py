@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.failure.records import PREFIX, SHARED_MEMORY
 from rlhf_spmd.runtime.world.world import World
 
 # the other fields of a set
-FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks", "written_at")
+FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks")
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:

@@ -64,7 +64,6 @@ class Job:
     state: RunState
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     stream: int | None = None  # of random numbers for the generate call; None: each call has its own
-    started: str = ""  # the time that chat templates write
     products: Mapping[str, Any] = field(default_factory=dict)  # facts of the library of products, if it was chosen
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
@@ -79,11 +78,6 @@ class Job:
         """Ends the workers of the environments. A run that an error ends leaves that to the end of the process."""
         if self.environments is not None:
             self.environments.close()
-
-    @property
-    def written_at(self) -> str:
-        """The time that a chat template has written into prompts; empty: none did."""
-        return self.prompts.written_at or (self.evaluation.prompts.written_at if self.evaluation else "")
 
     @property
     def workload(self) -> Workload:

@@ -41,12 +41,10 @@ class Judge:
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         device: torch.device,
-        started: str = "",
     ):
         """Prepares the choice of the best responses.
 
         model, tokenizer: of generation.
-        started: the time that chat templates write.
         """
         reward, self.device, self.of_responses = options.best_of, device, tokenizer
         self.function = self.model = self.texts = None
@@ -56,7 +54,7 @@ class Judge:
             self.model = load_any(reward, head="scalar", dtype=dtype, device=device).eval()
             reward, files = model_files(reward, option=BASE_HERE).folder, model_files(model, option=BASE_HERE)
             if not same_tokenizer(reward, files.tokenizer):
-                self.texts = RewardTexts(reward, self.model.config, self.key, "reward model", started=started)
+                self.texts = RewardTexts(reward, self.model.config, self.key, "reward model", started=options.started)
                 self.texts.try_on(prompt.columns for prompt in prompts)
             elif self.model.config.vocab_size < tokenizer.known(read_config(files.folder).vocab_size).stop:
                 raise UserError(

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +206,11 @@ def make_replica(
     layout: Layout,
     world: World,
     options: GenerateOptions,
-    started: str = "",
 ) -> Replica | None:
     """Loads this rank's copy of the model with its share of the prompts; None without prompts. Collective over the
     copy.
 
     folder: of the model, or of an adapter.
-    started: the time that chat templates write.
     """
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
@@ -226,7 +224,7 @@ def make_replica(
         return None
     judge = None
     if options.best_of and layout.reports(world.rank):
-        judge = Judge(options, folder, tokenizer, prompts, world.device, started)
+        judge = Judge(options, folder, tokenizer, prompts, world.device)
     places = min(generation.max_sequences, len(mine) * samples)
     release_unused(world.device)  # memory used while loading
     engine = Engine(
@@ -252,7 +250,7 @@ def generate_file(
     world: World, layout: Layout, options: GenerateOptions, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
     """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the same as values."""
-    started = world.bcast(time_of_start(), what="the time of the start")
+    options = replace(options, started=world.bcast(time_of_start(), what="the time of the start"))
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
@@ -262,7 +260,7 @@ def generate_file(
         judges = [model_files(options.best_of, option=BASE_HERE).folder] if has_judge else []
         tokenizer = load_tokenizer(texts)
         notes = [*filter(None, [files.warning])]
-        template = ChatTemplate(texts, options.data.chat_template, started=started)
+        template = ChatTemplate(texts, options.data.chat_template, started=options.started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(whole), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
@@ -271,7 +269,7 @@ def generate_file(
     table, note = choose(world, options.products, options.dtype, shapes)
     copied = shapes[0].num_params // layout.tp * DTYPES[options.dtype].itemsize  # at most
     notes += filter(None, [note, limit_packing(world, table, copied)])
-    replica = make_replica(model, asked, tokenizer, layout, world, options, started)
+    replica = make_replica(model, asked, tokenizer, layout, world, options)
     if judges and not same_tokenizer(judges[0], texts):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")
     for note in notes if world.rank == 0 else ():

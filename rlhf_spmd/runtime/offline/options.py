@@ -38,6 +38,8 @@ class OfflineData:
 class GenerateOptions(OptionTree):
     """One run of `generate`."""
 
+    NO_OPTIONS = ("started",)
+    started: str = ""  # the time of the start, which chat templates write; set by the program
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers that sample tokens
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the weights and of the computation
     # library for matmuls on a CPU; auto: the fastest one on this machine, measured once

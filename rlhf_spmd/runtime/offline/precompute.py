@@ -48,8 +48,8 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
                     raise UserError(
                         f"{key} of {config.data.prompts} has numbers that are not finite; look at the model"
                     )
-            written = {TIME: job.prompts.written_at} if job.prompts.written_at else {}
-            write_logprobs(out, values, about(config, job.prompts, job.known) | written)
+            facts = about(config, job.prompts, job.known) | {TIME: job.config.started}
+            write_logprobs(out, values, facts)
     tokens = {call.outputs[0]: int(job.prompts.responses[call.responses[0]].ends[-1]) for call in calls}
     return {"out": str(out), "rows": num_rows, "tokens": tokens, "seconds": time.perf_counter() - began}
 

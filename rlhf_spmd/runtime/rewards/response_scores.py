@@ -44,7 +44,6 @@ class Scorer:
         tokenizer: Tokenizer,
         data: PromptSet | None = None,
         *,
-        started: str = "",
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
     ):
@@ -53,7 +52,6 @@ class Scorer:
         role: the judge.
         tokenizer: the first role's.
         data: whose further columns reward functions may ask for.
-        started: the time that chat templates write.
         calls: whether this rank calls the reward functions, and starts workers for them.
         beat: see RewardWorkers.
         """
@@ -79,7 +77,7 @@ class Scorer:
         self.late_score = config.reward_on_timeout
         self.texts = None
         if self.shape is not None and reads_text(config, role):
-            self.texts = RewardTexts(folder, self.shape, self.key, role, started=started)
+            self.texts = RewardTexts(folder, self.shape, self.key, role, started=config.started)
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
@@ -155,5 +153,5 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
         return ""
     folder = config.files(role).folder
     key = config.data.key or config.algorithm.prompts
-    texts = RewardTexts(folder, read_config(folder), key, role, started="")
+    texts = RewardTexts(folder, read_config(folder), key, role, started=config.started)
     return f" ({texts.describe(data.records([0])[0])})"

@@ -16,7 +16,7 @@ from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
+from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.environments.rows import Limits
@@ -54,7 +54,7 @@ def load_rendered(
     found = load_prompts(path, tokenizer, **how, **options)
     ends = _ends_of_turns(tokenizer, template, options.get("eos_ids", ()), stop)
     remarks = (*found.remarks, *template.remarks(template_kwargs), *ends)
-    return replace(found, remarks=remarks, written_at=template.written_at)
+    return replace(found, remarks=remarks)
 
 
 def _ends_of_turns(
@@ -80,12 +80,12 @@ def _ends_of_turns(
 
 
 def run_environments(
-    config: Config, tokenizer: Tokenizer, prompts: PromptSet, world: World, eos_ids: Sequence[int], *, started: str
+    config: Config, tokenizer: Tokenizer, prompts: PromptSet, world: World, eos_ids: Sequence[int]
 ) -> RunEnvironments | None:
     """Starts what answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
     if not config.environment:
         return None
-    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=time_of(config) or started)
+    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=config.started)
     limits = config.episode
     return RunEnvironments(
         config.environment,
@@ -103,16 +103,13 @@ def run_environments(
     )
 
 
-def read_prompts(
-    config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = (), *, started: str
-) -> PromptSet:
+def read_prompts(config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = ()) -> PromptSet:
     """Reads the data set of a run, tokenised. Raises UserError.
 
     known: the tokens that all models know.
     eos_ids: the first one ends the responses that the set has, if there are any.
-    started: the time that chat templates write, unless a file of precomputed logprobs has its own.
     """
-    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=time_of(config) or started)
+    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=config.started)
     prompts = load_rendered(
         prompt_files(config),
         tokenizer,

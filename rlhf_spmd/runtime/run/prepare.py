@@ -18,6 +18,7 @@ from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.cost.memory import packed_bytes, working_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.data.precomputed import time_of
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
@@ -45,17 +46,16 @@ def prepare(
     world: World,
     evaluation: Program | None = None,
     *,
-    started: str = "",
     products: Recorded | None = None,
 ) -> Job:
     """Loads prompts, tokenizer and models. Collective; an error on one rank ends all ranks together.
 
     evaluation: the program of the run's evaluations, if there are any.
-    started: the time of the first start of the run (template_time.py); empty: it is now.
     products: the library of the run that is resumed; None: it is chosen.
     """
+    started = time_of(config) or config.started or time_of_start()
+    config = replace(config, started=world.bcast(started, what="the time of the start"))
     of_evaluation = evaluated(config)
-    started = world.bcast(started or time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not prompt_files(config):
@@ -65,7 +65,7 @@ def prepare(
         notes = [*filter(None, [config.files().warning])]
         model = read_config(config.main_folder, config.files().texts)
         eos_ids = tokenizer.eos_ids(model)
-        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids))
         budget = config.mini_batch_tokens
         steps = order_of(prompts, budget, config.mini_batch) if budget else None
         config = in_iterations(config, len(prompts), steps.num_steps if steps else None)
@@ -74,9 +74,7 @@ def prepare(
         check_context(config, model)
         held_out = None
         if evaluation is not None:
-            held_out = once_per_node(
-                world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids, started=started)
-            )
+            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
             if (num := evaluation.workload.rollout_batch) > len(held_out):
                 raise UserError(
@@ -88,10 +86,10 @@ def prepare(
     table, note = choose(world, config.products, config.dtype, shapes, products)
     with world.together("loading models"):
         models = RankModels(program, config, world)
-        scorer = _scorer(config, program, world, tokenizer, prompts, started)
+        scorer = _scorer(config, program, world, tokenizer, prompts)
         if held_out is not None and evaluation is not None:
             try:
-                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out, started)
+                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
             except UserError as error:  # about columns of its prompts, or a function of its own
                 raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
     read = prompts.fingerprints("data.prompts") | (held_out.fingerprints("eval.prompts") if held_out else {})
@@ -113,7 +111,6 @@ def prepare(
         functions=config.algorithm.functions(program.workload.workflow),
         state=RunState(config.algorithm.initial_state(config.options)),
         columns=program.held(world.rank),
-        started=started,
         products=asdict(table) if table else {},
         steps=steps,
         notes=notes,
@@ -129,7 +126,7 @@ def _open_environments(job: Job) -> None:
     with job.world.together("reading the environment"):
         if job.config.environment and job.config.episode.on_failure == "drop_group":
             _check_groups(job)
-        found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids, started=job.started)
+        found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids)
         joins = [one.joins for one in found.renderers.values() if one.environment.speaks != "text"] if found else []
         ends = {one.unended(job.config.generation.stop) for one in joins} - {"", *job.prompts.remarks}
         job.notes = [*job.notes, *sorted(ends)]
@@ -178,9 +175,7 @@ def _agree_on_functions(config: Config, world: World) -> None:
             )
 
 
-def _scorer(
-    config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet, started: str
-) -> Scorer | None:
+def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:
     """Returns the scorer of the judge that is on this rank, if one is."""
     layouts = program.placement.layouts
     judging = [
@@ -192,7 +187,7 @@ def _scorer(
         return None
     calls = any(layouts[call.name].reports(world.rank) for call in judging)
     role, beat = judging[0].model, lambda: world.watch.beat()
-    return Scorer(config, role, tokenizer, prompts, started=started, calls=calls, beat=beat)
+    return Scorer(config, role, tokenizer, prompts, calls=calls, beat=beat)
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

@@ -255,7 +255,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
         about |= {PRODUCTS: dict(job.products)} if job.products else {}
         about |= _made_with(job) if folder.writes else {}
-        folder.write_values(PROGRAM, about | {STARTED: job.started})
+        folder.write_values(PROGRAM, about | {STARTED: job.config.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
         folder.write_values(CONFIG, options)  # last: a folder with config.json is a run

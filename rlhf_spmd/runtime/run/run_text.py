@@ -7,7 +7,6 @@ from typing import Any
 from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.config.presets import has_adapter_rate
-from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
@@ -42,7 +41,6 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **({"products": f"by {job.products['library']}, in {config.dtype}"} if job.products else {}),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
-        **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
         "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.shown),
@@ -110,10 +108,6 @@ def _lost(prompts: PromptSet) -> str:
     }
     said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
     return "".join(f", {one}" for one in said)
-
-
-def _minute(time: str) -> str:
-    return format_time(time, "%Y-%m-%d %H:%M")
 
 
 def notes(job: Job, resumed: Resumed | None) -> list[str]:

@@ -58,8 +58,8 @@ def train(
     as_json: --json or --no-json.
     """
     resumed = origin.resumed
-    start, library = (resumed.started, resumed.products) if resumed else ("", None)
-    job = prepare(config, program, world, evaluation, started=start, products=library)
+    config = replace(config, started=resumed.started if resumed else "")
+    job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
     config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):

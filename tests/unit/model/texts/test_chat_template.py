@@ -47,7 +47,7 @@ def test_it_is_rendered_as_transformers_does_with_one_beginning(tmp_path):
     assert list(found.prompts) == [wanted] and wanted.count(tokenizer.bos_token_id) == 1
     other = template(folder, tmp_path, "<s>bu").render("here", CHAT)
     assert tokenizer.encode(other, special=False) == tokenizer.encode("<s>bu", special=False)
-    assert own.written_at == ""
+    assert not own.remarks({})
 
 
 def test_tools_arguments_and_messages_reach_it_as_in_transformers(folder, tmp_path):
@@ -127,4 +127,4 @@ def test_every_template_writes_the_time_of_the_start(folder, tmp_path):
     for _ in range(2):
         assert one.render("here", CHAT) == "03 Feb 2026 23:59:58.000007 034 %s "
         assert other.render("here", CHAT) == "01 Jan 2025 00:00:00.000000 001 %s "
-    assert (one.written_at, other.written_at) == (STARTED, "2025-01-01T00:00:00")
+    assert other.remarks({}) == ("the chat template writes the time 2025-01-01 00:00",)

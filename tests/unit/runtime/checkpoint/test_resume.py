@@ -249,6 +249,3 @@ def test_the_time_of_the_first_start(tmp_path):
     assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == second
     of_checkpoint.text = lambda _: "{}"
     assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == first
-    (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
-    with pytest.raises(UserError, match=r"program.json: 3 is not the time of a start, such as '20.*; restore it"):
-        read_run(str(folder), [], other_strategy=False)

@@ -136,7 +136,7 @@ def test_hosts_with_different_reward_functions_are_told():
 def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, says, tmp_path):
     config = presets.load("tiny", ["rollout_batch=16", *words])
     prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
-    about = {"world": OneRank(), "written_at": "", "products": None, "scorer": None, "evaluation": None}
+    about = {"world": OneRank(), "products": None, "scorer": None, "evaluation": None}
     job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts, **about)
     said = run_text.facts(job, RunFolder(tmp_path)).get("streaming")
     assert said is None if says is None else says in said

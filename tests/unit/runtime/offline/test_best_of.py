@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 def judge(folder, reward: str, prompts: list[Prompt]) -> Judge:
     options = load_options([f"best_of={reward}", "samples_per_prompt=2"])
-    return Judge(options, str(folder / "lm"), load_tokenizer(folder / "lm"), prompts, DEVICE, "2026-02-03T00:00:00")
+    return Judge(options, str(folder / "lm"), load_tokenizer(folder / "lm"), prompts, DEVICE)
 
 
 def test_a_reward_model_scores_tokens(folders):

@@ -146,9 +146,7 @@ def test_places_stay_filled_between_windows(tmp_path, tokenizer):
     words = ["generation.max_sequences=2", "generation.max_new_tokens=20"]
     prompts = prompts_of(tmp_path, lines, tokenizer, *words, max_position_embeddings=64)
     options = load_options(words)
-    copy = generate_file.make_replica(
-        str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options, "2026-02-03T00:00:00"
-    )
+    copy = generate_file.make_replica(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
     rounds, counts = [], []
     while found := copy.next_window(lambda *told: rounds.append(told)):
         counts.append(len(found))
