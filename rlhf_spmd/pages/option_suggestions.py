@@ -29,7 +29,8 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
     if names:
         return _suggestion(names, every)
     if there:
-        return f" ({there[0].why})" if there[0].why else ""
+        why = there[0].why if there[0].kind != "option" else ""  # that of an option is against some of its values
+        return f" ({why})" if why else ""
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(every)}
     of_leaf = [by_leaf[one] for one in difflib.get_close_matches(leaf, list(by_leaf), n=1)]
     if of_leaf and "." not in name:

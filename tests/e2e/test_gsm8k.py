@@ -113,4 +113,4 @@ def test_check_understands_the_file(folder, monkeypatch, capsys):
     (found,) = [line for line in commands(PAGE) if " check " in line]
     assert main([*shlex.split(found)[3:], "--show-config"]) == 0
     shown = capsys.readouterr().out
-    assert "flattening on 1x8" in shown and 'reward_function: "rlhf_spmd.rewards:numeric_answer,format.py' in shown
+    assert "flattening on 1x8" in shown and "rlhf_spmd.rewards:numeric_answer,format.py" in shown

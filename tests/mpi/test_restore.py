@@ -95,7 +95,8 @@ class Runs:
         self.world.barrier("a clean folder")
         texts = {"config.json": "{}", "strategy.py": ""}
         saver = Saver(run.job, self.folder, texts)
-        saver.save(run.number, {"inputs": recorded.inputs(run.job)} | recorded.run_state(run.state))
+        about = {"inputs": recorded.inputs(run.job), "support": run.job.known.count, "ahead": 0}
+        saver.save(run.number, about | recorded.run_state(run.state))
         saver.finish()
 
     def resumed(self, placement: str) -> RunOf:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.pictures.palette import RUNS
 from rlhf_spmd.runtime.records.web_page import NONE
 from rlhf_spmd.runtime.world.trace import write_chrome
@@ -51,8 +52,16 @@ def write_run(folder: Path, algorithm: str, **config) -> Path:
     (folder / "config.json").write_text(
         json.dumps({"algorithm": algorithm, "iterations": 5} | config), encoding="utf-8"
     )
-    (folder / "program.json").write_text(json.dumps({"strategy": "separation"}), encoding="utf-8")
+    write_about(folder, algorithm, {"strategy": "separation"})
     return folder
+
+
+def write_about(folder: Path, algorithm: str, about: dict) -> None:
+    if algorithm in algorithm_names():
+        page = load_algorithm(algorithm)
+        headlines = [name for name, metric in page.metrics.items() if metric.headline is not None]
+        about = {"algorithm": page.title, "headlines": headlines} | about
+    (folder / "program.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -101,7 +110,7 @@ def test_runs_are_compared_in_one_picture_a_metric(tmp_path):
     for number, name in enumerate(("slow", "fast")):
         run = write_run(tmp_path / name, "grpo", optimizer={"actor_lr": (1e-6, 1e-5)[number]}, seed=3)
         about = {"strategy": "flattening"} | (made if number else {})
-        (run / "program.json").write_text(json.dumps(about), encoding="utf-8")
+        write_about(run, "grpo", about)
         rows = [{"iteration": i, "reward": i * (number + 1), "iteration_s": 4} for i in range(5)]
         write_lines(run / "metrics.jsonl", rows)
         write_lines(run / "evaluations.jsonl", [{"iteration": i, "mean@1": i / 10} for i in (0, 5)])

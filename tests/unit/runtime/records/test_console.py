@@ -168,10 +168,3 @@ def test_colour_only_in_a_terminal_that_wants_it(monkeypatch):
     stream = Terminal()
     Console(METRICS, stream=stream).heading("title", {})
     assert stream.getvalue() == "title\n"
-
-
-def test_a_log_that_only_knows_ascii_does_not_end_the_run():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    Console(METRICS, stream=stream).note("naïve \U0001f600")
-    assert raw.getvalue() == b"na\\xefve \\U0001f600\n"
