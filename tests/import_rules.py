@@ -193,7 +193,7 @@ OURS: dict[str, tuple[str, ...]] = {
     ),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.config.lora": ("plan", "pages.option_tree"),
-    "rlhf_spmd.model.adapters.config": ("files", "model.adapters.expressions"),
+    "rlhf_spmd.model.adapters.config": ("files",),
     "rlhf_spmd.model.adapters.uniform": (
         *("files", "model.adapters.config", "model.config", "model.texts.tokenizer_files", "plan.adapters"),
     ),

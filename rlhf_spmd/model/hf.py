@@ -21,10 +21,10 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder, refuse_pipes, why_no_file
 from rlhf_spmd.model import config as model_config
-from rlhf_spmd.model import stored_names, weights
+from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
-from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
+from rlhf_spmd.model.stored_names import HEADS, check_names, hugging_face_names
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
 from rlhf_spmd.model.texts.tokenizer_files import (
@@ -101,7 +101,7 @@ def load_model(
     places = {name: found[there] for name, there in stored.items()}
     shapes = {to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
     parts = {to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
-    missing_head = _check_names(folder, config, head, stored, shapes)
+    missing_head = check_names(_file(folder), stored, shapes, head=head, tied=config.tie_embeddings)
     if missing_head and not fresh_head:
         raise UserError(
             f"{_file(folder)} has no tensor {missing_head[0]}, so it is not a reward model; give a folder saved from "
@@ -455,67 +455,6 @@ def to_hf_name(name: str) -> str:
     return name if name in HEADS else "model." + name
 
 
-def _check_names(
-    folder: Path, config: ModelConfig, head: Head, stored: dict[str, str], shapes: dict[str, torch.Size]
-) -> list[str]:
-    """Compares the tensors of a folder (`stored`: by Hugging Face's names) with those the model needs -> the heads that
-    start at zero."""
-    file = _file(folder)
-    if adapter := tensors_of(stored.values(), OF_ADAPTERS):
-        raise UserError(
-            f"{file} holds an adapter within its base (tensor {adapter[0]}), which is not read; merge it with peft: "
-            "model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
-        )
-    if head == "lm" and "score.weight" in stored:
-        raise UserError(
-            f"{file} holds a critic or reward model (tensor score.weight), not a language model; give a folder saved "
-            "from AutoModelForCausalLM"
-        )
-    embeddings = "model.embed_tokens.weight"
-    if config.tie_embeddings and embeddings not in stored and "lm_head.weight" in stored:
-        raise UserError(
-            f"{file} holds lm_head.weight but lacks tensor {embeddings}; load and save it with transformers once"
-        )
-    fresh = ["score.weight"] if head == "scalar" and "score.weight" not in stored else []
-    missing = [name for name in shapes if name not in stored and name not in fresh]
-    prefix = prefix_of(stored)
-    if missing == ["lm_head.weight"] and not prefix:
-        raise UserError(
-            f"{file} has no lm_head.weight: it is a base model, saved from AutoModel; save it from AutoModelForCausalLM"
-        )
-    if missing and embeddings in missing and not any(name.startswith("model.") for name in stored):
-        other = next((name for name in stored if name not in HEADS), "none")
-        raise UserError(
-            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; its tensors have other "
-            f"names, such as {other}: rename them, or save the model with save_pretrained()"
-        )
-    if missing:
-        names = (
-            "" if prefix in ("model.", "") else f" (after {prefix.removesuffix('model.')}, with which its names begin)"
-        )
-        raise UserError(
-            f"{file} lacks tensor {missing[0]}{_more(missing)}{names}, which config.json requires; copy all weights, "
-            "or the config.json that belongs to them"
-        )
-    value_head = tensors_of(stored.values(), [VALUE_HEAD])
-    if fresh and value_head:
-        raise UserError(
-            f"{file} holds a value head of TRL (tensor {value_head[0]}), which a critic here cannot have because of "
-            "its bias; give the critic another folder, or remove these tensors, and it begins with zeros"
-        )
-    ignored = {"lm_head.weight"} if head == "scalar" or config.tie_embeddings else set()
-    ignored.update(value_head)
-    extra = [
-        stored[name] for name in stored if name not in {*shapes, *ignored} and not name.endswith(stored_names.TABLES)
-    ]
-    if extra:
-        raise UserError(
-            f"{file} holds tensor {extra[0]}{_more(extra)}, which the model in config.json does not have; the two "
-            "files do not belong together"
-        )
-    return fresh
-
-
 def _file(folder: Path) -> Path:
     """Returns the file that names the tensors of a folder."""
     return folder / (weights.SINGLE if (folder / weights.SINGLE).exists() else weights.INDEX)
@@ -541,7 +480,3 @@ def _check_tied(
             f"{places['lm_head.weight']}: tensor lm_head.weight differs from model.embed_tokens.weight, but "
             'config.json ties them; set "tie_word_embeddings" to false there'
         )
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

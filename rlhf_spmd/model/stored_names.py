@@ -1,11 +1,14 @@
-"""Names of tensors as programs store them, and as Hugging Face's classes with a head name them.
+"""Names of tensors as programs store them, and as Hugging Face's classes with a head name them; which are needed.
 
 The base model (AutoModel) is stored without `model.`, and wrappers put their own names before or between those of the
 model: torch.compile `_orig_mod`, DDP `module`, TRL's value head `pretrained_model`, PEFT `base_model.model`. Which
 tensor is which stays certain, because the embeddings are there once and all other names are counted from theirs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rlhf_spmd.errors import UserError
 
 EMBEDDINGS, BODY = "embed_tokens.weight", "model."
 HEADS = ("lm_head.weight", "score.weight")
@@ -37,12 +40,53 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
     return names if len(names) == len(stored) else {name: name for name in stored}
 
 
-def prefix_of(stored: Mapping[str, str]) -> str:
-    """Returns the prefix of the names of the body: `model.`, less in a base model, more in a wrapper. stored: of
-    hugging_face_names."""
-    return stored.get(BODY + EMBEDDINGS, BODY + EMBEDDINGS).removesuffix(EMBEDDINGS)
+def check_names(file: Path, stored: Mapping[str, str], needed: Collection[str], *, head: str, tied: bool) -> list[str]:
+    """Compares the tensors of a folder with those that a model needs -> the heads that start at zero. Raises UserError.
+
+    file: that names the tensors, for messages.
+    stored: of hugging_face_names.
+    head: lm or scalar.
+    tied: whether the embeddings are the output, too.
+    """
+    if adapter := _with_parts(stored.values(), OF_ADAPTERS):
+        raise UserError(
+            f"{file} holds an adapter within its base (tensor {adapter[0]}), which is not read; merge it with peft: "
+            "model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
+        )
+    if head == "lm" and "score.weight" in stored:
+        raise UserError(
+            f"{file} holds a critic or reward model (tensor score.weight), not a language model; give a folder saved "
+            "from AutoModelForCausalLM"
+        )
+    fresh = ["score.weight"] if head == "scalar" and "score.weight" not in stored else []
+    missing = [name for name in needed if name not in stored and name not in fresh]
+    if missing:
+        other = next((name for name in stored.values() if name not in HEADS), "none")
+        raise UserError(
+            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; its tensors have names "
+            f"such as {other}: copy all weights, or the config.json that belongs to them, or save the model again from "
+            "AutoModelForCausalLM with save_pretrained()"
+        )
+    value_head = _with_parts(stored.values(), [VALUE_HEAD])
+    if fresh and value_head:
+        raise UserError(
+            f"{file} holds a value head of TRL (tensor {value_head[0]}), which a critic here cannot have because of "
+            "its bias; give the critic another folder, or remove these tensors, and it begins with zeros"
+        )
+    ignored = {*value_head, *(["lm_head.weight"] if head == "scalar" or tied else [])}
+    extra = [there for name, there in stored.items() if name not in needed and name not in ignored]
+    if extra := [name for name in extra if not name.endswith(TABLES)]:
+        raise UserError(
+            f"{file} holds tensor {extra[0]}{_more(extra)}, which the model in config.json does not have; the two "
+            "files do not belong together"
+        )
+    return fresh
 
 
-def tensors_of(stored: Iterable[str], parts: Iterable[str]) -> list[str]:
+def _with_parts(names: Iterable[str], parts: Iterable[str]) -> list[str]:
     """Returns the names that have one of these parts."""
-    return [name for name in stored if not {*name.split(".")}.isdisjoint(parts)]
+    return [name for name in names if not {*name.split(".")}.isdisjoint(parts)]
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

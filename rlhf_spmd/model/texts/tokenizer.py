@@ -15,6 +15,8 @@ from rlhf_spmd.model.config import ModelConfig, read_json
 from rlhf_spmd.model.texts.tokenizer_files import BACKEND, CONFIG, NAMES, listed_tokens, read_backend, special_names
 from rlhf_spmd.model.weights import write_json
 
+SPECIAL = ("bos", "eos", "pad")  # kinds of special tokens, in the order of the fields of Tokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
@@ -78,41 +80,42 @@ class Tokenizer:
     @classmethod
     def of_backend(cls, backend: Any, folder: Path) -> "Tokenizer":
         """Wraps a tokenizer of the package `tokenizers`. folder: with the files that name special tokens."""
-
-        def encode(text: str, special: bool) -> list[int]:
-            return backend.encode(text, add_special_tokens=special).ids
-
         ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
-        return cls(
-            folder=folder,
-            vocab_size=backend.get_vocab_size(with_added_tokens=True),
-            bos_token_id=ids.get("bos_token"),
-            eos_token_id=ids.get("eos_token"),
-            pad_token_id=ids.get("pad_token"),
-            _encode=encode,
-            num_after=_num_after(encode, backend.get_vocab),
-            _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
-            vocabulary=backend.get_vocab,
+        return cls._of(
+            folder,
+            backend.get_vocab_size(with_added_tokens=True),
+            [ids.get(f"{kind}_token") for kind in SPECIAL],
+            lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+            lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
+            backend.get_vocab,
         )
 
     @classmethod
     def from_transformers(cls, tokenizer: Any, folder: Path) -> "Tokenizer":
         """Wraps a tokenizer of transformers."""
-
-        def encode(text: str, special: bool) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=special)
-
-        return cls(
-            folder=folder,
-            vocab_size=len(tokenizer),
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            _encode=encode,
-            num_after=_num_after(encode, tokenizer.get_vocab),
-            _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
-            vocabulary=tokenizer.get_vocab,
+        return cls._of(
+            folder,
+            len(tokenizer),
+            [getattr(tokenizer, f"{kind}_token_id") for kind in SPECIAL],
+            lambda text, special: tokenizer.encode(text, add_special_tokens=special),
+            lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
+            tokenizer.get_vocab,
         )
+
+    @classmethod
+    def _of(
+        cls,
+        folder: Path,
+        vocab_size: int,
+        special_ids: Sequence[int | None],
+        encode: Callable[[str, bool], list[int]],
+        decode: Callable[[list[int], bool], str],
+        vocabulary: Callable[[], dict[str, int]],
+    ) -> "Tokenizer":
+        """Returns a tokenizer of functions. special_ids: of SPECIAL."""
+        bos, eos, pad = special_ids
+        num_after = _num_after(encode, vocabulary)
+        return cls(folder, vocab_size, bos, eos, pad, encode, decode, vocabulary, num_after)
 
 
 def _num_after(encode: Callable[[str, bool], list[int]], vocabulary: Callable[[], dict[str, int]]) -> int:

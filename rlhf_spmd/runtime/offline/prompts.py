@@ -6,7 +6,7 @@ top_k, top_p, min_p, stop (a list of texts). Other keys are ignored.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.offline.options import OPTIONS, GenerateOptions, OfflineG
 from rlhf_spmd.runtime.run.inputs import load_rendered
 from rlhf_spmd.runtime.world.world import World
 
-JSON_KINDS = (".jsonl", ".json")  # whose rows may set sampling parameters
+JSON_KINDS = (".jsonl", ".json")  # whose rows may set sampling parameters, if all files are such
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +59,24 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
     return Sampling(**values)
 
 
-def _entries(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields place (file and line or row) and, in JSON, columns of every entry that load_prompts has accepted."""
-    for file in files_of(path):
-        has_columns = kind_of_file(file) in JSON_KINDS
-        for place, record in read_records(file, key):
-            yield f"{file}, {place}", record if has_columns else {}
-
-
-def _samplings(path: Path, key: str, generation: OfflineGeneration, num: int) -> list[Sampling]:
+def _samplings(path: Path, key: str, generation: OfflineGeneration, prompts: PromptSet) -> list[Sampling]:
     """Returns the sampling parameters of every entry. Raises UserError naming file and line."""
     common = sampling_of(generation)  # its errors are about options, not about a line
-    if not {*JSON_KINDS} & {*map(kind_of_file, files_of(path))}:
-        return [common] * num
+    if not {*map(kind_of_file, files_of(path))} <= {*JSON_KINDS}:
+        return [common] * len(prompts)
     samplings = []
-    for where, own in _entries(path, key):
+    for index, record in enumerate(prompts.records(range(len(prompts)))):
         try:
-            samplings.append(sampling_of(generation, own))
+            samplings.append(sampling_of(generation, record))
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
-    assert len(samplings) == num, (len(samplings), num)
+            raise UserError(f"{_place(path, key, index)}: {error}") from None
     return samplings
 
 
 def _place(path: Path, key: str, index: int) -> str:
     """Returns file and place of an entry, for messages."""
-    return next(islice(_entries(path, key), index, None))[0]
+    places = (f"{file}, {place}" for file in files_of(path) for place, _ in read_records(file, key))
+    return next(islice(places, index, None))
 
 
 def read_offline_prompts(
@@ -123,7 +115,7 @@ def read_offline_prompts(
     loaded = load() if world is None else once_per_node(world, load)
     for remark in loaded.remarks if world is None or world.rank == 0 else ():
         print(f"rlhf_spmd: note: {path}: {remark}", file=sys.stderr)
-    samplings, prompts = _samplings(path, key, options.generation, len(loaded)), []
+    samplings, prompts = _samplings(path, key, options.generation, loaded), []
     for index, (text, tokens, sampling) in enumerate(zip(loaded.texts, loaded.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:
             continue

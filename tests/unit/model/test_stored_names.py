@@ -108,15 +108,15 @@ def test_a_value_head_of_trl(tmp_path):
 WRONG = {
     "no head": (
         BASE["the base model"],
-        r"has no lm_head.weight: it is a base model, saved from AutoModel; save it from",
+        r"lacks tensor lm_head.weight, .* save the model again from AutoModelForCausalLM",
     ),
     "other names": (
         lambda name: name.replace("model.embed_tokens", "transformer.wte").replace("model.", "transformer.h."),
-        r"lacks tensor model.embed_tokens.weight .*its tensors have other names, such as transformer",
+        r"lacks tensor model.embed_tokens.weight .*its tensors have names such as transformer",
     ),
     "an incomplete wrapper": (
         lambda name: "x" if name == "model.norm.weight" else f"_orig_mod.{name}",
-        r"lacks tensor model.norm.weight \(after _orig_mod., .*\), which config.json requires",
+        r"lacks tensor model.norm.weight, which config.json requires; .* such as _orig_mod.",
     ),
     "an adapter that is not merged": (
         lambda name: "base_model.model." + name.replace("q_proj.weight", "q_proj.base_layer.weight"),

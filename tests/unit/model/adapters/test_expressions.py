@@ -6,8 +6,7 @@ import re
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.adapters.config import from_peft
-from rlhf_spmd.model.adapters.expressions import matches
+from rlhf_spmd.model.adapters.config import from_peft, matches
 from tests.unit.model.adapters.test_config import LEAST, Q
 
 PARTS = ["a", "b", ".", "[ab]", "[^a]", r"\d", r"\.", "^", "$", r"\b", "(?!a)", "(?=b)", "(?<=a)", "(?<!b)", "(?i:A)"]
