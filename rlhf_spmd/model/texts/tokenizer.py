@@ -112,7 +112,10 @@ class Tokenizer:
         decode: Callable[[list[int], bool], str],
         vocabulary: Callable[[], dict[str, int]],
     ) -> "Tokenizer":
-        """Returns a tokenizer of functions. special_ids: of SPECIAL."""
+        """Returns a tokenizer of functions.
+
+        special_ids: of SPECIAL.
+        """
         bos, eos, pad = special_ids
         num_after = _num_after(encode, vocabulary)
         return cls(folder, vocab_size, bos, eos, pad, encode, decode, vocabulary, num_after)
