@@ -323,7 +323,11 @@ def test_functions_of_a_page_are_bound_as_a_run_binds_them(changes, says, capsys
         ("grpo", '{"prompt": 3}', "p.jsonl, line 1: the value of 'prompt' is a number, not a string"),
         ("sft", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "p.jsonl, line 2: no key 'completion'"),
         ("dpo", '{"prompt": "a", "chosen": "b"}', "p.jsonl, line 1: no key 'rejected'"),
-        ("dpo", '{"prompt": "a", "chosen": "b", "rejected": ["c"]}', "'rejected' is a list of messages"),
+        (
+            "dpo",
+            '{"prompt": "a", "chosen": "b", "rejected": ["c"]}',
+            "write all as strings, or all as lists of messages",
+        ),
         ("dpo", '{"chosen": [{"role": "user"}], "rejected": []}', "message 1 of 'chosen' has no 'content'"),
     ],
 )
