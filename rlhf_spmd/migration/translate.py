@@ -56,7 +56,7 @@ class Line:
         """What became of it."""
         text = " ".join(text_of(self.value).split())
         text = text if len(text) <= 60 else text[:57] + "..."
-        ours = ", ".join(f"{key}: {value}" for key, value in self.options.items())
+        ours = ", ".join(f"{key}: {text_of(value)}" for key, value in self.options.items())
         why = "to be completed" if self.later else self.why
         return f"{self.key}: {text}" + (f" -> {ours}" if ours else "") + (f" ({why})" if why else "")
 
@@ -174,7 +174,8 @@ def _line(job: Job, key: str, value: Value) -> Line:
     try:
         options, later = options_of(job, key, value)
     except Unread as unread:
-        options = {one.replace("*", job.page.name).removeprefix("--"): value for one in names[0].ours}
+        keys = [ours.replace("*", job.page.name) for ours in names[0].ours]
+        options = {key.removeprefix("--"): value for key in keys if has_option(job.page, key)}
         return Line(key, value, unread.kind, options, later=unread.why)
     except Differs as differs:
         return Line(key, value, differs.kind, why=differs.why.replace("*", job.page.name))

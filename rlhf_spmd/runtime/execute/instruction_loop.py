@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.failure.diagnosis import peer_error, text_of
 from rlhf_spmd.runtime.world.trace import Tracer
 
 
-class Doing(NamedTuple):
+class Current(NamedTuple):
     """What a list is executed for: the number of the iteration that trains (in a prologue, of the one that is drawn),
     from 0, and what messages, flight records and timelines call it. Short: a flight record keeps 40 bytes."""
 
@@ -31,8 +31,11 @@ class InstructionLoop(ABC):
         self.program, self.world, self.recorder = program, world, recorder
         self.instructions = program.instructions[world.rank]
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
-        self.doing: Doing | None = None
-        self.lacking = (False, not program.placement.ahead)  # which of the two batches the last list had not
+        self.current: Current | None = None
+        self.absent = (
+            False,
+            not program.placement.ahead,
+        )  # whether the last list had no batch that trains, or none that is drawn
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
@@ -44,11 +47,11 @@ class InstructionLoop(ABC):
         trained: the data that train; None: the list only draws, and returns no messages.
         drawn: the data of the next iteration; None: they are not drawn meanwhile.
         """
-        self.doing = doing = _doing(trained, drawn)
-        if (lacking := (trained is None, drawn is None)) != self.lacking:
-            self.lacking = lacking
+        self.current = current = _current(trained, drawn)
+        if (absent := (trained is None, drawn is None)) != self.absent:
+            self.absent = absent
             self.begin()  # the prologue and the first step have the same number
-        self.recorder.iteration = doing.number
+        self.recorder.iteration = current.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
         for position, step in enumerate(self.instructions):
@@ -57,7 +60,7 @@ class InstructionLoop(ABC):
             if data is None and not isinstance(step, Agree):
                 continue
             of_batch = {"iteration": data.number} if is_drawn else {}
-            self.world.progress(f"{doing.title}: {self.texts[position]}", doing.number, position)
+            self.world.progress(f"{current.title}: {self.texts[position]}", current.number, position)
             try:
                 if isinstance(step, Run):
                     args = {"epoch": step.epoch, "mini_batch": step.mini_batch} | of_batch
@@ -80,7 +83,7 @@ class InstructionLoop(ABC):
                     self.offload(step)
                 elif isinstance(step, Agree):
                     with self.recorder.span(step.what, "control"):
-                        meeting = f"{doing.title}: {step.what}"
+                        meeting = f"{current.title}: {step.what}"
                         if data is None:
                             self.world.barrier(meeting)
                         else:
@@ -90,8 +93,8 @@ class InstructionLoop(ABC):
             except UserError:
                 raise
             except RuntimeError as error:  # those of torch.distributed are
-                raise peer_error(error, self.program, self.world, doing, step, position) from error
-        self.world.progress(f"{doing.title}: over", doing.number)
+                raise peer_error(error, self.program, self.world, current, step, position) from error
+        self.world.progress(f"{current.title}: over", current.number)
         return answers
 
     @abstractmethod
@@ -123,9 +126,9 @@ class InstructionLoop(ABC):
         """Exchanges messages of all ranks at the end of an iteration."""
 
 
-def _doing(trained: Any, drawn: Any) -> Doing:
+def _current(trained: Any, drawn: Any) -> Current:
     """Returns what a list is executed for, given the batches that it trains and draws."""
     if trained is None:
-        return Doing(drawn.number, f"drawing {drawn.title}")
+        return Current(drawn.number, f"drawing {drawn.title}")
     title = trained.title if drawn is None else f"{trained.title}, drawing {drawn.number + 1}"
-    return Doing(trained.number, title)
+    return Current(trained.number, title)

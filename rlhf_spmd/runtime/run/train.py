@@ -169,16 +169,16 @@ class Running:
     def doing(self) -> str:
         """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
         Called by another thread."""
-        world, doing, total = self.job.world, self.loop.executor.doing, self.job.config.iterations
+        world, current, total = self.job.world, self.loop.executor.current, self.job.config.iterations
         record = world.record
         now = record.now
-        if doing is None or not now.text.startswith(f"{doing.title}: ") or now.position == NOWHERE:
+        if current is None or not now.text.startswith(f"{current.title}: ") or now.position == NOWHERE:
             return world.doing
         draws = self.loop.draws
         seconds = time.perf_counter() - self.loop.began_s
         left = ""
         if self.history:
-            left_s = self.console.left_s(doing.number, total, self.history[-1]) - seconds
+            left_s = self.console.left_s(current.number, total, self.history[-1]) - seconds
             left = f", about {progress.duration(max(left_s, 0.0))} left"
         parts = [
             f"{one.num - one.num_left} of {one.num} responses"
@@ -186,7 +186,7 @@ class Running:
         ]
         parts.append(f"instruction {now.position} of {record.num_instructions}")
         text = now.text.partition(": ")[2]
-        return f"{doing.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {text}"
+        return f"{current.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {text}"
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""

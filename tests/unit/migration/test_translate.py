@@ -487,3 +487,9 @@ def test_adapters(name, words, expected, tmp_path):
 )
 def test_what_of_adapters_is_not_here(words, says):
     assert f"# {says}" in translate(source_of_example("trl_grpo.yaml", *words)).text("x")
+
+
+def test_a_number_that_is_none_is_left_to_the_user_for_the_roles_that_train():
+    found = of_words("trl", "trl grpo --learning_rate abc")
+    assert found.later["optimizer.actor_lr"] == "abc  (it is not a number)"
+    assert not {"optimizer.critic_lr", "optimizer.reward_lr"} & {*found.later}
