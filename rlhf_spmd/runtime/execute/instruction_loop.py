@@ -32,10 +32,8 @@ class InstructionLoop(ABC):
         self.instructions = program.instructions[world.rank]
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
         self.current: Current | None = None
-        self.absent = (
-            False,
-            not program.placement.ahead,
-        )  # whether the last list had no batch that trains, or none that is drawn
+        # whether the last list had no batch that trains, and whether it had none that is drawn
+        self.absent = (False, not program.placement.ahead)
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
