@@ -1,4 +1,4 @@
-"""One program with a subcommand for each task: train, evaluate, generate, precompute, profile (on MPI ranks), rehearse,
+"""One program with a subcommand for each task: train, evaluate, generate, profile (on MPI ranks), rehearse,
 check, plan, forecast, draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert.
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
@@ -6,7 +6,6 @@ mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
 mpirun -n 2 python -m rlhf_spmd evaluate --model FOLDER eval.prompts=test.jsonl reward_function=FILE.py:NAME
 mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
-mpirun -n 4 python -m rlhf_spmd precompute --algorithm dpo --model FOLDER data.prompts=pairs.jsonl --out ref.safetensors
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b strategy.zero=3
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
@@ -40,7 +39,7 @@ from rlhf_spmd.errors import UserError
 USER_STATUS = 2
 ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
-ON_RANKS = ("train", "evaluate", "generate", "precompute", "profile")  # verbs that run on the ranks of MPI
+ON_RANKS = ("train", "evaluate", "generate", "profile")  # verbs that run on the ranks of MPI
 
 
 def main(arguments: list[str] | None = None) -> int:

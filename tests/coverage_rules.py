@@ -60,7 +60,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "unit/plan/search/test_planner.py": ("plan.search.priors",),
     "unit/model/test_hf.py": ("model.weights",),
     "unit/runtime/data/test_row_tokens.py": ("runtime.data.messages", "runtime.data.template_arguments"),
-    "unit/runtime/offline/test_precompute.py": ("runtime.data.precomputed", "runtime.run.prepare", "verbs.precompute"),
+    "unit/runtime/run/test_precompute.py": ("runtime.data.precomputed", "runtime.run.prepare"),
     "mpi/test_train_engine.py": (
         *("runtime.engines.deepspeed_engine", "runtime.engines.deepspeed_state", "runtime.engines.flat_engine"),
     ),

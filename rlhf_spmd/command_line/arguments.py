@@ -256,18 +256,6 @@ VERBS = {
         ),
         "run",
     ),
-    "precompute": Verb(
-        "compute once the logprobs that frozen models, such as DPO's reference, give a data set (start it with mpirun "
-        "or srun)",
-        (
-            _argument("--out", "file to write, for data.precomputed_logprobs=FILE", "FILE", required=True),
-            _replaces("FILE if it exists"),
-            PLACEMENT,
-            CLUSTER_OF_RANKS,
-            *CONFIG,
-        ),
-        "run",
-    ),
     "evaluate": Verb(
         "evaluate a model once, as a run does (start it with mpirun or srun)",
         (

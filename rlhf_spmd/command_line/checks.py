@@ -13,14 +13,18 @@ from typing import Any
 
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.config.checks import foreign_functions
-from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, prompt_files, split_functions
+from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, make_workload, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.pages.algorithm import check_functions
-from rlhf_spmd.plan.program.evaluation import evaluation_program
+from rlhf_spmd.pages.strategy import Strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import most_bytes
+from rlhf_spmd.plan.program.evaluation import evaluation_program, precompute_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.text.program_listing import format_bytes
 from rlhf_spmd.plan.workflow import Workflow
 
 IMPORT_S = 10  # for importing the functions that the command line of `check` names
@@ -60,10 +64,38 @@ def num_rows(config: Config) -> int:
     return sum(len(read_records(path, key, others)) for path in every_file(prompt_files(config)))
 
 
-def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
-    """Returns the findings about the program of a run and that of its evaluations."""
-    of_evaluation = check(evaluation, beside=training) if evaluation else []
-    return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
+def first_phases(config: Config, strategy: Strategy, cluster: Cluster) -> list[tuple[Config, Program]]:
+    """Returns options and programs of the start of a run with data.precompute, one for each data set. Raises
+    UserError."""
+    if not config.data.precompute:
+        return []
+    whole = replace(config, data=replace(config.data, precompute=False))
+    phases = []
+    for options in (whole, evaluated(whole)) if config.eval.prompts else (whole,):
+        training = strategy.compile(make_workload(options), cluster, options.strategy)
+        phases.append((options, precompute_program(training, num_rows=options.rollout_batch)))
+    return phases
+
+
+def phases_note(phases: Sequence[tuple[Config, Program]]) -> str:
+    """Returns what the start of a run needs, for people; empty if there is none."""
+    if not phases:
+        return ""
+    num_bytes = max(most_bytes(program) for _, program in phases)
+    models = ", ".join(phases[0][1].workload.workflow.models)
+    return f"first, logprobs by {models}: at most {format_bytes(num_bytes)} on a rank, freed before training"
+
+
+def check_both(
+    training: Program, evaluation: Program | None, phases: Sequence[tuple[Config, Program]] = ()
+) -> list[Finding]:
+    """Returns the findings about the program of a run, that of its evaluations and those of its start."""
+    findings = check(training)
+    if evaluation:
+        findings += [replace(one, message=f"evaluation: {one.message}") for one in check(evaluation, beside=training)]
+    for _, program in phases:
+        findings += [replace(one, message=f"data.precompute: {one.message}") for one in check(program)]
+    return findings
 
 
 def check_inputs(

@@ -47,7 +47,7 @@ def read_words(parsed: argparse.Namespace) -> None:
 def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
     """Returns a file of options. If a run wrote the file, a subcommand that does not train runs no code from it: such
     code must be named on the command line. Raises UserError."""
-    trains = parsed.verb in ("train", "evaluate", "precompute") and not getattr(parsed, "dry_run", False)
+    trains = parsed.verb in ("train", "evaluate") and not getattr(parsed, "dry_run", False)
     code = {} if trains else file.code
     if parsed.verb == "generate":  # which needs neither
         words = {word: text for word, text in file.words.items() if word not in ("algorithm", "strategy")}

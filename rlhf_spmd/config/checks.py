@@ -282,13 +282,6 @@ def _of_evaluation(config: Config) -> Iterator[Rule]:
         return
     check_temperature("eval.temperature", evaluation.temperature)
     workflow = config.algorithm.workflow(config.options)
-    has, lacks = ("eval", "data") if evaluation.precomputed_logprobs else ("data", "eval")
-    yield Rule(
-        f"{has}.precomputed_logprobs",
-        workflow.repeated_calls and bool(evaluation.precomputed_logprobs) != bool(config.data.precomputed_logprobs),
-        f"it replaces passes of models, which {lacks}.prompts would need, too: give {lacks}.precomputed_logprobs=FILE "
-        f"(`precompute` with data.prompts={getattr(config, lacks).prompts}), or drop the option",
-    )
     for key in (f"eval.{name}" for name in GENERATED):
         generates_none = key in changed and not workflow.generate_calls
         text = f"algorithm {config.algorithm.name} generates no responses; drop the option"

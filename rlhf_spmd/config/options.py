@@ -66,8 +66,10 @@ class DataOptions:
     # what to do with a prompt longer than data.max_prompt: stop with an error, keep its last tokens, or drop the row;
     # the same for a data set's response longer than generation.max_new_tokens, of which truncate keeps the first tokens
     long_prompts: Literal["error", "truncate", "drop"] = "error"
-    # file written by `precompute` that replaces the passes of frozen models over data.prompts; empty: the run computes
-    # them
+    # compute the logprobs that frozen models, such as DPO's reference, give the responses of the data set once, at the
+    # start of the run, into its folder; false: in every iteration
+    precompute: bool = False
+    # folder of another run with data.precompute, whose logprobs are read instead; empty: none
     precomputed_logprobs: str = ""
 
 
@@ -151,8 +153,6 @@ class Evaluation:
     """Responses to prompts of their own are scored before training, every few iterations and at the end."""
 
     prompts: str = ""  # held-out prompts to evaluate on, named like data.prompts; empty: no evaluation
-    # file of precomputed logprobs for eval.prompts; required if data.precomputed_logprobs is set; empty: none
-    precomputed_logprobs: str = ""
     every: PositiveInt = 10  # evaluate every N iterations, besides before training and at the end
     at_start: bool = True  # evaluate before training, too
     num_prompts: NonNegativeInt = 0  # number of prompts to evaluate, from the beginning of the file; 0: all
@@ -195,6 +195,7 @@ class Config(OptionTree):
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
     options: Options = DEFAULTS  # of the algorithm: `NAME.option=VALUE`
     started: str = ""  # the time of the first start of the run, which chat templates write; set by the program
+    run_folder: str = ""  # of this run, once it is there; set by the program
     # checkpoint folder of the model in each role; empty: see the table of the algorithm
     models: Annotated[Mapping[str, str], ByName("models.ROLE")] = field(default_factory=dict)
     # model size to assume for check and plan when the preset has no weights: one name for all roles, or ROLE=NAME,...;
@@ -256,7 +257,7 @@ class Config(OptionTree):
     # what files() found on disk, by role
     found_files: dict[str, ModelFiles] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    OPEN, NO_OPTIONS = ("strategy",), ("algorithm", "found_files", "started")
+    OPEN, NO_OPTIONS = ("strategy",), ("algorithm", "found_files", "started", "run_folder")
 
     def group_name(self, field: str) -> str:
         """Returns the name of the group in a field."""
@@ -386,7 +387,6 @@ def evaluated(config: Config) -> Config:
             weights=(),
             epochs=0.0,
             long_prompts=long_prompts,
-            precomputed_logprobs=evaluation.precomputed_logprobs,
         ),
         "generation": dataclasses.replace(generation, max_new_tokens=max_new_tokens, min_new_tokens=shortest),
     }
@@ -419,9 +419,11 @@ def make_workload(config: Config) -> Workload:
     roles = config.algorithm.roles
     how = {"replay": config.generation.top_k > 0, "episodes": bool(config.environment)}
     workflow = config.algorithm.workflow(config.options, **how)
-    if config.data.precomputed_logprobs:
+    if config.data.precompute or config.data.precomputed_logprobs:
         if not workflow.repeated_calls:
-            raise UserError(f"data.precomputed_logprobs: {NOTHING_REPEATED}; drop the option")
+            raise UserError(f"data.precompute: {NOTHING_REPEATED}; drop the option")
+        if config.data.precompute and config.data.precomputed_logprobs:
+            raise UserError("data.precompute computes what data.precomputed_logprobs reads; drop one of them")
         workflow = workflow.without(workflow.repeated_calls)
     shapes: dict[str, ModelShape | None] = {}
     known = shapes_by_role(config.shape, roles)

@@ -3,7 +3,14 @@
 import argparse
 from collections.abc import Sequence
 
-from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, tokenizer_findings
+from rlhf_spmd.command_line.checks import (
+    check_both,
+    check_inputs,
+    evaluate_of,
+    first_phases,
+    phases_note,
+    tokenizer_findings,
+)
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice
 from rlhf_spmd.command_line.words import config_text, length_note, read_config_and_cluster
 from rlhf_spmd.config.options import Config, make_workload
@@ -27,10 +34,10 @@ def run(parsed: argparse.Namespace) -> int:
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
-    evaluate = evaluate_of(config)
-    findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
+    evaluate, phases = evaluate_of(config), first_phases(config, strategy, cluster)
+    findings = check_both(program, evaluate(program), phases) + tokenizer_findings(config)
     findings += check_inputs(config, program.workload.workflow, parsed.overrides)
-    return report(parsed, config, program, findings, evaluate, strategy.name, parsed.strategy)
+    return report(parsed, config, program, findings, evaluate, strategy.name, parsed.strategy, phases_note(phases))
 
 
 def report(
@@ -41,15 +48,17 @@ def report(
     evaluate: Evaluate,
     name: str,
     strategy: str,
+    note: str = "",
 ) -> int:
     """Prints a program, the findings about it, the verdict and, last, a line of JSON. Returns the exit status.
 
     evaluate: makes the program of the run's evaluations.
     name: of the strategy.
     strategy: the strategy as it is named in the configuration that is printed on request.
+    note: what the start of the run needs besides.
     """
     columns, length = table_width(), length_note(config)
-    title = f"{name} on {program.cluster}, preset {config.title}" + (f"\n{length}" if length else "")
+    title = "\n".join(filter(None, [f"{name} on {program.cluster}, preset {config.title}", length, note]))
     print(show_program(program, title=title, rank=getattr(parsed, "rank", 0), columns=columns))
     may_pack = any(shape and shape.has_large_matrices for shape in program.workload.models.values())
     if config.products != "linear" and may_pack and (packed := show_packed(program)):  # for generation

@@ -1,6 +1,7 @@
 """The evaluate subcommand on the ranks of an MPI world: compares options and program, then evaluates a model once."""
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.command_line.checks import evaluate_of
@@ -23,6 +24,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
             raise UserError(f"there are no prompts to evaluate: give eval.prompts=FILE ({KNOWN})")
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
     config = on_device(world, parsed, config)
+    config = replace(config, data=replace(config.data, precompute=False))  # which is for the start of a run
 
     def make(training: Program) -> Program:
         program = evaluate_of(config)(training)

@@ -6,7 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.checks import check_both, check_inputs, evaluate_of, refuse_errors
+from rlhf_spmd.command_line.checks import (
+    check_both,
+    check_inputs,
+    evaluate_of,
+    first_phases,
+    phases_note,
+    refuse_errors,
+)
 from rlhf_spmd.command_line.plans import auto
 from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, start_torch
 from rlhf_spmd.command_line.words import (
@@ -51,7 +58,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         program = strategy.compile(workload, cluster, config.strategy)
         evaluate = evaluate_of(config)
         evaluation = evaluate(program)
-        findings = check_both(program, evaluation)
+        phases = first_phases(config, strategy, cluster)
+        findings = check_both(program, evaluation, phases)
         if parsed.dry_run:
             findings += check_inputs(config, workload.workflow, runs=True) if world.rank == 0 else []
         else:
@@ -61,15 +69,18 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
         if evaluation:
             world.agree("the start", {"the program of the evaluation": evaluation.fingerprint})
+        for _, phase in phases:
+            world.agree("the start", {"the program of data.precompute": phase.fingerprint})
     if parsed.dry_run:
         if world.rank == 0:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
-            report(parsed, config, program, findings, evaluate, strategy.name, parsed.strategy or named)
+            named = parsed.strategy or named
+            report(parsed, config, program, findings, evaluate, strategy.name, named, phases_note(phases))
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
-    start_torch(world, config, program, *filter(None, [evaluation]))
+    start_torch(world, config, program, *filter(None, [evaluation]), *(phase for _, phase in phases))
 
     from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import train
@@ -90,6 +101,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         ),
         summary=show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=0),
         evaluation=evaluation,
+        phases=phases,
         calibration=calibration,
         asked=asked,
         as_json=parsed.json,

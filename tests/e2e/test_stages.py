@@ -2,6 +2,7 @@
 a reward model, PPO."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,20 +68,24 @@ def test_three_stages(folder, tmp_path):
     assert last["score_min"] - 1 < scores < last["score_max"] + 1 and scores != 0
 
 
-def test_epochs_with_a_budget_and_a_reference_from_a_file(folder, warm, tmp_path):
-    """The file is written on two ranks. A run that is resumed for another epoch equals one that was not, bit by bit. A
+def test_epochs_with_a_budget_and_logprobs_of_the_start(folder, tmp_path):
+    """They are computed on two ranks. A run that is resumed for another epoch equals one that was not, bit by bit. A
     run whose reference computes in the loop, on three ranks, of which some have no row, has the same numbers."""
     write_model(folder / "reference", seed=3)
     words = ["--algorithm", "dpo", "--model", str(folder / "base"), f"data.prompts={folder / 'rows.jsonl'}", *SIZES]
     words += [f"models.reference={folder / 'reference'}", "deadline_s=100", "optimizer.actor_lr=1e-3"]
-    file = tmp_path / "logprobs"
-    status, stdout, stderr = warm.run(["precompute", "--json", *words, "--out", file], 2)
-    assert status == 0, stdout + stderr
-    assert json.loads(stdout.splitlines()[-1])["rows"] == 20
-
     words += ["mini_batch_tokens=50"]
-    with_file = [*words, f"data.precomputed_logprobs={file}"]
+    first = trained([*words, "data.precompute=true", "data.epochs=1"], 2, tmp_path / "first")
+    with_file = [*words, f"data.precomputed_logprobs={first}"]
     whole = trained([*with_file, "data.epochs=2"], 1, tmp_path / "whole")
+    alone = trained([*words, "data.precompute=true", "data.epochs=1"], 1, tmp_path / "alone")
+    killed = shutil.copytree(alone, tmp_path / "killed")  # as if at its start, within a batch
+    shutil.rmtree(killed / "checkpoints")
+    next((killed / "logprobs").rglob("*.safetensors")).unlink()
+    resume(killed, 1)
+    assert timeless(killed) == timeless(alone) and weights(killed) == weights(alone)
+    resume(alone, 1, "data.epochs=2")
+    assert_same(alone, whole, "of its own")
     options = json.loads((whole / "config.json").read_text(encoding="utf-8"))
     assert options["iterations"] == len(metrics(whole)) and options["data"]["epochs"] == 2
     part = trained([*with_file, "data.epochs=1"], 1, tmp_path / "part")

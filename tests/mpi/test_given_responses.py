@@ -28,8 +28,9 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, newest
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
-from rlhf_spmd.runtime.offline.precompute import precompute
 from rlhf_spmd.runtime.run import recorded
+from rlhf_spmd.runtime.run.precompute import precompute
+from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.strategies import flattening
 from tests.folders import WORDS, write_model
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, with_groups, zero
@@ -48,7 +49,7 @@ PAGES = {  # of a page also with a budget of tokens, and with logprobs from a fi
     "dpo budget": ["mini_batch_tokens=70", "dpo.beta=0.5"],
     "sft adapters": ["sft.epochs=2", "lora.rank=3", "lora.dropout=0.3"],
     "dpo adapters": ["dpo.beta=0.5", "lora.rank=3", "lora.dropout=0.3", "mini_batch_tokens=70"],
-    "dpo file": ["dpo.epochs=2", "dpo.beta=0.5", "data.precomputed_logprobs=FOLDER/logprobs"],
+    "dpo file": ["dpo.epochs=2", "dpo.beta=0.5", "data.precomputed_logprobs=FOLDER/alone"],
 }
 
 
@@ -114,7 +115,7 @@ def folder(world, shared_folder):
         write_model(shared_folder / "tied", tie_embeddings=True)
         config = config_of("dpo", shared_folder)
         program = precompute_program(compiled(config), num_rows=config.rollout_batch)
-        precompute(config, program, OneRank(), shared_folder / "logprobs")
+        precompute(prepare(config, program, OneRank()), str(shared_folder / "alone"))
     world.barrier("the checkpoints")
     return shared_folder
 
@@ -155,19 +156,22 @@ def alone(folder, made_once) -> dict[str, tuple[list[dict], dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("placement", ["tp", "pp", "zero 3", "apart"])
-def test_logprobs_for_a_file_do_not_depend_on_the_ranks(placement, world, folder, make_group):
+def test_logprobs_of_the_start_do_not_depend_on_the_ranks(placement, world, folder, make_group):
     if placement in EVEN and world.size % 2:
         placement = "flattening"
     config = config_of("dpo", folder)
     program = precompute_program(compiled(config, world.size, PLACEMENTS[placement]), num_rows=config.rollout_batch)
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     path = folder / f"logprobs of {placement}"
-    precompute(config, program, with_groups(world, program, make_group), path)
+    precompute(prepare(config, program, with_groups(world, program, make_group)), str(path))
     if world.rank == 0:
-        expected, found = load_file(folder / "logprobs"), load_file(path)
-        assert found.keys() == expected.keys()
-        for key, values in found.items():
-            np.testing.assert_allclose(values, expected[key], rtol=TOLERANCE, atol=TOLERANCE)
+        files = sorted((folder / "alone").rglob("*.safetensors"))
+        assert len(files) > 1
+        for file in files:
+            expected, found = load_file(file), load_file(path / file.relative_to(folder / "alone"))
+            assert found.keys() == expected.keys()
+            for key, values in found.items():
+                np.testing.assert_allclose(values, expected[key], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def learned(run: RunOf, engine: TrainEngine) -> tuple[int, list[Tensor]]:

@@ -41,7 +41,7 @@ run of PPO.
 
 ## A file of options
 
-`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse`, `profile` and `generate` read
+`train`, `evaluate`, `check`, `plan`, `forecast`, `draw`, `rehearse`, `profile` and `generate` read
 options from `--config FILE.yaml`, too. Arguments on the command line take precedence over the file, and the file over
 the preset.
 
@@ -70,15 +70,15 @@ data:
   and `plan` those of its strategy.
 - `--show-config` of `check` and `train --dry-run` prints the resolved configuration as such a file. `config.json` of a
   run folder is one, too: `train --config runs/NAME/config.json` begins the same run again. What such a `config.json`
-  names as code (an algorithm or strategy in a `.py` file, a reward function) is run by `train`, `evaluate` and
-  `precompute`, which say so. `check`, `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until
-  you name it yourself, such as `--algorithm runs/NAME/algorithm.py`. `check` imports reward functions that its
-  command line names, and no others.
+  names as code (an algorithm or strategy in a `.py` file, a reward function) is run by `train` and `evaluate`,
+  which say so. `check`, `plan`, `forecast`, `draw`, `profile` and `train --dry-run` do not run it until you name it
+  yourself, such as `--algorithm runs/NAME/algorithm.py`. `check` imports reward functions that its command line names,
+  and no others.
 """
 RUN = """
 ## Options of a run
 
-`train`, `evaluate`, `precompute`, `check`, `plan`, `forecast`, `draw`, `rehearse` and `profile` take these, those of
+`train`, `evaluate`, `check`, `plan`, `forecast`, `draw`, `rehearse` and `profile` take these, those of
 the [algorithm](#options-of-the-algorithms) and those of the [strategy](#options-of-the-strategies). The defaults below
 hold for all presets but where [Presets](#presets) names another value.
 """

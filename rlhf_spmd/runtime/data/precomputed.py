@@ -1,51 +1,56 @@
-"""Logprobs that frozen models give the responses of the data set, computed once and kept in a file.
+"""Logprobs that frozen models give the responses of the data set, computed once and kept in the folder of a run.
 
-The file is in the format safetensors: for each key a float32 number for every response token, row after row in the
-order of the files; and what the numbers depend on, so that a run does not use those of other rows or models.
+RUN/logprobs/HASH/000012.safetensors has those of a batch of rows: for each key a float32 number for every response
+token, row after row in the order of the files. HASH stands for all that the numbers depend on, so that no run uses
+those of other rows or models.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.reading import fingerprint, is_file, why_no_file
+from rlhf_spmd.files.reading import fingerprint, paths_in
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.plan.workflow import Infer
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
 
-FORMAT = "rlhf_spmd logprobs 1"
-ROWS, SUPPORT = "the tokens of the rows", "the tokens that may be drawn"
-TIME = "the time of the first start"  # which the chat template may write
-FIX = "compute it again (`precompute`), or drop the option that names it"
+FOLDER = "logprobs"  # in that of a run
 
 
 def calls_of(config: Config) -> tuple[Infer, ...]:
-    """Returns the calls whose results are in the file."""
+    """Returns the calls whose results are kept."""
     return config.algorithm.workflow(config.options).repeated_calls
 
 
-def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, str]:
-    """Returns what the numbers depend on, by name. known: the tokens that have a probability."""
+def folder_of_parts(parent: str, config: Config, prompts: PromptSet, known: KnownTokens) -> Path:
+    """Returns the folder with the numbers of a data set.
+
+    parent: the folder of the run.
+    known: the tokens that have a probability.
+    """
     generation = config.generation
-    found = {"format": FORMAT, ROWS: prompts.tokens_fingerprint(), "dtype": config.dtype}
-    found["generation.temperature"] = f"{generation.temperature:g}"
-    found["generation.min_new_tokens"] = str(generation.min_new_tokens)
-    if padded := padded_models(config, known):
-        found[SUPPORT] = f"{known.count} of {', '.join(f'{rows} ({role})' for role, rows in padded.items())}"
+    facts = [prompts.tokens_fingerprint(), config.dtype, generation.temperature, generation.min_new_tokens]
+    facts += [known.count] if padded_models(config, known) else []
     for role in (call.model for call in calls_of(config)):
         files = config.files(role)
-        folders = filter(None, [files.folder, files.adapter])
-        found[f"the {role}"] = " ".join(folder_fingerprint(Path(folder)) for folder in folders)
-    return found
+        facts += [folder_fingerprint(Path(folder)) for folder in (files.folder, files.adapter) if folder]
+    return Path(parent) / FOLDER / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def path_of_part(folder: Path, number: int) -> Path:
+    """Returns the file of a batch of rows. folder: see folder_of_parts."""
+    return folder / f"{number:06}.safetensors"
 
 
 def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
@@ -56,84 +61,38 @@ def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
     return {role: num for role, num in rows.items() if num > known.count}
 
 
-def time_of(config: Config) -> str:
-    """Returns the time that chat templates wrote into the rows of the file that the options name; empty: there is
-    none."""
-    path = Path(config.data.precomputed_logprobs)
-    if not is_file(path):
-        return ""
-    try:
-        with safe_open(path, "np") as file:
-            return (file.metadata() or {}).get(TIME, "")
-    except (OSError, SafetensorError):
-        return ""  # with_logprobs says it
-
-
-def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
-    """Writes the numbers of every key. Raises UserError."""
-    draft = try_to_write(path)
-    try:
-        mode = draft.stat().st_mode  # as the umask allows; save_file makes files that only their owner can read
-        save_file(dict(values), draft, metadata=dict(facts))
-        draft.chmod(mode)
-        draft.replace(path)
-    except (OSError, SafetensorError) as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"{path} can't be written: {error}; name another file") from None
-
-
-def try_to_write(path: Path) -> Path:
-    """Creates an empty file beside an output file, which is to replace it. Raises UserError if there can be none."""
+def write_part(path: Path, values: Mapping[str, np.ndarray]) -> None:
+    """Writes the numbers of a batch, by key. Raises UserError for numbers that are not finite."""
+    for key, numbers in values.items():
+        if not np.isfinite(numbers).all():
+            raise UserError(f"{key} has numbers that are not finite; look at the model")
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.touch()
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}; name another file") from None
-    return draft
+    save_file(dict(values), draft)
+    draft.replace(path)
 
 
 def with_logprobs(config: Config, prompts: PromptSet, known: KnownTokens) -> PromptSet:
-    """Adds the numbers of the file that the options name to the set. Raises UserError if they are of something else."""
-    path, found = Path(config.data.precomputed_logprobs), {}
-    if why := why_no_file(path):
-        raise UserError(f"the file of precomputed logprobs {path} {why}: write it with `precompute --out {path}`")
+    """Adds the numbers that this run has computed, or the one that data.precomputed_logprobs names. Raises
+    UserError."""
+    run = config.data.precomputed_logprobs or config.run_folder
+    folder = folder_of_parts(run, config, prompts, known)
     try:
-        with safe_open(path, "np") as file:
-            _compare(path, file.metadata() or {}, about(config, prompts, known), config, prompts)
-            for call in calls_of(config):
-                found[call.outputs[0]] = file.get_tensor(call.outputs[0]).astype(np.float32, copy=False)
+        parts = [load_file(path) for path in paths_in(folder, "*.safetensors")]
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} holds no precomputed logprobs ({error}): {FIX}") from None
+        raise UserError(f"{folder} can't be read ({error}): compute them again (data.precompute=true)") from None
     numbers = dict(prompts.numbers)
     for call in calls_of(config):
-        ends, values = prompts.responses[call.responses[0]].ends, found[call.outputs[0]]
-        if values.shape != (int(ends[-1]),) or not np.isfinite(values).all():
-            raise UserError(f"{path}: {call.outputs[0]} is not one finite number for each token: {FIX}")
-        numbers[call.outputs[0]] = NumberRows(values, ends)
-    return replace(prompts, numbers=numbers)
-
-
-def _compare(
-    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], config: Config, prompts: PromptSet
-) -> None:
-    """Raises UserError if a file was made from something else than a run has."""
-    for name, value in wanted.items():
-        if stored.get(name) == value:
-            continue
-        if name == "format":
-            raise UserError(f"{path} holds no precomputed logprobs: {FIX}")
-        if name == ROWS:
+        key, ends = call.outputs[0], prompts.responses[call.responses[0]].ends
+        values = np.concatenate([part[key] for part in parts]) if parts else np.zeros(0, np.float32)
+        if len(values) != int(ends[-1]):
             raise UserError(
-                f"{path} was computed for other rows than those of {config.data.prompts}, or they were cut at other "
-                f"limits: {FIX}"
+                f"{run} has no logprobs of all rows of {config.data.prompts} by this {call.model}, with these limits "
+                "of tokens, dtype, generation.temperature and generation.min_new_tokens: compute them with "
+                "data.precompute=true"
             )
-        if name == SUPPORT:
-            raise UserError(f"{path} was computed with probabilities of tokens that the tokenizer lacks: {FIX}")
-        if name.startswith("the "):
-            role = name.removeprefix("the ")
-            raise UserError(f"{path} was computed with another {role} than {config.files(role).folder}: {FIX}")
-        raise UserError(f"{path} was computed with {name}={stored.get(name)}, and this run has {value}: {FIX}")
+        numbers[key] = NumberRows(values, ends)
+    return replace(prompts, numbers=numbers)
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -37,7 +37,9 @@ class Curves:
     def start_wandb(
         self, project: str, config: Mapping[str, Any], *, entity: str = "", group: str = "", tags: Sequence[str] = ()
     ) -> str:
-        """Starts or resumes the run at Weights & Biases -> its address; offline, its folder. Raises UserError."""
+        """Starts or resumes the run at Weights & Biases, once -> its address; offline, its folder. Raises UserError."""
+        if self._wandb is not None:
+            return ""
         try:
             import wandb
         except ImportError as error:

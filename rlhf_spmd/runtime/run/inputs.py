@@ -138,7 +138,8 @@ def read_prompts(config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_i
                 f"{what} {text[:60]!r} has token {token}, but the models have {known.stop} tokens (vocab_size "
                 f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
-    return with_logprobs(config, prompts, known) if config.data.precomputed_logprobs else prompts
+    is_computed = config.data.precompute or config.data.precomputed_logprobs
+    return with_logprobs(config, prompts, known) if is_computed else prompts
 
 
 def functions_fingerprints(config: Config) -> dict[str, str]:

@@ -18,7 +18,6 @@ from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.cost.memory import packed_bytes, working_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.precomputed import time_of
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
@@ -53,8 +52,7 @@ def prepare(
     evaluation: the program of the run's evaluations, if there are any.
     products: the library of the run that is resumed; None: it is chosen.
     """
-    started = time_of(config) or config.started or time_of_start()
-    config = replace(config, started=world.bcast(started, what="the time of the start"))
+    config = replace(config, started=world.bcast(config.started or time_of_start(), what="the time of the start"))
     of_evaluation = evaluated(config)
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)

@@ -238,7 +238,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         if job.config.wandb and folder.writes:  # first, since it may fail
             at = job.config.logging
             place = folder.curves.start_wandb(job.config.wandb, options, entity=at.entity, group=at.group, tags=at.tags)
-            folder.notes.append(f"Weights & Biases: {place}")
+            folder.notes += [f"Weights & Biases: {place}"] if place else []
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
             folder.keep_metrics(history)

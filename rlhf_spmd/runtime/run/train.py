@@ -27,6 +27,7 @@ from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
 from rlhf_spmd.runtime.run.metrics import Alarm, columns_of, metrics_of, num_timeouts, timeouts_note
+from rlhf_spmd.runtime.run.precompute import precompute_at_start, time_of
 from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
@@ -45,6 +46,7 @@ def train(
     origin: Origin,
     summary: str,
     evaluation: Program | None = None,
+    phases: Sequence[tuple[Config, Program]] = (),
     calibration: Calibration | None = None,
     asked: Asked | None = None,
     as_json: bool | None = None,
@@ -53,18 +55,24 @@ def train(
 
     summary: the program as `check` prints it.
     evaluation: the program of its evaluations, if there are any.
+    phases: of data.precompute: options and programs of the start, one for each data set.
     calibration: of these devices, to compare the run with a forecast.
     asked: receives signals.
     as_json: --json or --no-json.
     """
     resumed = origin.resumed
-    config = replace(config, started=resumed.started if resumed else "")
+    config = replace(config, started=resumed.started if resumed else time_of(config.data.precomputed_logprobs))
+    folder = None
+    if resumed and resumed.checkpoint:
+        config = replace(config, run_folder=str(resumed.folder))
+    elif phases:
+        folder, config = precompute_at_start(config, program, world, phases, origin, summary)
     job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
     config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
-    folder = recorded.open_folder(job, origin)
+    folder = folder or recorded.open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named, parts=bool(function_labels(config)))

@@ -61,10 +61,7 @@ def test_every_key_can_be_overridden():
     for key in presets.all_keys():
         if key in ("preset", "strategy", "shape", "rollout_batch", "mini_batch", "samples_per_prompt"):
             continue
-        if key in (
-            "eval.precomputed_logprobs",
-            "lora.base",
-        ):  # alone they are refused (test_precompute.py, test_lora.py)
+        if key == "lora.base":  # alone it is refused (test_lora.py)
             continue
         page = PAGES.get(key)
         usual = loaded((), page)

@@ -62,7 +62,7 @@ VERBS = (
     "status",
     "postmortem",
 )
-VERBS += ("algorithms", "forecast", "precompute", "rehearse", "report")
+VERBS += ("algorithms", "forecast", "rehearse", "report")
 
 
 def named(path: Path) -> str:

@@ -1,0 +1,115 @@
+"""The start of a run with data.precompute: logprobs that frozen models give all rows of its data sets, computed once
+and written to the run folder, a file for each batch."""
+
+import gc
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhf_spmd.config.options import Config
+from rlhf_spmd.files import progress
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.workflow import ModelCall
+from rlhf_spmd.runtime.checkpoint.resume import PROGRAM, STARTED
+from rlhf_spmd.runtime.data.precomputed import folder_of_parts, path_of_part, write_part
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.response_hashes import reported_columns
+from rlhf_spmd.runtime.generation.kv_cache import release_unused
+from rlhf_spmd.runtime.records.run_files import json_object
+from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.run import recorded
+from rlhf_spmd.runtime.run.prepare import given_rows, prepare
+from rlhf_spmd.runtime.world.trace import Tracer
+from rlhf_spmd.runtime.world.world import World
+
+
+def time_of(run: str) -> str:
+    """Returns the time that chat templates wrote into the rows of another run; empty: it is not known."""
+    return str(json_object(Path(run) / PROGRAM).get(STARTED, "")) if run else ""
+
+
+def precompute_at_start(
+    config: Config,
+    program: Program,
+    world: World,
+    phases: Sequence[tuple[Config, Program]],
+    origin: recorded.Origin,
+    summary: str,
+) -> tuple[RunFolder, Config]:
+    """Computes what the run folder lacks, whose description is written before, so that the run can be resumed from here
+    on, and frees the frozen models -> the folder, and the options with it. Collective; raises UserError."""
+    folder = None
+    for options, phase in phases:
+        job = prepare(replace(options, started=config.started), phase, world)
+        config = replace(config, started=job.config.started)
+        if folder is None:
+            described = replace(job.config, data=config.data)  # with the iterations that data.epochs are
+            folder = recorded.open_folder(job, origin)
+            recorded.describe(replace(job, config=described, program=program), folder, origin, summary, [])
+            config = replace(config, run_folder=str(folder.path))
+        precompute(job, config.run_folder)
+        job.close()
+        del job
+        gc.collect()
+        release_unused(world.device)
+    assert folder is not None, "there is a data set"
+    return folder, config
+
+
+def precompute(job: Job, folder: str) -> None:
+    """Runs the program of precompute_program over the rows that the run folder has no numbers of; rank 0 writes them.
+    Collective; raises UserError."""
+    world, workload = job.world, job.program.workload
+    executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))
+    parts = folder_of_parts(folder, job.config, job.prompts, job.known)
+    for number in range(math.ceil(len(job.prompts) / workload.mini_batch)):
+        path = path_of_part(parts, number)
+        if world.bcast(path.is_file(), what="whether the logprobs of a batch are there"):
+            continue
+        data = _batch(job, number)
+        executor.iteration(data)
+        values = {call.outputs[0]: _numbers(job, call, data) for call in workload.workflow.placed_calls}
+        with world.together("writing logprobs"):
+            if world.rank == 0:
+                write_part(path, values)
+        num_done = min(len(job.prompts), (number + 1) * workload.mini_batch)
+        progress.say(f"logprobs of {num_done:,} of {len(job.prompts):,} rows")
+
+
+def _batch(job: Job, number: int) -> Iteration:
+    """Returns the next rows in the order of the files. The last batch is filled up with the last row."""
+    workload = job.program.workload
+    first = number * workload.mini_batch
+    prompt_MC = np.minimum(np.arange(first, first + workload.mini_batch), len(job.prompts) - 1)[None]
+    return Iteration(
+        number,
+        job.config.seed,
+        prompt_MC=prompt_MC,
+        sample_MC=np.zeros_like(prompt_MC),
+        source_EMC=torch.zeros((1, *prompt_MC.shape), dtype=torch.int64),  # nothing trains
+        store=given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device),
+        what="batch",
+    )
+
+
+def _numbers(job: Job, call: ModelCall, data: Iteration) -> np.ndarray:
+    """Returns the numbers of all rows of a batch, without those that fill it up, on rank 0. Collective."""
+    world, program, key = job.world, job.program, call.outputs[0]
+    width, responses = program.workload.max_response, job.prompts.responses[call.responses[0]]
+    columns, message = reported_columns(program, call, world.rank), b""
+    if columns.start < columns.stop:
+        message = data.store.at(key, (ALL, columns))[0].float().cpu().numpy().tobytes()
+    messages = world.allgather_bytes(message, f"{key} of a batch")
+    numbers_CG = np.zeros((program.workload.mini_batch, width), np.float32)
+    for rank, message in enumerate(messages):
+        if message:
+            numbers_CG[reported_columns(program, call, rank)] = np.frombuffer(message, np.float32).reshape(-1, width)
+    first = data.number * len(numbers_CG)
+    rows = range(first, min(len(job.prompts), first + len(numbers_CG)))
+    return np.concatenate([numbers_CG[index - first, : len(responses.row(index))] for index in rows])
