@@ -29,9 +29,9 @@ from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.world.world import World
 
 
-def time_of(run: str) -> str:
+def time_of(folder: str) -> str:
     """Returns the time that chat templates wrote into the rows of another run; empty: it is not known."""
-    return str(json_object(Path(run) / PROGRAM).get(STARTED, "")) if run else ""
+    return str(json_object(Path(folder) / PROGRAM).get(STARTED, "")) if folder else ""
 
 
 def precompute_at_start(
