@@ -48,8 +48,10 @@ test-slurm: .venv/.installed-test  ## the job scripts on a Slurm of two nodes; n
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/python -m tests.docstring_rules $(SOURCES)
 	$(BIN)/mypy
+	rm -rf build/imports && mkdir -p build/imports
+	cp -r rlhf_spmd build/imports/ && cp -r kernels strategies build/imports/rlhf_spmd/
+	cd build/imports && ../../$(BIN)/lint-imports ../../pyproject.toml --no-cache --no-logo
 	$(BIN)/shellcheck -x slurm/*.sh slurm/*.sbatch
 
 format: .venv/.installed-test

@@ -23,7 +23,6 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from tests.folders import write_all
-from tests.import_rules import ROOT, modules_of
 from tests.runs import RunOf, load
 
 SHAPES = ((576, 192), (320, 256), (33, 100), (7, 3))  # [O, I], also of uneven slices
@@ -226,12 +225,6 @@ def test_other_dtypes_use_linear(dtype):
     assert torch.equal(product(x, weight), F.linear(x, weight))
     tokens_N = torch.tensor([1, 4, 0])
     assert torch.isfinite(token_logprobs(x, weight, tokens_N)).all()
-
-
-def test_only_one_file_calls_the_private_operators():
-    """They have no derivative."""
-    found = [module for module, path in modules_of(ROOT).items() if "ops.mkl" in path.read_text(encoding="utf-8")]
-    assert found == ["rlhf_spmd.kernels.products"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -16,8 +16,8 @@ from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
 from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.failure.processes import below
-from tests.import_rules import ROOT
 from tests.run_mpi import environment_alone
+from tests.size_rules import REPOSITORY as ROOT
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
 from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, SLEEPY, play, scripted
 
