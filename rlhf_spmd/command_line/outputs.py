@@ -17,14 +17,12 @@ def refuse_existing(parsed: argparse.Namespace, *paths: Path) -> None:
 
 
 def save(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes an output file, and its folder if need be. Raises UserError if that fails or matplotlib is missing."""
+    """Writes an output file, and its folder if need be. Raises UserError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}; name another file") from None
-    except ImportError as error:
-        raise UserError(f"a picture needs matplotlib ({error}): pip install matplotlib") from None
 
 
 def check_out(parsed: argparse.Namespace, *endings: str) -> Path:

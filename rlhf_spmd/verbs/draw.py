@@ -25,6 +25,7 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
+from rlhf_spmd.runtime.pictures.palette import styles_of
 from rlhf_spmd.runtime.pictures.picture import Picture
 from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
 from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
@@ -42,9 +43,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.only != "map" and calibration is not None:  # which then is required
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
         by = f"forecast with calibration {calibration.name}"
-    where = f"preset {config.title} on {cluster}"
-    stems = [Path(name).stem for name in programs]
-    title = f"{stems[0] if len(stems) == 1 else f'{len(stems)} strategies'}, {where}"
+    drawn = Path(parsed.strategies[0]).stem if len(programs) == 1 else f"{len(programs)} strategies"
+    title = f"{drawn}, preset {config.title} on {cluster}"
     maps = parsed.only != "timelines"
     save(out, lambda path: picture_of(programs, forecasts, title=title, maps=maps, by=by).save(path))
     print(forecast_table(programs, forecasts, table_width()))
@@ -90,7 +90,7 @@ def picture_of(
         add_maps(picture, [Map(Path(name).stem, program) for name, program in programs.items()])
     if forecasts:
         panels = [Panel(Path(name).stem, spans_of_forecast(one), note(one.program)) for name, one in forecasts.items()]
-        picture.legend(add_stack(picture, panels, workflow=workflow, most_lanes=MOST_LANES))
+        add_stack(picture, panels, styles=styles_of(workflow), most_lanes=MOST_LANES)
     return picture
 
 

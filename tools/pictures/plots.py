@@ -183,7 +183,7 @@ def timelines(folder: Path = RESULTS) -> list[Path]:
     paths = [folder / "strategies.png", folder / "timeline_demo.png"]
     picture = Picture()
     picture.title(f"One iteration under each strategy, on {len(panels[0].records)} ranks", found["about"])
-    picture.legend(add_stack(picture, panels, workflow=workflow))
+    add_stack(picture, panels, styles=palette.styles_of(workflow))
     picture.save(paths[0])
     write_png(paths[1], found["demo"], title=f"Separation on 4 ranks, {found['kind']}", workflow=workflow)
     return paths

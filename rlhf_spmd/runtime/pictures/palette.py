@@ -6,11 +6,14 @@ are grey. Strategies, systems, ranks and phases have palettes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from colorsys import hsv_to_rgb
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from rlhf_spmd.plan.workflow import Call, Compute, Infer, Measure, Workflow
+from matplotlib import colormaps
+from matplotlib.colors import to_hex, to_rgb
+
+from rlhf_spmd.plan.workflow import Compute, Workflow
 
 INK, FAINT_INK, RULE, PAPER = "#22262e", "#69707c", "#d3d7de", "#ffffff"
 MODELS = ("#3576bd", "#3f9b6c", "#8d5ab5", "#e0812f", "#1f9aa8", "#cf5f8c", "#8c6a4a", "#9c9a2e")
@@ -25,33 +28,33 @@ NEUTRAL = "#5f6c84"  # the hue of calls without a model
 
 
 class Style(NamedTuple):
-    """The look of a span, and its label in the legend."""
+    """The look of a span, and its label in the legend and on it."""
 
     label: str
     colour: str
     hatch: str = ""
     edge: str = PAPER
     ink: str = PAPER  # of text on it
-    words: tuple[str, ...] = ()  # text on it: the first of these that fits
 
 
 WAITING = Style("waiting for other ranks", PAPER, hatch="/////", edge="#aab0bb")
 CONTROL = Style("control messages", "#b3b9c4")
 TRANSFER = Style("transfer", INK)
-SPANS = {"transfer": TRANSFER, "wait": WAITING, "control": CONTROL}  # by their category
+SPANS = {"control": CONTROL, "transfer": TRANSFER, "wait": WAITING}  # by their category
 IDLE_STYLE = Style("idle", IDLE)
 
 
 def run_colours(number: int) -> list[str]:
-    """Returns a colour for each of so many runs: those of the palette, then hues at the golden angle."""
-    more = (hsv_to_rgb(0.618034 * index % 1.0, 0.65, 0.7) for index in range(len(RUNS), number))
-    return [*RUNS[:number], *("#" + "".join(f"{round(255 * part):02x}" for part in rgb) for rgb in more)]
+    """Returns a colour for each of so many runs: those of the palette, or as many hues as it takes."""
+    if number <= len(RUNS):
+        return list(RUNS[:number])
+    return [to_hex(colormaps["turbo"](index / (number - 1))) for index in range(number)]
 
 
 def mix(colour: str, other: str, share: float) -> str:
     """Mixes a colour with this share of another one."""
-    pairs = [(int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+    pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
+    return to_hex([a + (b - a) * share for a, b in pairs])
 
 
 def shade(hue: str, kind: str) -> str:
@@ -64,51 +67,31 @@ def shade(hue: str, kind: str) -> str:
 def styles_of(workflow: Workflow) -> dict[str, Style]:
     """Returns the style of each call, the same for all calls of one model and kind. In the legend's order: by model,
     each from generation to training, then calls without a model."""
-    order = {model: number for number, model in enumerate(workflow.models)}
-
-    def place(call: Call) -> tuple[int, int]:
-        if isinstance(call, Compute):
-            return len(order), len(KINDS)
-        return order[call.model], KINDS.index(call.kind)
-
-    return {call.name: _style_of(call, order) for call in sorted(workflow.calls, key=place)}
+    models = list(workflow.models)
+    calls = [call for call in workflow.calls if not isinstance(call, Compute)]
+    calls.sort(key=lambda call: (models.index(call.model), KINDS.index(call.kind)))
+    styles = {call.name: _style(models.index(call.model), call.model, call.kind) for call in calls}
+    return styles | {call.name: other(call.name) for call in workflow.calls if isinstance(call, Compute)}
 
 
-def style_of_span(name: str, category: str, models: Sequence[str]) -> Style:
-    """Returns the style of a span where only the names of calls are known. models: in the order of their hues."""
-    if category in SPANS:
-        return SPANS[category]
-    kind = kind_of_name(name)
-    if not kind or model_of_name(name) not in models:
-        return other(name)
-    hue = MODELS[models.index(model_of_name(name)) % len(MODELS)]
-    return Style(f"{model_of_name(name)} {kind}", shade(hue, kind))
-
-
-def kind_of_name(name: str) -> str:
-    """Returns the kind of a call by its name, such as generate of actor_generate_greedy; empty if the name has none."""
-    return next((word for word in name.split("_")[1:] if word in KINDS), "")
-
-
-def model_of_name(name: str) -> str:
-    """Returns the model of a call by its name."""
-    return name.partition(f"_{kind_of_name(name)}")[0]
-
-
-def _style_of(call: Call, order: dict[str, int]) -> Style:
-    if isinstance(call, Compute):
-        return other(call.name)
-    label = f"{call.model} {call.kind}"
-    ink = INK if isinstance(call, Infer | Measure) else PAPER
-    return Style(
-        label,
-        shade(MODELS[order[call.model] % len(MODELS)], call.kind),
-        ink=ink,
-        words=(label, f"{call.model}\n{call.kind}"),
-    )
+def styles_of_names(names: Iterable[str]) -> dict[str, Style]:
+    """Returns the style of each call of which only the name is known, such as actor_generate_greedy. names: in the
+    order of a run, by which models get their hues."""
+    styles, models = {}, []
+    for name in names:
+        if match := re.match(rf"(.+?)_({'|'.join(KINDS)})(_|$)", name):
+            model, kind, _ = match.groups()
+            if model not in models:
+                models.append(model)
+            styles[name] = _style(models.index(model), model, kind)
+    return styles
 
 
 def other(name: str) -> Style:
     """Returns the style of a computation without a model."""
-    label = name.replace("_", " ")
-    return Style(label, NEUTRAL, words=(label,))
+    return Style(name.replace("_", " "), NEUTRAL)
+
+
+def _style(number: int, model: str, kind: str) -> Style:
+    hue = MODELS[number % len(MODELS)]
+    return Style(f"{model} {kind}", shade(hue, kind), ink=INK if kind == "infer" else PAPER)

@@ -5,21 +5,28 @@ At 8.5 inches and 150 dots per inch a page is 1275 pixels wide; shown at 800 pix
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from html import escape
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, Style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH, DPI = 8.5, 150
 MARGIN = 0.15  # at each side
 TITLE, TEXT, SMALL = 11.0, 8.5, 8.0  # sizes of text, in points
 CHARACTER = 0.0078  # inches that a character is wide, per point
+
+# Names of runs may have any character; an SVG has text that can be searched, and the same bytes each time.
+matplotlib.rcParams.update({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "rlhf_spmd"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +37,11 @@ class Area:
     bottom: float
     height: float
 
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        *,
-        size: float = TEXT,
-        colour: str = INK,
-        fontweight: str = "normal",
-        ha: str = "left",
-    ) -> None:
-        """Writes words at x from the left and y from the top.
-
-        ha: which side of the words is at x.
-        """
+    def text(self, x: float, y: float, words: str, *, size: float = TEXT, colour: str = INK, **looks: Any) -> None:
+        """Writes words at x from the left and y from the top."""
         width, height = self.figure.get_size_inches()
         at = x / width, (self.bottom + self.height - y) / height
-        self.figure.text(*at, words, fontsize=size, color=colour, fontweight=fontweight, ha=ha, va="center")
+        self.figure.text(*at, words, fontsize=size, color=colour, va="center", **looks)
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
         """Returns axes whose corner is at left and top."""
@@ -81,16 +75,12 @@ class Picture:
 
     def legend(self, styles: Iterable[Style]) -> None:
         """Writes the meaning of the colours, in columns of equal width."""
-        from matplotlib.patches import Patch
-
-        found = list(styles)
-        inches = max((len(style.label) for style in found), default=0) * CHARACTER * SMALL + 0.42  # of a column
-        columns = max(1, min(len(found), int((self.width - 2 * MARGIN) / inches)))
-        rows = -(-len(found) // columns)
-        handles = [
-            Patch(facecolor=style.colour, hatch=style.hatch, edgecolor=style.edge, linewidth=0, label=style.label)
-            for style in found
-        ]
+        handles, longest = [], 0
+        for label, colour, hatch, edge, _ in styles:
+            handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0, label=label))
+            longest = max(longest, len(label))
+        inches = longest * CHARACTER * SMALL + 0.42  # of a column
+        columns = max(1, min(len(handles), int((self.width - 2 * MARGIN) / inches)))
 
         def part(area: Area) -> None:
             page_width, page_height = area.figure.get_size_inches()
@@ -100,17 +90,12 @@ class Picture:
                 handlelength=1.7, handleheight=1.0, columnspacing=1.3, borderaxespad=0.2, labelspacing=0.45,
             )  # fmt: skip
 
-        self.add(0.12 + 0.19 * rows, part)
+        self.add(0.12 + 0.19 * -(-len(handles) // columns), part)
 
     def draw(self) -> Figure:
         """Draws the figure."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        height = sum(height for height, _ in self.parts) + 0.08
-        figure = Figure(figsize=(self.width, height), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
-        top = height
+        top = sum(height for height, _ in self.parts) + 0.08
+        figure = Figure(figsize=(self.width, top), dpi=DPI, facecolor="white")
         for inches, part in self.parts:
             top -= inches
             part(Area(figure, top, inches))
@@ -121,8 +106,11 @@ class Picture:
         self.draw().savefig(path, format="png")
 
 
-def halo(colour: str) -> list[Any]:
-    """Returns path effects of words on a colour: a rim of it, so that lines behind them do not cross the letters."""
-    from matplotlib.patheffects import withStroke
-
-    return [withStroke(linewidth=2.4, foreground=colour)]
+def svg_of(figure: Figure, label: str) -> str:
+    """Returns a figure as an SVG element of a page. label: what it shows, for readers that don't see it."""
+    file = StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has more fonts
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    element = file.getvalue().partition("<svg")[2]
+    return f'<svg role="img" aria-label="{escape(label)}"{element}'

@@ -6,17 +6,18 @@ lines divide it into tensor slices, and later pipeline stages are lighter.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, IDLE, INK, Style, mix, styles_of
-from rlhf_spmd.runtime.pictures.picture import CHARACTER, MARGIN, SMALL, TEXT, WIDTH, Area, Picture, halo
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from rlhf_spmd.runtime.pictures.picture import CHARACTER, MARGIN, SMALL, TEXT, WIDTH, Area, Picture
 
 LEFT, GAP, ROW = 1.25, 0.17, 0.235  # inches
 ACROSS = ((8, 5), (16, 3), (64, 2))  # (largest number of ranks, maps side by side)
@@ -36,16 +37,16 @@ def add_maps(picture: Picture, maps: Sequence[Map]) -> None:
     most = next((number for limit, number in ACROSS if ranks <= limit), 1)
     down = -(-len(maps) // most)
     across = -(-len(maps) // down)
-    calls = maps[0].program.workload.workflow.placed_calls
+    workflow = maps[0].program.workload.workflow
+    calls, styles = workflow.placed_calls, styles_of(workflow)
+    num_alike = Counter(styles[call.name].label for call in calls)
+    width = (WIDTH - LEFT - MARGIN - GAP * (across - 1)) / across
     for start in range(0, len(maps), across):
 
         def part(area: Area, shown=maps[start : start + across]) -> None:
-            width = (WIDTH - LEFT - MARGIN - GAP * (across - 1)) / across
-            styles = styles_of(shown[0].program.workload.workflow)
             for row, call in enumerate(calls):
                 label = styles[call.name].label
-                same = [one for one in calls if styles[one.name].label == label]
-                words = label if len(same) == 1 else call.name.replace("_", " ")
+                words = label if num_alike[label] == 1 else call.name.replace("_", " ")
                 area.text(LEFT - 0.1, 0.33 + (row + 0.5) * ROW, words, size=SMALL, ha="right")
             for index, one in enumerate(shown):
                 left = LEFT + index * (width + GAP)
@@ -105,8 +106,9 @@ def _write_grid(axes: Axes, row: int, layout: Layout, style: Style, cell: float)
         for ranks in places if words else ():
             if ranks[-1] - ranks[0] == len(ranks) - 1 and len(ranks) * cell > CHARACTER * SMALL * (len(words) + 0.3):
                 middle = (ranks[0] + ranks[-1] + 1) / 2
+                rim = withStroke(linewidth=2.4, foreground=style.colour)  # keeps lines off the letters
                 axes.text(
                     middle, row + 0.5, words, ha="center", va="center_baseline", fontsize=SMALL, color=style.ink,
-                    zorder=6, path_effects=halo(style.colour),
+                    zorder=6, path_effects=[rim],
                 )  # fmt: skip
                 break

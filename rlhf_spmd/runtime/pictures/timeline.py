@@ -5,21 +5,21 @@ Measured runs and forecasts are drawn by the same functions, one alone or severa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
 
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.pictures import palette
-from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, TRANSFER, WAITING, Style, styles_of
+from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, SPANS, TRANSFER, Style, styles_of
 from rlhf_spmd.runtime.pictures.picture import CHARACTER, SMALL, TEXT, WIDTH, Area, Picture
 from rlhf_spmd.runtime.world.trace import Lane, Span, busy_fraction, lanes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: the rank's name, its busy share
 LANE_INCH = (0.12, 0.36)  # smallest and largest height of a lane
@@ -29,6 +29,10 @@ LABELLED_INCH, TWO_LINES_INCH = 0.16, 0.32  # the smallest height of a lane with
 # looks of words above the first lane
 ABOVE: dict[str, Any] = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT_INK, "va": "bottom"}
 ALIKE = 0.02  # of the picture's width: ranks share a lane if their spans differ by no more
+NARROW = 0.006  # of the picture's width: spans that would be hidden by their edges
+JOINED = 0.002  # of the picture's width: the gap between spans that are drawn as one
+
+Run = tuple[Style, float, float]  # style, start, end of spans that are drawn as one
 
 
 class Panel(NamedTuple):
@@ -39,19 +43,57 @@ class Panel(NamedTuple):
     note: str = ""
 
 
-class DrawnLane(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Row:
     """A lane of the picture: one rank, or several that do the same at the same time."""
 
-    ranks: tuple[int, ...]
+    ranks: list[int]
     host: str
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
 
     @property
     def label(self) -> str:
-        words = format_ranks(self.ranks)
+        words = format_ranks(tuple(self.ranks))
         if len(self.ranks) == 1:
             return f"rank {words}"
         return f"ranks {words}" if len(words) <= 7 else f"{len(self.ranks)} ranks"
+
+
+class Timeline:
+    """The last iterations of a panel."""
+
+    def __init__(self, records: Sequence[Mapping[str, object]], num_iterations: int):
+        self.lanes = last_iterations(lanes(records), num_iterations)
+        self.spans = [span for lane in self.lanes for span in lane.spans]
+        self.start_s = min((span.start_s for span in self.spans), default=0.0)
+        self.end_s = max((span.end_s for span in self.spans), default=1.0)
+        self.seconds = self.end_s - self.start_s
+        self.starts: dict[int, float] = {}  # iteration, from 1 -> when its first rank began it
+        self.drawn: dict[int, object] = {}  # iteration -> that which is drawn meanwhile, from 0, if it is another one
+        for span in sorted(self.spans, key=lambda span: span.start_s):
+            if span.iteration is not None:
+                self.starts.setdefault(span.iteration + 1, span.start_s)
+                if "iteration" in span.args:
+                    self.drawn[span.iteration + 1] = span.args["iteration"]
+
+    @property
+    def words(self) -> str:
+        """Which iterations these are, how long they took, and how busy the ranks were."""
+        numbers = ""
+        if self.starts:
+            first, last = min(self.starts), max(self.starts)
+            numbers = f"iteration {first}: " if first == last else f"iterations {first} to {last}: "
+        busy = [self.busy(lane.spans) for lane in self.lanes]
+        return f"{numbers}{self.seconds:.3g} s" + (f", ranks busy {mean(busy):.0%}" if busy else "")
+
+    @property
+    def marks(self) -> dict[str, float]:
+        """Labels of iterations, and when they start."""
+        drawn = {number: f", drawing {int(str(drawn)) + 1}" for number, drawn in self.drawn.items()}
+        return {f"iteration {number}{drawn.get(number, '')}": start_s for number, start_s in self.starts.items()}
+
+    def busy(self, spans: Sequence[Span]) -> float:
+        return busy_fraction(spans, self.start_s, self.end_s)
 
 
 def write_png(
@@ -67,162 +109,126 @@ def write_png(
 
     most_lanes: if there are more ranks, those that do the same share a lane.
     """
-    shown = last_iterations(lanes(records), num_iterations)
-    start_s, end_s = ends_of(shown)
-    starts: dict[int, float] = {}  # iteration, from 1 -> seconds when its first rank began it
-    drawn: dict[int, object] = {}  # iteration -> that which is drawn meanwhile, from 0, if it is another one
-    for span in sorted((span for lane in shown for span in lane.spans), key=lambda span: span.start_s):
-        if span.iteration is not None:
-            starts.setdefault(span.iteration + 1, span.start_s - start_s)
-            if "iteration" in span.args:
-                drawn[span.iteration + 1] = span.args["iteration"]
-    words, axis = "", "seconds"
-    if starts:
-        first, last = min(starts), max(starts)
-        words = f"iteration {first}: " if first == last else f"iterations {first} to {last}: "
-        axis = f"seconds since the start of iteration {first}"
+    timeline = Timeline(records, num_iterations)
     picture = Picture()
-    picture.title(title, f"{words}{end_s - start_s:.2f} s{_busy_text(shown)}")
-    stack = _Stack(workflow, [shown], most_lanes, LANE_INCH[1])
-    also = {number: f", drawing {int(str(other)) + 1}" for number, other in drawn.items()}
-    named = {f"iteration {number}{also.get(number, '')}": s for number, s in starts.items()}
-    stack.add(picture, 0, top=0.24, starts=named)
-    stack.add_axis(picture, axis)
-    picture.legend(stack.legend())
+    picture.title(title, timeline.words)
+    stack = _Stack([timeline], styles_of(workflow), most_lanes, LANE_INCH[1])
+
+    def part(area: Area) -> None:
+        axes = stack.draw(area, 0, top=0.24)
+        for words, x in timeline.marks.items():
+            axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7, clip_on=False)
+            axes.annotate(words, (x, -0.5), (2, 2), annotation_clip=False, **ABOVE)
+
+    picture.add(0.24 + stack.inches(0), part)
+    since = f"seconds since the start of iteration {min(timeline.starts)}" if timeline.starts else "seconds"
+    stack.add_axis(picture, since)
     picture.save(path)
 
 
 def add_stack(
-    picture: Picture, panels: Sequence[Panel], *, workflow: Workflow, most_lanes: int | None = None
-) -> list[Style]:
-    """Draws timelines of one iteration each, below each other on one axis of seconds. Returns the styles for the
-    legend.
+    picture: Picture, panels: Sequence[Panel], *, styles: Mapping[str, Style], most_lanes: int | None = None
+) -> None:
+    """Draws timelines of one iteration each, below each other on one axis of seconds, and the legend.
 
+    styles: of calls by their names, as styles_of returns them.
     most_lanes: of the whole stack; if there are more ranks, those of a timeline that do the same share a lane.
     """
-    found = [lanes(panel.records) for panel in panels]
-    stack = _Stack(workflow, found, most_lanes, STACK_INCH)
+    timelines = [Timeline(panel.records, 1) for panel in panels]
+    stack = _Stack(timelines, styles, most_lanes, STACK_INCH)
     beside = LEFT + CHARACTER * TEXT * 1.2 * (max(len(panel.title) for panel in panels) + 1)
-    for number, (panel, shown) in enumerate(zip(panels, found, strict=True)):
-        start_s, end_s = ends_of(shown)
-        words = f"{end_s - start_s:.3g} s{_busy_text(shown)}{', ' if panel.note else ''}{panel.note}"
-        stack.add(picture, number, top=0.29, heading=((LEFT, panel.title), (beside, words)))
+    for number, panel in enumerate(panels):
+
+        def part(area: Area, number=number, panel=panel) -> None:
+            area.text(LEFT, 0.17, panel.title, fontweight="bold")
+            words = ", ".join(filter(None, (timelines[number].words, panel.note)))
+            area.text(beside, 0.17, words, colour=FAINT_INK)
+            stack.draw(area, number, top=0.29)
+
+        picture.add(0.29 + stack.inches(number), part)
     stack.add_axis(picture, "seconds since the start of the iteration")
-    return stack.legend()
 
 
 def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane]:
     """Returns the lanes cut to the last iterations; spans without an iteration stay if they fall between them. The last
     step of a run that draws ahead draws nothing, and is left out unless it is the only one."""
-    known = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
+    spans = [span for lane in all_lanes for span in lane.spans if span.iteration is not None]
+    known = sorted({span.iteration for span in spans if span.iteration is not None})
     if not known:
         return list(all_lanes)
-    ahead = {span.iteration for lane in all_lanes for span in lane.spans if "iteration" in span.args}
+    ahead = {span.iteration for span in spans if "iteration" in span.args}
     if ahead and known[-1] not in ahead and len(known) > 1:
         known.pop()
     wanted = set(known[-num_iterations:])
+    first_s = min(span.start_s for span in spans if span.iteration in wanted)
+    last_s = max(span.end_s for span in spans if span.iteration in wanted)
 
-    def cut(belongs) -> list[Lane]:
-        return [Lane(lane.rank, lane.host, tuple(filter(belongs, lane.spans))) for lane in all_lanes]
+    def is_shown(span: Span) -> bool:
+        if span.iteration is None:
+            return first_s <= span.start_s and span.end_s <= last_s
+        return span.iteration in wanted
 
-    low, high = ends_of(cut(lambda span: span.iteration in wanted))
-    return cut(
-        lambda span: span.iteration in wanted or (span.iteration is None and low <= span.start_s and span.end_s <= high)
-    )
-
-
-def ends_of(shown: Sequence[Lane]) -> tuple[float, float]:
-    """Returns when the first span begins and the last one ends."""
-    spans = [span for lane in shown for span in lane.spans]
-    return min((span.start_s for span in spans), default=0.0), max((span.end_s for span in spans), default=1.0)
+    return [Lane(lane.rank, lane.host, tuple(filter(is_shown, lane.spans))) for lane in all_lanes]
 
 
-def _busy_text(shown: Sequence[Lane]) -> str:
-    ends = ends_of(shown)
-    return f", ranks busy {100 * mean(busy_fraction(lane.spans, *ends) for lane in shown):.0f}%" if shown else ""
+def _joined(spans: Sequence[Span], style_of: Callable[[Span], Style], gap_s: float) -> list[Run]:
+    """Joins neighbours of the same style, such as mini-batches, that are not farther apart."""
+    runs: list[Run] = []
+    for span in spans:
+        style = style_of(span)
+        if runs and runs[-1][0] == style and span.start_s - runs[-1][2] < gap_s:
+            runs[-1] = style, runs[-1][1], max(runs[-1][2], span.end_s)
+        else:
+            runs.append((style, span.start_s, span.end_s))
+    return runs
 
 
 class _Stack:
     """Draws timelines below each other on one axis of seconds."""
 
     def __init__(
-        self, workflow: Workflow, timelines: Sequence[Sequence[Lane]], most_lanes: int | None, largest_inch: float
+        self,
+        timelines: Sequence[Timeline],
+        styles: Mapping[str, Style],
+        most_lanes: int | None,
+        largest_inch: float,
     ):
-        self.calls = styles_of(workflow)
-        self.ends = [ends_of(shown) for shown in timelines]
-        self.width_s = max(end_s - start_s for start_s, end_s in self.ends)
-        self.styles = {self.style_of(span) for shown in timelines for lane in shown for span in lane.spans}
-        together = most_lanes is not None and sum(map(len, timelines)) > most_lanes
-        self.rows = [self._rows(shown, together) for shown in timelines]
+        self.timelines, self.styles = timelines, styles
+        self.width_s = max(timeline.seconds for timeline in timelines)
+        num_lanes = sum(len(timeline.lanes) for timeline in timelines)
+        rows = self._shared_rows if most_lanes is not None and num_lanes > most_lanes else self._rows
+        self.rows = [rows(timeline.lanes) for timeline in timelines]
         self.lane_inch = min(largest_inch, max(LANE_INCH[0], ALL_LANES_INCH / max(1, sum(map(len, self.rows)))))
 
     def style_of(self, span: Span) -> Style:
-        return palette.SPANS.get(span.category) or self.calls.get(span.name) or palette.other(span.name)
+        return SPANS.get(span.category) or self.styles.get(span.name) or palette.other(span.name)
 
-    def legend(self) -> list[Style]:
-        """Returns every style that occurs: calls in their order, then other computation, then the rest."""
-        calls = [style for style in dict.fromkeys(self.calls.values()) if style in self.styles]
-        rest = [style for style in (palette.CONTROL, TRANSFER, WAITING) if style in self.styles]
-        return [*calls, *sorted(self.styles.difference(calls, rest)), *rest, palette.IDLE_STYLE]
+    def _rows(self, shown: Sequence[Lane]) -> list[Row]:
+        return [Row([lane.rank], lane.host, lane.spans) for lane in shown]
 
-    def _rows(self, shown: Sequence[Lane], together: bool) -> list[DrawnLane]:
-        """Returns a row for each lane, or one for all lanes that do the same at the same time."""
-        if not together:
-            return [DrawnLane((lane.rank,), lane.host, lane.spans) for lane in shown]
-        groups: dict[tuple, list[tuple[list[float], list[Lane]]]] = {}  # by the calls, then by their times
+    def _shared_rows(self, shown: Sequence[Lane]) -> list[Row]:
+        """Returns a row for all lanes that do the same at the same time."""
+        most_s = ALIKE * self.width_s
+        rows: list[tuple[list[Run], Row]] = []
         for lane in shown:
-            looks = frozenset(map(self.style_of, lane.spans)) - {WAITING}
-            runs = [run for run in self._runs(lane.spans) if run[2] - run[1] > ALIKE * self.width_s]
-            times = [s for _, *ends in runs for s in ends]
-            alike = groups.setdefault((looks, *(style for style, *_ in runs)), [])
-            for theirs, group in alike:
-                if all(abs(a - b) <= ALIKE * self.width_s for a, b in zip(times, theirs, strict=True)):
-                    group.append(lane)
-                    break
+            runs = [run for run in self._all_joined(lane.spans) if run[2] - run[1] > most_s]
+            row = next((row for others, row in rows if _are_alike(runs, others, most_s)), None)
+            if row is None:
+                rows.append((runs, Row([lane.rank], "", lane.spans)))
             else:
-                alike.append((times, [lane]))
-        found = sorted((group for alike in groups.values() for _, group in alike), key=lambda group: group[0].rank)
-        return [DrawnLane(tuple(lane.rank for lane in group), "", group[0].spans) for group in found]
+                row.ranks.append(lane.rank)
+        return [row for _, row in rows]
 
-    def _runs(self, spans: Sequence[Span]) -> list[tuple[Style, float, float]]:
-        """Returns (style, start, end) of spans; neighbours of the same style, such as mini-batches, are joined."""
-        runs: list[tuple[Style, float, float]] = []
-        for span in spans:
-            style = self.style_of(span)
-            if runs and runs[-1][0] == style and span.start_s - runs[-1][2] < 0.002 * self.width_s:
-                runs[-1] = style, runs[-1][1], max(runs[-1][2], span.end_s)
-            else:
-                runs.append((style, span.start_s, span.end_s))
-        return runs
+    def _all_joined(self, spans: Sequence[Span]) -> list[Run]:
+        return _joined(spans, self.style_of, JOINED * self.width_s)
 
-    def add(
-        self,
-        picture: Picture,
-        number: int,
-        *,
-        top: float,
-        heading: Sequence[tuple[float, str]] = (),
-        starts: Mapping[str, float] = {},
-    ) -> None:
-        """Adds a timeline.
-
-        heading: its title and facts, with their x.
-        starts: of iterations, marked by lines.
-        """
-
-        def part(area: Area) -> None:
-            looks = ("bold", INK), ("normal", FAINT_INK)
-            for (x, words), (weight, colour) in zip(heading, looks, strict=False):
-                area.text(x, 0.17, words, fontweight=weight, colour=colour)
-            axes = self._lanes(area, number, top)
-            for words, x in starts.items():
-                axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7, clip_on=False)
-                axes.annotate(words, (x, -0.5), (2, 2), annotation_clip=False, **ABOVE)
-
-        picture.add(top + self.lane_inch * max(1, len(self.rows[number])), part)
+    def inches(self, number: int) -> float:
+        """Returns the height of the lanes of a timeline."""
+        return self.lane_inch * max(1, len(self.rows[number]))
 
     def add_axis(self, picture: Picture, label: str) -> None:
-        """Draws the axis of seconds below all lanes."""
+        """Draws the axis of seconds below all lanes, and the legend: calls in their order, other computation, the
+        rest."""
 
         def part(area: Area) -> None:
             axes = area.axes(LEFT, 0.03, WIDTH - LEFT - RIGHT, 0.001)
@@ -234,20 +240,25 @@ class _Stack:
             axes.set_xlabel(label, fontsize=TEXT, color=INK)
 
         picture.add(0.5, part)
+        used = {self.style_of(span) for timeline in self.timelines for span in timeline.spans}
+        calls = [style for style in dict.fromkeys(self.styles.values()) if style in used]
+        rest = [style for style in SPANS.values() if style in used]
+        picture.legend([*calls, *sorted(used.difference(calls, rest)), *rest, palette.IDLE_STYLE])
 
-    def _lanes(self, area: Area, number: int, top: float) -> Axes:
+    def draw(self, area: Area, number: int, top: float) -> Axes:
         """Draws the lanes of a timeline, with their busy shares at the right; the first one has a heading for them."""
-        rows, (start_s, end_s) = self.rows[number], self.ends[number]
-        axes = area.axes(LEFT, top, WIDTH - LEFT - RIGHT, self.lane_inch * max(1, len(rows)))
-        axes.set_xlim(0, self.width_s)
+        rows, timeline = self.rows[number], self.timelines[number]
+        axes = area.axes(LEFT, top, WIDTH - LEFT - RIGHT, self.inches(number))
+        axes.set_xlim(timeline.start_s, timeline.start_s + self.width_s)
         axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
         axes.set_xticks([])
         axes.spines[:].set_visible(False)
+        idle = [(timeline.start_s, timeline.seconds)]
         for row, lane in enumerate(rows):
-            axes.broken_barh([(0, end_s - start_s)], (row - 0.42, 0.84), facecolor=palette.IDLE, linewidth=0, zorder=1)
-            self._draw_spans(axes, row, lane.spans, start_s)
+            axes.broken_barh(idle, (row - 0.42, 0.84), facecolor=palette.IDLE, linewidth=0, zorder=1)
+            self._draw_spans(axes, row, lane.spans)
             if self.lane_inch >= LABELLED_INCH:
-                self._write_words(axes, row, lane.spans, start_s)
+                self._write_words(axes, row, lane.spans)
             if row and lane.host != rows[row - 1].host:  # another node starts here
                 axes.axhline(row - 0.5, color=FAINT_INK, linewidth=0.8, zorder=7)
         step = max(1, ceil(LABELLED_INCH / self.lane_inch))
@@ -255,39 +266,49 @@ class _Stack:
         axes.tick_params(length=0, labelsize=SMALL, labelcolor=INK)
         right = axes.get_yaxis_transform()
         for row in range(0, len(rows), step):
-            share = f"{100 * busy_fraction(rows[row].spans, start_s, end_s):.0f}%"
+            share = f"{timeline.busy(rows[row].spans):.0%}"
             axes.text(1.008, row, share, transform=right, fontsize=SMALL, color=FAINT_INK, va="center")
         if number == 0:
             axes.annotate("busy", (1.008, -0.5), (0, 2), xycoords=right, annotation_clip=False, **ABOVE)
         return axes
 
-    def _draw_spans(self, axes: Axes, row: int, spans: Sequence[Span], start_s: float) -> None:
-        by_style: dict[Style, list[tuple[float, float]]] = {}
-        for span in spans:
-            by_style.setdefault(self.style_of(span), []).append((span.start_s - start_s, span.end_s - span.start_s))
-        for style, bars in by_style.items():
+    def _draw_spans(self, axes: Axes, row: int, spans: Sequence[Span]) -> None:
+        """Draws bars. A white edge separates neighbours, but would cover a span of a pixel or two."""
+        limit_s = NARROW * self.width_s
+        wide = [span for span in spans if span.end_s - span.start_s > limit_s]
+        narrow = self._all_joined([span for span in spans if span.end_s - span.start_s <= limit_s])
+        bars: dict[tuple[Style, float], list[tuple[float, float]]] = {}
+        for style, start_s, end_s in narrow:
+            bars.setdefault((style, 0.0), []).append((start_s, end_s - start_s))
+        for span in wide:
+            bars.setdefault((self.style_of(span), 0.6), []).append((span.start_s, span.end_s - span.start_s))
+        for (style, edge), ranges in bars.items():
             bottom, height, layer = row - 0.42, 0.84, 3
             if style == TRANSFER:  # may run beside a call
                 bottom, height, layer = row + 0.24, 0.18, 5
-            elif style in (WAITING, palette.CONTROL):
-                layer = 4
-            edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6} if layer == 3 else {"linewidth": 0}
-            if style.hatch:
-                edge |= {"hatch": style.hatch, "edgecolor": style.edge}
-            # a white edge separates neighbours, but would cover a span of a pixel or two
-            for is_wide, looks in ((False, {"linewidth": 0}), (True, edge)):
-                some = [bar for bar in bars if (bar[1] > 0.006 * self.width_s) == is_wide]
-                axes.broken_barh(some, (bottom, height), zorder=layer, facecolor=style.colour, **looks)
+            elif style in SPANS.values():
+                edge, layer = 0.0, 4
+            bars_of_style = axes.broken_barh(ranges, (bottom, height), zorder=layer, linewidth=edge)
+            bars_of_style.set(facecolor=style.colour, edgecolor=style.edge, hatch=style.hatch)
 
-    def _write_words(self, axes: Axes, row: int, spans: Sequence[Span], start_s: float) -> None:
-        """Writes the names of spans into them; joined neighbours share one."""
-        for style, begin, end in self._runs([span for span in spans if self.style_of(span).words]):
-            room = (end - begin) / self.width_s * (WIDTH - LEFT - RIGHT) / (CHARACTER * SMALL) - 1.5  # characters
-            shown = [word for word in style.words if "\n" not in word or self.lane_inch >= TWO_LINES_INCH]
-            word = next((word for word in shown if max(map(len, word.split("\n"))) <= room), None)
-            if word is not None:
+    def _write_words(self, axes: Axes, row: int, spans: Sequence[Span]) -> None:
+        """Writes the names of calls into them, on two lines if one is too long; joined neighbours share one."""
+        for style, start_s, end_s in self._all_joined([span for span in spans if span.category not in SPANS]):
+            room = (end_s - start_s) / self.width_s * (WIDTH - LEFT - RIGHT) / (CHARACTER * SMALL) - 1.5  # characters
+            label = style.label
+            if len(label) > room and self.lane_inch >= TWO_LINES_INCH:
+                label = label.replace(" ", "\n", 1)
+            if max(map(len, label.split("\n"))) <= room:
                 axes.text(
-                    (begin + end) / 2 - start_s, row, word, ha="center", va="center", fontsize=SMALL, linespacing=0.95,
+                    (start_s + end_s) / 2, row, label, ha="center", va="center", fontsize=SMALL, linespacing=0.95,
                     zorder=6, clip_on=True, color=style.ink,
                     bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
                 )  # fmt: skip
+
+
+def _are_alike(runs: Sequence[Run], others: Sequence[Run], most_s: float) -> bool:
+    """Returns whether two lanes show the same styles at the same times."""
+    if [style for style, *_ in runs] != [style for style, *_ in others]:
+        return False
+    pairs = zip(runs, others, strict=True)
+    return all(abs(a[1] - b[1]) <= most_s and abs(a[2] - b[2]) <= most_s for a, b in pairs)

@@ -36,7 +36,6 @@ from rlhf_spmd.files.printing import formatted, on_one_line
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.failure.failures import advice
-from rlhf_spmd.runtime.pictures.timeline import write_png
 from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
 from rlhf_spmd.runtime.world.trace import write_chrome
@@ -255,15 +254,12 @@ class RunFolder:
         """Writes timeline.json with all records and timeline.png with the last iterations. See trace.py."""
         if not self.writes:
             return
+        from rlhf_spmd.runtime.pictures.timeline import write_png
+
         with writing(self.path / "timeline.json"):
             write_chrome(self.path / "timeline.json", records, about={"title": title})
-        try:
-            with writing(self.path / "timeline.png"):
-                write_png(self.path / "timeline.png", records, title=title, workflow=workflow)
-        except ImportError as error:
-            self.notes.append(
-                f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"
-            )
+        with writing(self.path / "timeline.png"):
+            write_png(self.path / "timeline.png", records, title=title, workflow=workflow)
 
     def check(self) -> None:
         """Raises UserError if the folder or metrics.jsonl was deleted or replaced. Open files could still be written,

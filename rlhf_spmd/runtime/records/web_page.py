@@ -5,6 +5,7 @@ made. Each run has a heading and its samples before and after training. All text
 would read as tags where it is put in, control characters in the whole page.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from rlhf_spmd.files.json_text import json_text
 from rlhf_spmd.files.printing import formatted, printable
 from rlhf_spmd.files.reading import is_file, paths_in, why_no_file
 from rlhf_spmd.runtime.failure.postmortem import check_is_folder
-from rlhf_spmd.runtime.pictures.curves_svg import Series, curves, finite_points
-from rlhf_spmd.runtime.pictures.palette import run_colours
-from rlhf_spmd.runtime.pictures.timeline_svg import last_iteration, timelines
+from rlhf_spmd.runtime.pictures.curves import Series, curves, finite_points
+from rlhf_spmd.runtime.pictures.palette import run_colours, styles_of_names
+from rlhf_spmd.runtime.pictures.picture import Picture, svg_of
+from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
 from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.run_files import Reported, Row, read_config, read_rows, reported
 from rlhf_spmd.runtime.records.run_folder import CONFIG, EVALUATIONS
@@ -49,9 +51,9 @@ PAGE = """<!doctype html>
 <tr><td><span class="run" style="background: {{ colours[loop.index0] }}"></span>
 <a href="#run-{{ loop.index0 }}">{{ run.name }}</a></td><td>{{ run.about.title }}</td>
 <td>{{ run.metrics | length }}{% if run.config.iterations %} of {{ run.config.iterations }}{% endif %}</td>
-<td>{% for name, (first, last) in ends(run).items() %}
+<td>{% for name, (first, last) in run.ends.items() %}
 {{ name }} {{ number(first) }} → {{ number(last) }}{% if not loop.last %}<br>{% endif %}
-{% else %}no iteration yet{% endfor %}</td><td>{{ "{:,.0f}".format(seconds(run)) }}</td></tr>
+{% else %}no iteration yet{% endfor %}</td><td>{{ "{:,.0f}".format(run.seconds) }}</td></tr>
 {% endfor %}
 </table>
 {% set shown, others = pictures %}
@@ -82,7 +84,7 @@ PAGE = """<!doctype html>
 {%- if run.about.strategy %} by {{ run.about.strategy }}{% endif %}</h2>
 <table>
 {% for role, folder in run.models.items() %}
-{% set maker = made_by.get(place(folder)) %}
+{% set maker = made_by.get(folder) %}
 <tr><td>reads {{ role }}</td><td>{{ folder }}
 {%- if maker is not none %}, by <a href="#run-{{ maker }}">{{ runs[maker].name }}</a>{% endif %}</td></tr>
 {% endfor %}
@@ -99,9 +101,8 @@ if options is mapping and options.prompts %}
 <tr><th>prompt</th><th></th><th>score</th><th>response</th></tr>
 {% for sample in run.samples %}
 {% for when in ("before", "after") if sample.get(when) is not none %}
-{% set score = points([(0, sample["reward_" ~ when])]) %}
 <tr><td class="text">{% if when == "before" %}{{ sample.prompt }}{% endif %}</td><td>{{ when }}</td>
-<td>{% if score %}{{ number(score[0][1], "{:+.3f}") }}{% endif %}</td>
+<td>{{ score(sample["reward_" ~ when]) }}</td>
 <td class="text{% if sample.by_turns %} turns{% endif %}">{{ sample[when] }}</td></tr>
 {% endfor %}
 {% endfor %}
@@ -114,12 +115,9 @@ if options is mapping and options.prompts %}
 """
 LEGEND = "Lines: training, by iteration. Dots: evaluations on held-out data, by the number of iterations before them."
 NONE = "–"  # what a run does not have
-FIRST = (
-    "response_length",
-    "turns",
-    "tool_calls",
-    "tool_failures",
-)  # curves that are always shown, after those that the algorithm reports
+# curves that are always shown, after those that the algorithm reports
+FIRST = ("response_length", "turns", "tool_calls", "tool_failures")
+MOST_LANES = 32  # of all timelines together; with more ranks, those that do the same share a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,25 +139,43 @@ class RunFiles:
     @property
     def models(self) -> Mapping[str, str]:
         """Role -> the folder that it was read from."""
-        found = self.config.get("models")
-        return {role: str(folder) for role, folder in found.items() if folder} if isinstance(found, dict) else {}
+        models = self.config.get("models")
+        return {role: str(folder) for role, folder in models.items() if folder} if isinstance(models, dict) else {}
 
     @property
     def written(self) -> list[Path]:
         """The folders of the models that it has trained."""
         return [path for path in paths_in(self.path, "*") if is_file(path / "config.json")]
 
+    @property
+    def headlines(self) -> list[str]:
+        """What its algorithm reports, then the metrics of an evaluation that scores responses."""
+        scores = [name for row in self.evaluations for name in row if "@" in name]
+        return list(dict.fromkeys((*self.about.headlines, *scores)))
+
+    @property
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """The first and the last value of its headlines, on held-out data where it has an evaluation."""
+        ends = {}
+        for name in self.headlines:
+            rows = self.evaluations if any(name in row for row in self.evaluations) else self.metrics
+            if values := _numbers(rows, name):
+                ends[name] = values[0], values[-1]
+        return ends
+
+    @property
+    def seconds(self) -> float:
+        """Of iterations and evaluations."""
+        return sum(_numbers(self.metrics, "iteration_s")) + sum(_numbers(self.evaluations, "evaluation_s"))
+
 
 def read(path: Path) -> RunFiles:
     """Raises UserError if it is not a run folder, and OSError if it can't be read."""
     check_is_folder(path)
-    if why := why_no_file(path / CONFIG):
-        if "does not exist" not in why:
-            raise UserError(f"{path / CONFIG} {why}")
-        raise UserError(f"{path} has no {CONFIG}, so it is not a run folder; give the folder that train printed")
     config = read_config(path)
     if not config:
-        raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
+        why = why_no_file(path / CONFIG) or "is cut or not JSON"
+        raise UserError(f"{path} is not a run folder: {CONFIG} {why}; give the folder that train printed")
     metrics, evaluations, samples = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
     records = read_chrome(path / "timeline.json")
     return RunFiles(path, config, reported(path, config), metrics, [*map(titled, evaluations)], samples, records)
@@ -167,96 +183,73 @@ def read(path: Path) -> RunFiles:
 
 def page(runs: Sequence[RunFiles], title: str) -> str:
     """Returns the whole page."""
-    made_by = {folder.resolve(): number for number, run in enumerate(runs) for folder in run.written}
+    written = {str(folder.resolve()): number for number, run in enumerate(runs) for folder in run.written}
+    made_by = {folder: written.get(os.path.realpath(folder)) for run in runs for folder in run.models.values()}
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     colours = run_colours(len(runs))
-    shown = [found for run in runs if (found := last_iteration(run.name, run.records))]
-    tables = [("Options that differ", _differences(runs))] if len(runs) > 1 else []
-    tables.append(("Strategy, code and machines", _made_with(runs)))
-    parts = {"colours": colours, "pictures": _pictures(runs, colours), "tables": tables}
-    parts |= {"lanes": Markup(timelines(shown)) if shown else "", "legend": LEGEND, "style": STYLE}
-    functions = {"place": _place, "ends": ends, "seconds": _seconds, "number": formatted, "points": finite_points}
-    return printable(template.render(title=title, runs=runs, made_by=made_by, **parts, **functions))
+    made_with = [{"strategy": run.about.strategy or NONE, **run.about.made_with} for run in runs]
+    tables = [("Strategy, code and machines", _table(made_with))]
+    if len(runs) > 1:
+        options = _table([_flat(run.config) for run in runs])
+        tables.insert(0, ("Options that differ", [(name, values) for name, values in options if len(set(values)) > 1]))
+    parts = {"colours": colours, "pictures": _pictures(runs, colours), "tables": tables, "lanes": _timelines(runs)}
+    text = template.render(
+        title=title, runs=runs, made_by=made_by, legend=LEGEND, style=STYLE, number=formatted, score=_score, **parts
+    )
+    return printable(text)
 
 
-def ends(run: RunFiles) -> dict[str, tuple[float, float]]:
-    """Returns the first and the last value of what an algorithm reports, on held-out data where it has an
-    evaluation."""
-    found = {}
-    for name in (*run.about.headlines, *_scores(run)):
-        rows = run.evaluations if any(name in row for row in run.evaluations) else run.metrics
-        if values := [y for _, y in finite_points([(index, row.get(name)) for index, row in enumerate(rows)])]:
-            found[name] = values[0], values[-1]
-    return found
+def _numbers(rows: Sequence[Row], name: str) -> list[float]:
+    """Returns the finite values of a metric."""
+    return [value for _, value in finite_points([(0, row.get(name)) for row in rows])]
 
 
-def _seconds(run: RunFiles) -> float:
-    """Returns the seconds of iterations and evaluations."""
-    times = [row.get("iteration_s") for row in run.metrics] + [row.get("evaluation_s") for row in run.evaluations]
-    return sum(y for _, y in finite_points([(0, one) for one in times]))
-
-
-def _place(folder: str) -> Path | None:
-    """Returns a folder without links; None if the text is not a path."""
-    try:
-        return Path(folder).resolve()
-    except (OSError, ValueError, RuntimeError):
-        return None
-
-
-def _scores(run: RunFiles) -> list[str]:
-    """Returns the metrics of an evaluation that scores responses."""
-    return [name for name in dict.fromkeys(name for row in run.evaluations for name in row) if "@" in name]
+def _score(value: object) -> str:
+    return f"{value:+.3f}" if isinstance(value, int | float) else ""
 
 
 def _pictures(runs: Sequence[RunFiles], colours: Sequence[str]) -> tuple[Markup, Markup]:
     """Returns the curves of what the runs report, of evaluations and lengths; and those of all other metrics."""
-    found: dict[str, list[Series]] = {}
+    metrics: dict[str, list[Series]] = {}
     for run, colour in zip(runs, colours, strict=True):
         for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):
-            line = finite_points([(_after(row.get("iteration")), row.get(name)) for row in run.metrics])
+            # evaluations have the number of iterations before them, rows that of the iteration, from 0
+            line = [
+                (x + 1, y) for x, y in finite_points([(row.get("iteration"), row.get(name)) for row in run.metrics])
+            ]
             dots = finite_points([(row.get("iteration"), row.get(name)) for row in run.evaluations])
             if name != "iteration" and (line or dots):
-                found.setdefault(name, []).append(Series(run.name, colour, line, dots))
-    first = [name for run in runs for name in (*run.about.headlines, *_scores(run))]
-    shown = [name for name in dict.fromkeys((*first, *FIRST)) if name in found]
-    others = [name for name in found if name not in shown]
-    return _joined(found, shown), _joined(found, others)
+                metrics.setdefault(name, []).append(Series(run.name, colour, line, dots))
+    first = dict.fromkeys([*(name for run in runs for name in run.headlines), *FIRST])
+    shown = [curves(name, metrics.pop(name)) for name in first if name in metrics]
+    others = [curves(name, series) for name, series in metrics.items()]
+    return Markup("".join(shown)), Markup("".join(others))
 
 
-def _joined(found: Mapping[str, Sequence[Series]], names: Sequence[str]) -> Markup:
-    """Returns the pictures of these metrics, one after another."""
-    return Markup("".join(curves(name, found[name]) for name in names))
+def _timelines(runs: Sequence[RunFiles]) -> Markup:
+    """Returns a picture of the last iteration of each run that has a trace."""
+    panels = [Panel(run.name, run.records) for run in runs if any(record["spans"] for record in run.records)]
+    if not panels:
+        return Markup("")
+    spans = [span for run in runs for record in run.records for span in record["spans"]]
+    calls = [name for name, category, *_ in sorted(spans, key=lambda span: span[2]) if category == "compute"]
+    picture = Picture()
+    add_stack(picture, panels, styles=styles_of_names(calls), most_lanes=MOST_LANES)
+    return Markup(svg_of(picture.draw(), "timelines: " + ", ".join(panel.title for panel in panels)))
 
 
-def _after(iteration: object) -> object:
-    """Returns the number of iterations after the one with this number, as on the console; evaluations have such
-    numbers."""
-    return iteration + 1 if isinstance(iteration, int | float) else None
-
-
-def _differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Returns the options that differ between runs, with their values."""
-    options = [_flat(run.config) for run in runs]
-    names = sorted({name for one in options for name in one})
-    rows = [(name, [one.get(name, NONE) for one in options]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def _made_with(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Returns strategy, code and machines of the runs, as far as they are known."""
-    facts = [{"strategy": run.about.strategy or NONE, **run.about.made_with} for run in runs]
-    return [
-        (name, [one.get(name, NONE) for one in facts]) for name in dict.fromkeys(name for one in facts for name in one)
-    ]
+def _table(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
+    """Returns a row for each name: the values of the columns."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, NONE) for column in columns]) for name in names]
 
 
 def _flat(options: Mapping[str, object], before: str = "") -> dict[str, str]:
     """Returns options of groups by their whole names, and their values as JSON, texts without quotes."""
-    found: dict[str, str] = {}
-    for name, value in options.items():
+    values: dict[str, str] = {}
+    for name, value in sorted(options.items()):
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{before}{name}.")
+            values |= _flat(value, f"{before}{name}.")
         else:
-            found[f"{before}{name}"] = value if isinstance(value, str) and value else json_text(value)
-    return found
+            values[f"{before}{name}"] = value if isinstance(value, str) and value else json_text(value)
+    return values

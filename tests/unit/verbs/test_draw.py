@@ -146,11 +146,3 @@ def test_nothing_is_overwritten_unless_told(capsys, tmp_path):
     assert "a.png exists already; pass --overwrite" in refusal(capsys, *words)
     assert out.read_text(encoding="utf-8") == "old"
     assert draw(*words, "--overwrite") == 0 and out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install matplotlib" in refusal(capsys, "flattening", "--only", "map", "--out", str(tmp_path / "a.png"))
-
-
-# ---- palettes --------------------------------------------------------------------------------------------------------

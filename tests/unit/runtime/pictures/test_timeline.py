@@ -3,7 +3,8 @@
 import re
 
 from rlhf_spmd.runtime.pictures import picture
-from rlhf_spmd.runtime.pictures.picture import Picture
+from rlhf_spmd.runtime.pictures.palette import styles_of
+from rlhf_spmd.runtime.pictures.picture import Picture, svg_of
 from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
 from tests.programs import make_workload
 from tests.unit.runtime.world.test_trace import record, two_ranks
@@ -31,7 +32,7 @@ def test_picture(tmp_path, monkeypatch):
     assert path.read_bytes().startswith(b"\x89PNG")
     for expected in (
         "flattening on 2 ranks",
-        "iteration 1: 3.00 s, ranks busy 65%",
+        "iteration 1: 3 s, ranks busy 65%",
         "seconds since the start of iteration 1",
         "rank 0",
         "rank 1",
@@ -67,7 +68,7 @@ def test_a_step_that_draws_ahead_names_both_iterations(tmp_path, monkeypatch):
 
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
-    assert "iteration 2: 1.00 s, ranks busy 100%" in texts and "actor train" not in texts
+    assert "iteration 2: 1 s, ranks busy 100%" in texts and "actor train" not in texts
 
 
 def test_picture_of_nothing_of_no_iteration_and_of_many_ranks(tmp_path, monkeypatch):
@@ -97,12 +98,21 @@ def test_a_stack_has_one_axis(tmp_path):
     one = [record(0, ("actor_generate", "compute", 0, 1, 4), ("x", "wait", 1, 2, 4))]
     other = [record(0, ("actor_generate", "compute", 0, 3, 9), ("critic_train", "compute", 3, 4, 9))]
     stack = Picture()
-    legend = add_stack(stack, [Panel("one", one, "a note"), Panel("other", other)], workflow=WORKFLOW)
-    assert [style.label for style in legend] == ["actor generate", "critic train", "waiting for other ranks", "idle"]
-    axes = stack.draw().axes
-    assert {one.get_xlim() for one in axes} == {(0.0, 4.0)} and len(axes) == 3
-    words = [text.get_text() for text in stack.draw().texts]
-    assert "2 s, ranks busy 50%, a note" in words and "4 s, ranks busy 100%" in words
+    add_stack(stack, [Panel("one", one, "a note"), Panel("other", other)], styles=styles_of(WORKFLOW))
+    figure = stack.draw()
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["actor generate", "critic train", "waiting for other ranks", "idle"]
+    limits = [axes.get_xlim() for axes in figure.axes]
+    assert [last - first for first, last in limits] == [4.0] * 3
+    words = [text.get_text() for text in figure.texts]
+    assert "iteration 5: 2 s, ranks busy 50%, a note" in words and "iteration 10: 4 s, ranks busy 100%" in words
+
+
+def test_spans_of_a_pixel_are_drawn_as_one():
+    spans = [("actor_generate", "compute", step / 1e4, step / 1e4 + 9e-5, 0) for step in range(10_000)]
+    stack = Picture()
+    add_stack(stack, [Panel("run", [record(0, *spans)])], styles=styles_of(WORKFLOW))
+    assert len(svg_of(stack.draw(), "run")) < 20_000
 
 
 def test_idle_waiting_training_and_other_work_look_different(tmp_path):
