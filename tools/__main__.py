@@ -25,9 +25,6 @@ TOOLS = {
     "embedded": {
         "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
         "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
-        "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
-        "make-tools": "the files of rlhf_spmd/embedded/tools/ (actor, questions with tables), made anew: 10 minutes",
-        "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, data), made anew: 25 minutes",
     },
 }
 MODULES = {name: f"tools.{room}.{name.replace('-', '_')}" for room, names in TOOLS.items() for name in names}

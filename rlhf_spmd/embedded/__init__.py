@@ -1,7 +1,6 @@
 """The embedded default: small models, prompts, answers and pairs, so that `--preset tiny` needs no download.
 
-`python -m tools make-embedded` made everything in `tiny/` from the text of a grammar; `made.json` there holds quality
-measurements. `arithmetic/`, of `--preset arithmetic`, was made by `python -m tools make-arithmetic`.
+bench/LOG.md says how they were made; the `made.json` of each folder holds quality measurements.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Pairs of responses, of which a noisy annotator prefers one by the grammar's score; and how a text is damaged."""
+"""Pairs of responses, of which a noisy annotator prefers one by the grammar's score."""
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from tools.embedded import grammar
 
@@ -38,59 +38,3 @@ def pairs_of_samples(rows: Sequence[dict], seed: int) -> list[dict]:
         elif pair := ranked(rng, row["prompt"], other, one):
             found.append(pair)
     return found
-
-
-def damaged(rng: random.Random, text: str) -> str:
-    """Returns a worse text: words shuffled, one of them dropped or repeated, a sentence repeated, or the end cut
-    off."""
-    words = text.split()
-    at = rng.randrange(len(words))
-    way = rng.randrange(5)
-    if way == 0:
-        rng.shuffle(words)
-    elif way == 1 and len(words) > 1:
-        del words[at]
-    elif way == 2:
-        words[at:at] = [words[at]] * rng.randrange(1, 4)
-    elif way == 3:
-        words += rng.choice(text.strip().split(". ")).rstrip(".").split()
-        words[-1] += "."
-    else:
-        words = words[: max(1, at)]
-    return "".join(f" {word}" for word in words)
-
-
-def mixed_pairs(
-    rng: random.Random, starts: Sequence[grammar.Opening], samples: Sequence[Sequence[tuple[str, bool]]], num: int
-) -> Iterator[dict]:
-    """Yields pairs for a reward model that also judges whether a text is whole and stays on its subject: a continuation
-    is a model's own (35%), the grammar's (35%), damaged (18%) or of another opening (12%).
-
-    samples: two of each opening.
-    """
-
-    def candidate(at: int, which: int) -> Candidate:
-        way = rng.random()
-        if way < 0.35:
-            text, ended = samples[which][at]
-            return text, quality(text, ended)
-        start = grammar.opening(rng) if way > 0.88 else starts[at]
-        text = grammar.continuation(rng, start)
-        if way >= 0.70:
-            text = damaged(rng, text) if way < 0.88 else text
-        return text, quality(text, way < 0.70)
-
-    yield from _distinct(num, lambda: _drawn(rng, starts, candidate))
-
-
-def _drawn(rng: random.Random, starts: Sequence[grammar.Opening], candidate: Callable) -> dict | None:
-    at = rng.randrange(len(starts))
-    return ranked(rng, starts[at].text, candidate(at, 0), candidate(at, 1))
-
-
-def _distinct(num: int, draw: Callable[[], dict | None]) -> Iterator[dict]:
-    """Draws so many rows that are not None."""
-    while num:
-        if row := draw():
-            num -= 1
-            yield row

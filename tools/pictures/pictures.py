@@ -1,4 +1,4 @@
-"""All pictures of the documents, drawn from bench/results/ and from what the code computes; nothing is measured.
+"""The pictures of the documents, drawn from bench/results/ and from what the code computes; nothing is measured.
 
 Cost: seconds. Command: python -m tools pictures
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from bench.rows import RESULTS, TIMELINES, read_rows
 from rlhf_spmd.__main__ import main as run
-from tools.pictures import diagrams, lag_plots, planner_plots, plots
+from tools.pictures import lag_plots, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
-ROWS = ("scan", "validate", "faults", "lag")
+ROWS = ("scan", "validate", "lag")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
@@ -25,9 +25,6 @@ def draw(folder: Path = RESULTS) -> list[Path]:
     assert run([*MAP_COMMAND, str(maps)]) == 0, "draw failed"
     return [
         maps,
-        diagrams.program_picture(folder / "program.png"),
-        diagrams.weights_picture(folder / "weights.png"),
-        diagrams.resume_picture(folder / "resume.png", rows["faults"]),
         plots.published(rows["validate"], folder / "validate.png"),
         lag_plots.lag_picture(rows["lag"], folder / "lag.png"),
         planner_plots.behind(rows["scan"], folder / "separation_behind.png"),

@@ -1,12 +1,10 @@
 """The comparison with vLLM, without vLLM: turns, requests, rows, and why it is skipped."""
 
-import json
 import sys
 
 import pytest
 import torch
 
-from bench import evidence
 from bench.against_trl.steps import Worker
 from bench.against_vllm import against_vllm
 from bench.columns import COLUMNS
@@ -52,41 +50,3 @@ def test_rows_of_both_kinds_of_requests(mine, tmp_path):
         assert row["ok"] == (row["ratio"] >= row["promised"] == 1.1) and row["peer_load_s"] == 1.5
         row["processor"] = against_vllm.processor()
         assert all(isinstance(cell(row), str) for cell in COLUMNS["against_vllm"].values())
-
-
-def test_the_line_of_evidence(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.rows.RESULTS", tmp_path)
-    rows = [
-        {"dtype": dtype, "ratio": ratio, "commit": "1a2b3c4"}
-        for dtype in ("float32", "bfloat16")
-        for ratio in (1.2, 1.14)
-    ]
-    (tmp_path / "against_vllm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    statement, number, *_ = evidence.against_vllm()
-    assert number == "float32: 1.20, 1.14; bfloat16: 1.20, 1.14" and "of equal length, of spread" in statement
-
-
-def test_responses_of_other_lengths_are_an_error(tmp_path):
-    worker = worker_of(PEER.replace("[:SLICE]", "[1:]"), tmp_path)
-    worker.answer()
-    with pytest.raises(AssertionError, match="of other lengths"):
-        against_vllm.by_vllm(worker, peers.to_the_limit(64, num=2, new=4))
-    worker.end()
-
-
-@pytest.mark.parametrize(
-    ("peer", "reason"),
-    [(None, "`make peers-vllm` makes it"), ("#!/bin/sh\necho 'No module named vllm' >&2\nexit 1\n", "No module named")],
-)
-def test_why_it_is_skipped(peer, reason, tmp_path, monkeypatch, capsys):
-    python = tmp_path / "environment" / "bin" / "python"
-    if peer:
-        python.parent.mkdir(parents=True)
-        python.write_text(peer, encoding="utf-8")
-        python.chmod(0o755)
-    (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(against_vllm, "PEER", python)
-    monkeypatch.setattr(against_vllm, "SMOLLM2", tmp_path)
-    assert against_vllm.main([]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert reason in json.loads(line)["skipped"]

@@ -4,17 +4,13 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
 from bench.first_light import checks, first_light
-from bench.first_light.profile import timeline
-from bench.first_light.speed import LLAMA_1B, nano_vllm_requests, training_flops
-from bench.first_light.steady import steady
-from bench.first_light.steps import STEPS, Light, Step, chosen
+from bench.first_light.steps import STEPS, Step
 from tests.run_mpi import REPOSITORY
 
 PLANTS = "tests.planted_steps"
@@ -126,23 +122,7 @@ def test_a_dry_walk_of_all_steps(tmp_path):
     assert {"calibration.json", "decode-2-rows.json.gz"} <= files and len(files) <= 8
 
 
-def test_growth_is_looked_for(tmp_path):
-    """The step that takes the longest on a GPU; it made its engine in a way that had gone."""
-    light = Light("steady", tmp_path, tmp_path, dry=True)
-    assert steady(light).ok and len(rows_at(tmp_path / "steady.jsonl")[0]["seconds"]) == 3
-
-
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_steps_are_chosen_by_name_and_group():
-    assert [step.name for step in chosen(STEPS, "decode, sample")] == ["device", "decode", "sample"]
-    assert chosen(STEPS, "") == list(STEPS)
-    assert {step.group for step in chosen(STEPS, "speed")[1:]} == {"speed"}
-    groups = [step.group for step in STEPS]
-    assert groups == sorted(groups), "speed comes last"
-    with pytest.raises(ValueError, match="there is no step 'nosuch'"):
-        chosen(STEPS, "decode,nosuch")
 
 
 def test_every_kernel_test_that_takes_a_device_is_run():
@@ -150,44 +130,3 @@ def test_every_kernel_test_that_takes_a_device_is_run():
     files = (REPOSITORY / "tests" / "unit").rglob("test_*.py")
     found = {path.stem.removeprefix("test_") for path in files if takes.search(path.read_text(encoding="utf-8"))}
     assert found == set(checks.KERNEL_TESTS)
-
-
-def test_the_requests_are_those_of_nano_vllm():
-    prompts, lengths = nano_vllm_requests(256, 100, 1024)
-    assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966)
-
-
-def test_operations_of_a_training_step():
-    """Six for each weight of a layer and token, and for those of the head at the tokens of responses."""
-    config, (num, prompt, response) = LLAMA_1B, (2, 100, 200)
-    layer = 2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632
-    weights = 6 * num * (300 * 22 * layer + 200 * 2048 * 32000)
-    attention = 3 * num * 22 * 2 * 300**2 * 2048  # two products of 2 T^2 D, of which half is masked
-    assert training_flops(config, num, prompt, response) == weights + attention
-
-
-def test_what_a_device_did():
-    assert timeline([], 3) == (None, None)
-    busy = [(0.0, 1.0), (0.5, 0.75), (1.25, 2.0), (2.0, 3.0), (3.5, 4.0)]
-    assert timeline(busy, 2) == (3.25 / 4, 0.375)
-    assert timeline(busy, 1) == (3.25 / 4, 0.5)
-    assert timeline([(2.0, 3.0)], 1) == (1.0, 0.0)
-
-
-def test_long_logs_lose_their_middle():
-    log = b"a" * first_light.LOG_BYTES + b"b" * first_light.LOG_BYTES
-    short = first_light.shortened(log)
-    assert short[:1] == b"a" and short[-1:] == b"b" and b"400000 bytes left out" in short
-    assert first_light.shortened(b"abc") == b"abc"
-
-
-def test_a_source_tree_can_be_imported():
-    """Without the finder of an editable install, which a .pth file of site-packages starts."""
-    places = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    code = (
-        f"import sys; sys.path += {sorted(places)!r}; import rlhf_spmd.kernels.philox as found, "
-        "rlhf_spmd.strategies.flattening; print(found.__file__)"
-    )
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "philox.py"

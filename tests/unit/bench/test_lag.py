@@ -12,14 +12,6 @@ from bench.numbers import lag
 from rlhf_spmd.runtime.execute.handlers import generate
 
 
-def test_a_run_without_lag_is_made_once_for_each_seed():
-    cases = lag.cases()
-    assert len(cases) == len(set(cases)) == 190
-    assert sum(late == 0 for _, late, _, _ in cases) == 2 * 5
-    assert {late: sum(one[1] == late for one in cases) for late in lag.LAGS} == dict.fromkeys(lag.LAGS, 60)
-    assert {late for _, late, _, _ in lag.cases([4])} == {0, 4}
-
-
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_generation_reads_the_weights_of_so_many_iterations_ago(late, monkeypatch):
     """Two Runs of an iteration read the same ones; evaluations read the newest, and training finds its own again."""

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.forecast.own_ideas import own_cases, own_grid, write_csv
+from bench.forecast.own_ideas import own_cases
 from bench.forecast.scan import main
 from bench.forecast.suites import SUITES
 from bench.rows import RESULTS, STRATEGIES
-from rlhf_spmd.pages.strategy import load_strategy
 
 MINE = """from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -50,20 +49,6 @@ def test_own_strategies_stand_beside_the_others_in_every_place(mine):
     assert len(one) == 4 * (len(STRATEGIES) + 1) and {case.algorithm for case in one} > {"grpo", "remax"}
 
 
-def test_usual_options_of_a_strategy_are_searched(mine):
-    assert own_grid(load_strategy(mine)) == {"tp": (1, 2, 4, 8), "zero": (0, 1, 2, 3)}
-
-
-def test_rows_as_csv(tmp_path):
-    rows = [{"a": 1, "options": {"zero": 3, "tp": 2}}, {"a": None, "options": {}, "device_s": {"rest": 0.5}}]
-    write_csv(tmp_path / "rows.csv", rows)
-    with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
-        assert list(csv.DictReader(file)) == [
-            {"a": "1", "options": "zero=3; tp=2", "device_rest_s": ""},
-            {"a": "", "options": "", "device_rest_s": "0.5"},
-        ]
-
-
 def test_a_scan_of_one_place(mine, tmp_path, capsys, monkeypatch):
     """With models of two sizes; the committed rows stay."""
     monkeypatch.setattr("bench.forecast.own_ideas.TUNED", {"flattening": {}})
@@ -78,21 +63,3 @@ def test_a_scan_of_one_place(mine, tmp_path, capsys, monkeypatch):
     assert (flat["strategy"], own["strategy"]) == ("flattening", mine) and own["overrides"] == " ".join(options)
     assert float(own["iteration_s"]) > 0 and "tp=" in own["options"]
     assert (RESULTS / "scan.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--strategy", "nope.py"], "nope.py does not exist"),
-        (["--preset", "llama-7"], "did you mean 'llama-7b'?"),
-        (["--layout", "8"], "is not of the form NxG"),
-        (["strategy.zero=1"], "give --strategy"),
-        (["--strategy", "flattening", "strategy.zro=1"], "did you mean"),
-        (["--csv", "no/such/folder/a.csv"], "can't be written"),
-        (["shape=critc=llama-7b"], "did you mean 'critic'?"),
-    ],
-)
-def test_mistakes_are_one_message(given, message, capsys):
-    assert main(["--quick", *given]) == 2
-    found = capsys.readouterr()
-    assert message in found.err and found.out == ""

@@ -2,15 +2,11 @@
 
 import pytest
 
-from bench.forecast import plan_fuzz, plan_speed
-from bench.forecast.plan_speed import APP, EXACT, METHODS, setting, with_distances
-from bench.forecast.scan import run_suite
+from bench.forecast import plan_fuzz
+from bench.forecast.plan_speed import METHODS, setting, with_distances
 from bench.forecast.spaces import apps_parts
-from bench.forecast.suites import Case
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.plan.search.budget import Budget
-from rlhf_spmd.plan.search.exact import Best
-from rlhf_spmd.plan.search.planner import choose, name_of
+from rlhf_spmd.plan.search.planner import name_of
 
 A100 = load_calibration("a100-80g")
 
@@ -48,14 +44,6 @@ def test_apps_choices_are_what_they_are_called(parts, part):
     assert name_of(model.placement(chosen), model.workload, model.cluster) in names
 
 
-def test_apps_space_is_a_part_of_the_planners(parts):
-    """Its best choice is no faster than the optimum, and no slower than its own flattening."""
-    workload, cluster = setting("1x8")
-    (_, whole, gap), (_, app, _) = (plan_speed.searched(one, workload, cluster, A100) for one in (EXACT, APP))
-    flat, _ = choose(parts["flattening"], EXACT, Best(1), Budget())
-    assert gap == 0.0 and whole.seconds < app.seconds <= flat.seconds
-
-
 def test_distances_are_from_the_optimum():
     rows = [
         {"method": method, "gap": gap, "call_level_s": seconds}
@@ -66,21 +54,6 @@ def test_distances_are_from_the_optimum():
     found = list(with_distances(rows))
     assert [row["distance"] for row in found] == pytest.approx([0.2, 0.0, None])
     assert {row["proved"] for row in found} == {False}
-
-
-def test_a_suite_tries_how_many_sequences_are_decoded_at_once():
-    """More at once are faster as long as they fit."""
-    case = Case("llama-7b", "1x8", "flattening", {"zero": 3, "micro_batch": 1})
-    words = ("rollout_batch=512", "mini_batch=128", "data.max_prompt=1024", "generation.max_new_tokens=7168")
-    (row,) = run_suite([case], words, (1, 2, 512))
-    assert row["overrides"] == " ".join([*words, "generation.max_sequences=2"]) and row["samples_per_s"]
-
-
-def test_cases_of_the_fuzz_are_drawn_by_their_numbers():
-    cases = [plan_fuzz.drawn(number) for number in range(plan_fuzz.CASES)]
-    assert cases == [plan_fuzz.drawn(number) for number in range(plan_fuzz.CASES)]
-    assert {case["algorithm"] for case in cases} == set(plan_fuzz.ALGORITHMS)
-    assert {case["calibration"] for case in cases} == set(plan_fuzz.DEVICES)
 
 
 SMALL = {"case": 0, "prompt": 256, "response": 256, "mini_batches": 1}

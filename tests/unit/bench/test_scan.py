@@ -8,7 +8,7 @@ import pytest
 from bench.baseline_tables import BASELINES
 from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
-from bench.forecast.claims import frozen_halved, orders, planner_first
+from bench.forecast.claims import frozen_halved
 from bench.forecast.scan import exposed, machine, row_of, solve, with_speed_up
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
@@ -21,9 +21,7 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.proof.memory_check import memory
-from tests.programs import weight_bytes
 from tools.pictures import plots
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
@@ -88,20 +86,6 @@ def test_later_options_are_kept_only_if_they_are_faster():
     assert after.counts["num_forecasts"] == before.counts["num_forecasts"] + 4
 
 
-def test_what_fits_nowhere_says_by_how_much():
-    workload, cluster = make_workload(load("llama-65b")), Cluster.parse("1x8", "a100-80g")
-    best = best_options(load_strategy("flattening"), workload, cluster, A100, {"zero": (0, 3), "micro_batch": (1, 8)})
-    assert best.forecast is None and best.counts["num_fit"] == 0
-    assert "GiB too much" in best.why and "zero=3 micro_batch=1" in best.why
-
-
-def test_what_is_refused_everywhere_says_why():
-    best = best_options(
-        load_strategy("separation"), WORKLOAD, Cluster.parse("1x8", "a100-80g"), A100, {"generation_ranks": (8,)}
-    )
-    assert best.forecast is None and "leave 0 to train" in best.why
-
-
 def row(strategy: str, **options) -> dict:
     """Returns the row of 7B on one node with given options."""
     case = Case("llama-7b", "1x8", strategy, options, exact=True)
@@ -116,18 +100,6 @@ def test_seconds_of_devices_sum_to_an_iteration():
         assert found["samples_per_s"] == pytest.approx(64 / found["iteration_s"])
 
 
-def test_copies_are_what_memory_counts():
-    flat, half = row("flattening", zero=2, micro_batch=1), row("interleaving1", zero=2, micro_batch=1)
-    weights = [weight_bytes(WORKLOAD, model) for model in ("reference", "reward")]
-    assert flat["frozen_bytes"] == sum(weights) and half["frozen_bytes"] == max(weights)
-    assert flat["shadow_bytes"] == half["shadow_bytes"] == 0
-    apart = row("separation", zero=2, generation_tp=2, training_tp=2)
-    program = load_strategy("separation").compile(WORKLOAD, Cluster.parse("1x8", "a100-80g"), apart["options"])
-    held = static_bytes(program, 7)  # generates and infers, and trains nothing
-    assert held["weights"] == pytest.approx(apart["frozen_bytes"] + apart["shadow_bytes"], rel=1e-3)
-    assert apart["sync_bytes"] > 0 and flat["sync_bytes"] == flat["data_bytes"] == 0 < half["data_bytes"]
-
-
 def test_exposed_seconds_are_zero_where_nothing_moves_and_grow_with_slow_links():
     program = load_strategy("separation").compile(
         WORKLOAD, Cluster.parse("1x8", "a100-80g"), {"zero": 2, "generation_tp": 2, "training_tp": 2}
@@ -137,69 +109,6 @@ def test_exposed_seconds_are_zero_where_nothing_moves_and_grow_with_slow_links()
     assert 0 < fast_s < slow_s / 20
     flat = load_strategy("flattening").compile(WORKLOAD, Cluster.parse("1x8", "a100-80g"), {"zero": 3})
     assert set(exposed(flat, forecast(flat, A100), A100).values()) == {0.0}
-
-
-def test_speed_up_is_over_flattening_in_the_same_place():
-    same = {"algorithm": "ppo", "preset": "a", "calibration": "c"}
-    rows = [
-        same | {"layout": layout, "strategy": strategy, "iteration_s": seconds}
-        for layout, strategy, seconds in (
-            ("1x8", "flattening", 6.0),
-            ("1x8", "b", 3.0),
-            ("2x8", "flattening", None),
-            ("2x8", "b", 3.0),
-        )
-    ]
-    assert [found["speed_up"] for found in with_speed_up(rows)] == [1.0, 2.0, None, None]
-
-
-MESSAGES = {"iteration_s": 1.0, "data_exposed_s": 0.0, "sync_exposed_s": 0.0}
-
-
-def rates(**found: float | None) -> list[dict]:
-    """Returns rows from names such as llama_7b__1x8__separation."""
-    keys = [name.replace("_", "-", 1).split("__") for name in found]
-    return [
-        {"preset": preset, "layout": layout, "strategy": strategy, "samples_per_s": rate, **MESSAGES}
-        for (preset, layout, strategy), rate in zip(keys, found.values(), strict=True)
-    ]
-
-
-def test_orders_of_the_paper_name_their_exceptions():
-    claims = orders(
-        rates(
-            llama_7b__1x8__flattening=10.0,
-            llama_7b__1x8__interleaving2=11.0,
-            llama_7b__1x8__separation=12.0,
-            llama_7b__1x8__planner=11.0,
-            llama_7b__2x8__flattening=10.0,
-            llama_7b__2x8__interleaving1=9.0,
-            llama_65b__8x8__separation=1.0,
-            llama_65b__8x8__flattening=None,
-            llama_33b__4x8__separation=1.0,
-            llama_33b__4x8__flattening=2.0,
-            llama_65b__4x8__separation=None,
-        )
-    )
-    assert claims["interleaving_ahead_on_small"] == ["llama-7b 2x8: 9 against 10"]
-    assert claims["separation_behind_on_one_node"] == ["llama-7b 1x8: 10 against 12"]
-    assert claims["separation_ahead_on_large"] == ["llama-33b 4x8: 1 against 2"]
-    assert claims["planner_first"] == ["llama-7b 1x8: 11.1 against 12"]
-    assert orders(rates(llama_7b__4x8__flattening=1.0)) == dict.fromkeys(claims)  # which decides nothing
-
-
-def test_the_planner_is_compared_in_each_place_by_itself():
-    rows = rates(llama_7b__1x8__flattening=3.0, llama_7b__1x8__planner=2.5)
-    slow = [row | {"calibration": "slow", "samples_per_s": 2.0} for row in rows]
-    assert planner_first(rows + slow) == {"planner_first": ["llama-7b 1x8: 2.51 against 3"]}
-
-
-def test_messages_that_add_much_are_named():
-    seconds = {"iteration_s": 100.0, "data_exposed_s": 1.0, "sync_exposed_s": 4.9}
-    rows = [row | seconds for row in rates(llama_7b__1x8__interleaving1=1.0, llama_7b__1x8__separation=1.0)]
-    claims = orders(rows)
-    assert claims["data_below_1_percent_in_interleaving"] == ["llama-7b 1x8 interleaving1"]
-    assert claims["new_weights_below_5_percent_in_separation"] == []
 
 
 @pytest.mark.parametrize("name", [name for name, suite in SUITES.items() if suite.promised])

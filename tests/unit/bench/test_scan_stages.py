@@ -7,11 +7,10 @@ import pytest
 
 from bench.columns import JOINED
 from bench.forecast.claims import ahead_of_zero3
-from bench.forecast.own_ideas import is_own, own_cases
+from bench.forecast.own_ideas import own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
-from bench.recipe_tables import FAST
-from bench.rows import ABOUT, RESULTS, read_rows
+from bench.rows import RESULTS
 from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import markdown
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -54,18 +53,6 @@ def test_a_step_takes_what_its_products_take(algorithm):
     )
 
 
-def test_gathers_over_a_slow_network_limit_zero3():
-    about = "sft", "llama-7b", ZERO3
-    cases = [case for case in CASES if (case.algorithm, case.preset, case.called) == about]
-    one, *_, eight = run_suite([case for case in cases if case.layout == "1x8" or "per-node" in case.calibration])
-    assert [(row["layout"], limit_of(row)) for row in (one, eight)] == [("1x8", "compute"), ("8x8", "network")]
-    assert eight["tokens_per_s_device"] < one["tokens_per_s_device"] / 2
-
-
-def test_the_default_network_is_called_by_its_name():
-    assert load_calibration(f"a100-80g+{FAST}").between == load_calibration("a100-80g").between
-
-
 def test_the_plan_beside_zero3():
     rows = rows_of("dpo", ZERO3, "planner")
     (place,) = by_stage(rows)
@@ -79,15 +66,6 @@ def test_the_plan_beside_zero3():
     assert place["factor"] is place["least_factor"] is None
 
 
-def test_an_algorithm_is_a_part_of_its_suite_and_of_no_other():
-    assert is_own(words(algorithm="dpo")) and not is_own(words())
-    part = own_cases(CASES, words(algorithm="dpo"))
-    assert part == tuple(case for case in CASES if case.algorithm == "dpo") and len(part) > 3 * 16
-    quick = SUITES["quick"].cases
-    found = own_cases(quick, words(algorithm="grpo"))
-    assert len(found) == len(quick) and {case.algorithm for case in found} == {"grpo"}
-
-
 def test_a_scan_of_one_stage_in_one_place(capsys):
     before = {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
     assert main(["--algorithm", "reward_model", "--preset", "llama-7b", "--layout", "1x8"]) == 0
@@ -95,11 +73,3 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
     assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
     assert any("planner" in line and "plan=" in line for line in lines)
     assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
-
-
-def test_the_committed_rows_have_what_rows_are_made_of():
-    """They had a column `nodes` after its code had gone."""
-    made = {"forecast_lengths", *ABOUT}.union(*rows_of("sft", "planner"), *rows_of("sft", ZERO3))
-    for name in ("scan", *(name.replace("-", "_") for name in SUITES if name not in ("all", "quick"))):
-        found = set().union(*read_rows(RESULTS / f"{name}.jsonl"))
-        assert found <= made, (name, found - made)

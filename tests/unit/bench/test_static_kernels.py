@@ -14,10 +14,8 @@ import torch
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from bench.speed import static_cases as cases
-from bench.speed.occupancy import programs_at_once
-from bench.speed.static_kernels import CALIBRATION, VECTOR_OPS, faults, forecast
+from bench.speed.static_kernels import faults
 from rlhf_spmd.kernels.triton_import import tl, triton
-from rlhf_spmd.machines.calibration_file import load_calibration
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -105,33 +103,6 @@ def test_bytes_are_those_counted_by_hand():
     assert draw.written_bytes == 2 * (8 + 3 * 4) and draw.read_bytes <= 2 * (3 * 8 + 8 + 2 * 4 + 512 * 2 + 2)
 
 
-@interpreted
-def test_every_input_and_output_is_needed_once():
-    heads, seen = (4, 2, 16), set()
-    runs = [partial(cases.normalise, num=9, size=256, adds=adds) for adds in (False, True)]
-    runs += [partial(make, num=5, heads=heads) for make in (cases.turn, cases.write)]
-    runs += [partial(cases.gate, num=2, inner=1500), partial(cases.attend, rows=2, context=128, heads=(4, 2, 128))]
-    runs += [partial(cases.attend, rows=2, context=64, heads=heads)]
-    runs += [partial(cases.score, num=5, vocab=300, entropy=entropy) for entropy in (False, True)]
-    runs += [partial(cases.draw, rows=3, vocab=1100, rule="top-p 0.95")]
-    for run in runs:
-        for name, one in counts(run).items():
-            needed = cases.needed_bytes(one.launch.kernel, one.launch.arguments)
-            if needed is not None:
-                assert one.touched_bytes == needed, (name, run)
-                seen.add(one.launch.kernel)
-    assert seen == cases.WHOLE.keys()
-
-
-@interpreted
-def test_some_rows_stand_for_all():
-    whole, some = (counts(partial(cases.gate, num=8, inner=1100), rows)["_silu_mul_kernel"] for rows in (None, 2))
-    for name in ("read_bytes", "written_bytes", "touched_bytes", "vector_ops"):
-        assert getattr(some, name) == getattr(whole, name) > 0
-    gradients = counts(partial(cases.score, num=8192, vocab=2048, entropy=False), rows=1)["_gradients_kernel"]
-    assert gradients.times == 2 and gradients.read_bytes == 8192 * (1024 * 2 + 8 + 4 + 4)  # two chunks of 1,024
-
-
 @triton.jit
 def _twice_kernel(x_ptr, y_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
@@ -160,31 +131,6 @@ def test_a_spill_is_found():
     assert [fault.split()[0] for fault in faults(row)] == ["spills", "spills"]
 
 
-@pytest.mark.parametrize(
-    ("registers", "shared_bytes", "num_warps", "programs"),
-    [
-        (32, 0, 4, 16),  # 64 warps
-        (33, 0, 4, 12),  # 40 registers are given to each thread: 12 warps to a quarter
-        (128, 0, 4, 4),
-        (255, 0, 8, 1),
-        (255, 0, 16, 0),
-        (16, 0, 1, 32),  # programs
-        (32, 113 * 1024, 4, 2),
-        (32, 113 * 1024 + 1, 4, 1),
-    ],
-)
-def test_programs_at_once(registers, shared_bytes, num_warps, programs):
-    assert programs_at_once(registers, shared_bytes, num_warps) == programs
-
-
-def test_forecasts_take_the_slowest():
-    device = load_calibration(CALIBRATION).devices[CALIBRATION]
-    traffic = {"needed_bytes": 1e9, "matrix_flops": 0.0, "vector_ops": 0.0}
-    assert forecast(traffic, 1) == (1e9 / device.memory_bytes_per_s, "memory")
-    assert forecast(traffic | {"matrix_flops": 1e12}, 132) == (1e12 / device.matrix_flops, "matrix products")
-    assert forecast(traffic | {"vector_ops": 1e12}, 66) == (2 * 1e12 / VECTOR_OPS, "arithmetic")  # half of the device
-
-
 @pytest.mark.slow  # two minutes
 def test_no_kernel_spills_or_reads_twice_without_a_reason():
     rows = compiled(TABLE)
@@ -203,13 +149,3 @@ def test_no_kernel_spills_with_the_tritons_of_torch_for_cuda(triton_version):
     used, kernels, wrong = compiled(SPILLS, folder)
     assert used == triton_version and not wrong
     assert set(kernels) >= cases.WHOLE.keys() | cases.REASONS.keys()
-
-
-def test_the_page_names_the_rates_of_the_forecast():
-    """It said 494.5 TFLOP/s where the calibration has 425."""
-    device = load_calibration(CALIBRATION).devices[CALIBRATION]
-    page = " ".join((ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8").split())
-    memory, products = device.memory_bytes_per_s / 1e12, device.matrix_flops / 1e12
-    rates = f"needed bytes / {memory:.4g} TB/s, matrix products / {products:.4g}"
-    assert f"{rates} TFLOP/s (calibration `{CALIBRATION}`)" in page
-    assert f"operations / {VECTOR_OPS / 1e12:.1f} T/s" in page

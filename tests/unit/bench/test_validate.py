@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from bench.forecast.scan import phase_s
-from bench.forecast.validate import judged, spearman, summary
+from bench.forecast.validate import judged
 from bench.forecast.validate_rows import COLUMNS, DATA, cluster_of, read_rows, workload_of
 from bench.forecast.validate_systems import HOST_ADAM, SYSTEMS, Plan, fastest, fits, simulated
 from bench.rows import RESULTS
 from bench.rows import read_rows as read_jsonl
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost
@@ -82,19 +81,6 @@ def test_adam_in_host_memory_takes_its_time_and_frees_the_device():
     assert seconds[1] - seconds[0] == pytest.approx(weights * (1 / HOST_ADAM - STATE_BYTES / memory_bytes_per_s))
 
 
-@pytest.mark.parametrize(("critic", "n_gpus"), [("7", "8"), ("7", "64"), ("70", "64"), ("7", "128")])
-def test_openrlhf_splits_all_devices(critic, n_gpus):
-    row = row_of("OpenRLHF", "34") | {"critic_b": critic, "reward_b": critic, "n_gpus": n_gpus}
-    plans, _ = plans_of(row)
-    layouts = plans[0].placement.layouts
-    used = [layouts[name].ranks for name in ("actor_train", "critic_train", "reference_infer", "reward_infer")]
-    engines = layouts["actor_generate"].ranks
-    together = {rank for ranks in (*used, engines) for rank in ranks}
-    assert together == set(range(int(n_gpus)))
-    assert (used[0] == used[1]) == (critic == "70")  # a larger critic shares the actor's devices
-    assert (engines == used[0]) == (n_gpus == "8")  # the actor generates itself where there is no vLLM
-
-
 def test_an_engine_serves_one_actor_rank_at_a_time():
     _, programs = plans_of(row_of("OpenRLHF", "34"))
     assert programs[0].workload.max_sequences == 512 // 16
@@ -109,35 +95,6 @@ def test_zero_2_of_deepspeed_chat_needs_whole_frozen_models():
     ]
 
 
-def test_what_fits_nowhere_is_refused():
-    with pytest.raises(UserError, match="no configuration of OpenRLHF fits into 8 devices"):
-        judged(row_of("OpenRLHF", "70") | {"n_gpus": "8"}, CALIBRATION, [])
-
-
-def test_correlation_of_ranks():
-    first = [106, 100, 86, 101, 99, 103, 97, 113, 112, 110]  # the textbook example: -29 / 165
-    second = [7, 27, 2, 50, 28, 29, 20, 12, 6, 17]
-    assert spearman(first, second) == pytest.approx(-29 / 165)
-    assert spearman([1, 2, 2, 3], [10, 20, 30, 40]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)  # a tie
-    assert spearman([1, 2, 3], [2, 4, 80]) == pytest.approx(1)
-    assert spearman([1.0], [2.0]) is None and spearman([1, 1], [2, 3]) is None
-
-
-@pytest.mark.parametrize(
-    ("errors", "ok"),
-    [((0.05, -0.05), True), ((0.07, -0.07), False), ((0.13, 0.0, 0.0, 0.0), False), ((-0.11, 0.0, 0.0), True)],
-)
-def test_what_is_promised_of_the_fitted_system(errors, ok):
-    rows = [{"system": "ReaL-Heuristic", "error": error} for error in errors]
-    rows = [row | {"sec_per_iter": str(10 + i), "forecast_s": float(i)} for i, row in enumerate(rows)]
-    found = summary(rows)
-    assert found["ok"] is ok
-    assert found["systems"]["ReaL-Heuristic"] == {
-        "mean_abs_error": pytest.approx(sum(map(abs, errors)) / len(errors)),
-        "worst_abs_error": pytest.approx(max(map(abs, errors))),
-    }
-
-
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_judged_row_is_the_committed_one(system):
     row, kept = row_of(system, "7"), read_jsonl(RESULTS / "validate.jsonl")
@@ -145,18 +102,3 @@ def test_a_judged_row_is_the_committed_one(system):
     found = judged(row, CALIBRATION, [])
     assert (found["plan"], found["seconds_are"]) == (before["plan"], before["seconds_are"])
     assert found["forecast_s"] == pytest.approx(before["forecast_s"], rel=1e-4)
-
-
-def test_wrong_order_is_not_ok():
-    rows = [
-        {"system": "OpenRLHF", "error": 0.5, "sec_per_iter": str(s), "forecast_s": f} for s, f in ((1, 2.0), (2, 1.0))
-    ]
-    assert summary(rows)["spearman"] == pytest.approx(-1) and summary(rows)["ok"] is False
-    assert summary([])["ok"] is False
-
-
-def test_a_judged_row_keeps_its_columns():
-    row = row_of("DeepSpeedChat", "7")
-    found = judged(row, CALIBRATION, [])
-    assert found["error"] == pytest.approx(found["forecast_s"] / float(row["sec_per_iter"]) - 1)
-    assert found["system"] == "DeepSpeedChat" and found["plan"].startswith("ZeRO 3")

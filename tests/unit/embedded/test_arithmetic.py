@@ -1,4 +1,4 @@
-"""The embedded arithmetic task is what its documents claim, and the script that made it runs."""
+"""The embedded arithmetic task is what its documents claim."""
 
 import json
 
@@ -8,7 +8,6 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.embedded import path_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer
-from tools.embedded.make_arithmetic import MOST_TOKENS, Recipe, accuracy, add, make
 
 ACTOR, HELD_OUT = path_of("arithmetic/actor"), path_of("arithmetic/held_out.jsonl")
 
@@ -29,22 +28,10 @@ def test_answers_are_right_and_held_out_problems_are_in_no_prompt():
     assert sum(prompt in known for prompt in exchanged) == 39  # as bench/RESULTS.md says
 
 
-def test_the_wrong_way_forgets_carries():
-    assert [add(47, 85), add(47, 85, carries=False), add(50, 60, carries=False)] == [132, 22, 10]
-
-
-def test_the_actor_is_often_wrong_and_knows_better():
-    greedy = accuracy(ACTOR, HELD_OUT, samples=1, temperature=0.0)["mean@1"]
-    sampled = accuracy(ACTOR, HELD_OUT, samples=8, temperature=1.0)["pass@8"]
-    made = json.loads(path_of("arithmetic/made.json").read_text(encoding="utf-8"))
-    assert greedy <= 0.5 and sampled >= 0.8 and 900_000 <= made["num_params"] <= 1_100_000
-    assert made["greedy"] == pytest.approx(greedy, abs=0.02)  # another processor may round a tie otherwise
-
-
 def test_every_answer_fits():
     tokenizer = load_tokenizer(str(ACTOR))
     assert tokenizer.decode(tokenizer.encode("12+34=")[1:]) == "12+34=" and tokenizer.eos_token_id == 2
-    assert max(len(tokenizer.encode(row["answer"])) for row in rows("held_out")) == MOST_TOKENS  # with the beginning
+    assert max(len(tokenizer.encode(row["answer"])) for row in rows("held_out")) == 4  # with the beginning
 
 
 @pytest.mark.parametrize("algorithm", [None, "rloo", "remax", "reinforce_plus_plus", "ppo"])
@@ -57,10 +44,3 @@ def test_the_preset_is_for_grpo_and_takes_others(algorithm):
 def test_a_misspelt_option_of_the_preset_is_told():
     with pytest.raises(UserError, match=r"ppo\.kl_coef"):
         presets.load("arithmetic", ["ppo.kl_coef=1"])
-
-
-@pytest.mark.slow
-def test_make_runs_from_end_to_end(tmp_path):
-    made = make(tmp_path, Recipe(steps=20, batch=64, num_layers=1, num_prompts=32, num_held_out=16), ranks=2)
-    assert (tmp_path / "actor" / "model.safetensors").is_file() and 0 <= made["greedy"] <= 1
-    assert len((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()) == 32
