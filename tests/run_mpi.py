@@ -21,15 +21,16 @@ import gc
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
@@ -119,45 +120,18 @@ def run_limited(
 
 def stop(process: subprocess.Popen, *, grace_s: float = GRACE_S) -> tuple[str, str]:
     """Ends a process and all below it, in whatever process groups they are -> what it wrote into pipes."""
-    family = _descendants(process.pid)
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.terminate()
     try:
         stdout, stderr = process.communicate(timeout=grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
         stdout, stderr = "", ""
-    for pid, started in family.items():
-        if _started(pid) == started:
-            os.kill(pid, signal.SIGKILL)
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
     process.wait()
     return stdout or "", stderr or ""
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _started(pid: int) -> str | None:
-    fields = _stat(pid)
-    return fields[19] if fields else None
-
-
-def _descendants(root: int) -> dict[int, str | None]:
-    """Returns the start time of every process below `root`."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(folder.name))
-        if fields:
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found, todo = {}, [root]
-    while todo:
-        for child in children.get(todo.pop(), []):
-            found[child] = _started(child)
-            todo.append(child)
-    return found
 
 
 class Counter:
