@@ -56,7 +56,6 @@ def test_one_rank_tokenises(world):
 
 def test_where_nothing_can_be_written_all_tokenise(world, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    monkeypatch.setattr(shared_prompts, "SHARED_MEMORY", str(tmp_path / "none"))
     found, loaded = share(world, load)
     check(found)
     assert loaded == list(range(world.size))

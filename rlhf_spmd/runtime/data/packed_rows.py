@@ -23,10 +23,10 @@ class PackedRows(Sequence):
         """items: of all rows; ends: int64 [rows], where each row ends."""
         self.items, self.ends = items, ends
 
-    @staticmethod
-    def ends_of(rows: Sequence[Sized]) -> np.ndarray:
-        """Returns where each of these rows ends, int64 [rows]."""
-        return np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
+    @classmethod
+    def joined(cls, items: np.ndarray, rows: Sequence[Sized]) -> Self:
+        """items: of these rows, one after the other."""
+        return cls(items, np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -61,8 +61,7 @@ class _Numbers(PackedRows):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> Self:
-        ends = cls.ends_of(rows)
-        return cls(np.fromiter(chain.from_iterable(rows), cls.dtype, int(ends[-1]) if len(rows) else 0), ends)
+        return cls.joined(np.fromiter(chain.from_iterable(rows), cls.dtype), rows)
 
     def _value(self, row: np.ndarray) -> list[Any]:
         return row.tolist()
@@ -113,7 +112,7 @@ class TextRows(PackedRows):
     @classmethod
     def of(cls, texts: Iterable[str]) -> TextRows:
         rows = [text.encode() for text in texts]
-        return cls(np.frombuffer(b"".join(rows), np.uint8), cls.ends_of(rows))
+        return cls.joined(np.frombuffer(b"".join(rows), np.uint8), rows)
 
     def _value(self, row: np.ndarray) -> str:
         return row.tobytes().decode()

@@ -72,7 +72,7 @@ class PromptSet:
     column_names: tuple[str, ...] = ()  # of the other columns of all rows together
     remarks: tuple[str, ...] = ()  # for the heading: what is odd about the rows
     _order: PromptOrder = field(init=False, repr=False, compare=False)
-    _hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # known ones
 
     def __post_init__(self) -> None:
         assert len(self.prompts) and len(self.prompts) == len(self.texts), (
@@ -124,12 +124,12 @@ class PromptSet:
 
     def _hash_of(self, name: str, text: str, parts: Sequence[PackedRows]) -> str:
         """Returns a hash of a text and of rows, computed once."""
-        if name not in self._hashes:
+        if name not in self.hashes:
             digest = hashlib.sha256(text.encode())
             for rows in parts:
                 rows.add_to(digest)
-            self._hashes[name] = digest.hexdigest()
-        return self._hashes[name]
+            self.hashes[name] = digest.hexdigest()
+        return self.hashes[name]
 
     def fingerprints(self, file: str) -> dict[str, str]:
         """Returns what ranks and checkpoints compare, by name.
@@ -174,7 +174,7 @@ class _Rows:
     names: dict[str, None] = field(default_factory=dict)  # of the other columns of all rows
     forms: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
     too_long: list[tuple[str, int]] = field(default_factory=list)  # place and tokens of prompts of the newest file
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)  # those of COUNTS
     remarks: Counter[str] = field(default_factory=Counter)  # -> number of rows
 
     def __post_init__(self) -> None:
@@ -186,20 +186,27 @@ class _Rows:
 
         source: for the column data_source of rows that have none; empty: no such column.
         """
-        num_before, num_silent, action = len(self.texts), self.counts["num_silent"], self.reading.long_prompts
+        num_before, action, before = len(self.texts), self.reading.long_prompts, self.counts.copy()
         self.too_long.clear()
         for path in files_of(part):
             self._read_file(path, source)
-        is_empty = len(self.texts) == num_before
-        if self.too_long and (action == "error" or is_empty):
-            raise UserError(_too_long_message(self.too_long, self.reading.max_prompt_tokens, action))
-        if is_empty and self.counts["num_silent"] > num_silent:
-            raise UserError(f"{part}: no conversation has a message of the assistant to learn from: add the answers")
-        if is_empty and self.counts["num_dropped"]:
-            raise UserError(f"{part}: data.long_prompts=drop leaves no row: raise generation.max_new_tokens")
-        if is_empty:
-            raise UserError(f"{part} is empty: it needs at least one prompt")
-        self.counts["num_truncated" if action == "truncate" else "num_dropped"] += len(self.too_long)
+        num_long = len(self.too_long)
+        self.counts["num_truncated" if action == "truncate" else "num_dropped"] += num_long
+        if num_long and action == "error":
+            (where, length), longest = self.too_long[0], max(length for _, length in self.too_long)
+            others = f" ({num_long} prompts are too long)" if num_long > 1 else ""
+            raise UserError(
+                f"{where}: the prompt has {length} tokens, the limit is {self.reading.max_prompt_tokens}{others}: "
+                f"raise data.max_prompt (to {longest}), or set data.long_prompts=truncate (or drop)"
+            )
+        if len(self.texts) == num_before:
+            lost = self.counts - before
+            raise UserError(
+                f"{part} has no row to learn from: {lost['num_dropped']} are too long (raise data.max_prompt or "
+                f"generation.max_new_tokens), {lost['num_silent']} have no message of the assistant (add the answers)"
+                if lost
+                else f"{part} is empty: it needs at least one prompt"
+            )
 
     def _read_file(self, path: Path, source: str) -> None:
         """Adds the rows of a file."""
@@ -220,11 +227,20 @@ class _Rows:
                 self.too_long.append((where, len(tokens)))
                 if reading.long_prompts != "truncate":
                     continue
-                tokens, text = _truncate(tokens, reading.max_prompt_tokens, reading.tokenizer)
+                limit = reading.max_prompt_tokens
+                first = tokens[:1] if tokens[0] == reading.tokenizer.bos_token_id and limit > 1 else []
+                last = tokens[len(first) - limit :]
+                tokens, text = first + last, reading.tokenizer.decode(last)
             self.tokens.extend(tokens)
             self.ends.append(len(self.tokens))
             self.texts.append(text)
-            self._add_others(where, record, row, responses)
+            for key, response in responses.items():
+                self.responses[key].append(response)
+                if self.marks:
+                    self.numbers[self.marks].append(row.marks[: len(response)])
+            for key, (column, default) in self.number_columns.items():
+                self.numbers[key].append([number_of(where, record, column, default)])
+            self.remarks.update(filter(None, [row.remark]))
             self._add_columns(record, row, source)
 
     def _within_limit(self, where: str, row: RowTokens) -> Mapping[str, list[int]] | None:
@@ -243,17 +259,6 @@ class _Rows:
             return None
         self.counts["num_cut"] += 1
         return cut
-
-    def _add_others(self, where: str, record: Record, row: RowTokens, responses: Mapping[str, list[int]]) -> None:
-        """Adds responses, numbers and remarks of a row."""
-        for key, response in responses.items():
-            self.responses[key].append(response)
-            if self.marks:
-                self.numbers[self.marks].append(row.marks[: len(response)])
-        for key, (column, default) in self.number_columns.items():
-            self.numbers[key].append([number_of(where, record, column, default)])
-        if row.remark:
-            self.remarks[row.remark] += 1
 
     def _add_columns(self, record: Record, row: RowTokens, source: str) -> None:
         """Adds the columns that are neither prompt nor response. A text beside a conversation stays, so that it is
@@ -353,21 +358,3 @@ def _sources(parts: Sequence[Path]) -> list[str]:
 def _as_text(value: Any) -> str:
     """Returns what JSON has no type for, such as a date, as text; bytes that are not UTF-8 with escapes."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
-
-
-def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """Returns the last tokens of a prompt, after its beginning-of-sequence token, and their text."""
-    first = tokens[:1] if tokens[0] == tokenizer.bos_token_id and limit > 1 else []
-    last = tokens[-(limit - len(first)) :]
-    return first + last, tokenizer.decode(last)
-
-
-def _too_long_message(too_long: list[tuple[str, int]], limit: int, action: str) -> str:
-    """Returns the error for prompts that are too long. action: data.long_prompts."""
-    where, length = too_long[0]
-    others = f" ({len(too_long)} prompts are too long)" if len(too_long) > 1 else ""
-    text = f"{where}: the prompt has {length} tokens, the limit is {limit}{others}"
-    if action == "drop":
-        return f"{text}; data.long_prompts=drop leaves no prompt: raise data.max_prompt"
-    longest = max(num for _, num in too_long)
-    return f"{text}: raise data.max_prompt (to {longest}), or set data.long_prompts=truncate (or drop)"

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import ARROW, CSV, KINDS, PACKED, TABLES, is_packed, kind_of_file, read_data
 from rlhf_spmd.files.reading import no_memory, why_no_file
+from rlhf_spmd.pages.option_suggestions import did_you_mean
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
@@ -48,6 +49,20 @@ def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserErro
     if key in record:
         return UserError(f"{where}: the value of {key!r} is null: give it a value")
     return UserError(f"{where}: no key {key!r} (keys there: {', '.join(map(repr, record)) or 'none'}): {fix}")
+
+
+def no_column(asks: str, name: str, columns: Sequence[str], words: Sequence[str]) -> UserError:
+    """Returns the error for a parameter of the user's code that is neither a column nor a word of the program.
+
+    asks: what asks for it.
+    columns: of the data set.
+    """
+    there = ", ".join(columns) or "there is none besides the prompts"
+    hint = did_you_mean(name, [*columns, *words])
+    return UserError(
+        f"{asks}, which is not a column of the data set ({there}), nor one of {', '.join(words)}{hint}: add the "
+        "column, or rename the parameter"
+    )
 
 
 def kind_of(value: object) -> str:

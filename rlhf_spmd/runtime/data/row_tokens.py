@@ -118,11 +118,10 @@ class _Row:
         """Returns an error about this row."""
         return UserError(f"{self.where}: {text}")
 
-    def text(self, column: str, *, name: str = "") -> str:
-        """Returns a column that must be text. name: of the column in messages, if it must not be empty."""
+    def text(self, column: str) -> str:
+        """Returns a column that must be text, and not empty."""
         text = text_of(self.where, self.record, column)
-        if name:
-            check_text(self.where, text, name)
+        check_text(self.where, text, f"the value of {column!r}")
         return text
 
     def messages(self, column: str) -> list[Message]:
@@ -146,7 +145,7 @@ class _Row:
             raise self.error("the prompt is a list of messages, and only a string can be read here")
         self.is_rendered = True
         text = render(self.where, messages, **self.arguments, **({} if answers else {"answers": False}))
-        check_unicode(self.where, text, "the conversation")
+        check_text(self.where, text, "the conversation")
         return text
 
     def check_written(self, messages: list[Message], learned: int) -> None:
@@ -200,11 +199,6 @@ def check_text(where: str, text: str, what: str) -> None:
     """Raises UserError for a text that is empty or not Unicode."""
     if not text.strip():
         raise UserError(f"{where}: {what} is empty: write one or remove the entry")
-    check_unicode(where, text, what)
-
-
-def check_unicode(where: str, text: str, what: str) -> None:
-    """Raises UserError for a text that is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -221,37 +215,38 @@ def _prompt_alone(row: _Row) -> RowTokens:
     """Returns the tokens of a prompt without responses; the last answer of a conversation is left out."""
     key, record = row.reading.key, row.record
     column = first_of(record, (key, *row.reading.others)) or key
-    is_text = column == key and not isinstance(record.get(column), list)
-    if is_text:
+    if column == key and not isinstance(record.get(column), list):
         text = row.text(column)
-    else:
-        messages = row.messages(column)
-        messages = messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
-        if not messages:
-            raise row.error("the conversation has no message before the assistant's: add the question")
-        messages = row.with_system(messages)
-        row.check_written(messages, len(messages))
-        text = row.render(messages)
-    check_text(row.where, text, "the prompt")
-    return RowTokens("", text, is_text, row.encode(text, special=is_text))
+        return RowTokens("", text, True, row.encode(text, special=True))
+    messages = row.messages(column)
+    messages = row.with_system(_asked(row, messages[:-1] if messages[-1]["role"] == ASSISTANT else messages))
+    row.check_written(messages, len(messages))
+    text = row.render(messages)
+    return RowTokens("", text, False, row.encode(text, special=False))
+
+
+def _asked(row: _Row, messages: list[Message]) -> list[Message]:
+    """Returns the messages before an answer, at least one."""
+    if not messages:
+        raise row.error("the conversation has no message before the assistant's: add the question")
+    return messages
 
 
 def _with_responses(row: _Row) -> RowTokens | None:
     """Returns the tokens of a row with responses."""
     record, key, columns = row.record, row.reading.key, list(row.reading.columns.values())
-    missing = [column for column in (key, *columns) if record.get(column) is None]
-    if len(columns) == 1 and missing:
+    has_prompt = record.get(key) is not None
+    missing = [column for column in columns if record.get(column) is None]
+    if len(columns) == 1 and (missing or not has_prompt):
         instead = first_of(record, (*CONVERSATIONS, TEXT))
         if instead is None:
             fix = f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}"
-            raise lacks(row.where, record, missing[0], fix)
+            raise lacks(row.where, record, missing[0] if has_prompt else key, fix)
         return _of_text(row) if instead == TEXT else _of_conversation(row, instead)
-    for column in columns:
-        if column in missing:
-            raise lacks(row.where, record, column)
+    if missing:
+        raise lacks(row.where, record, missing[0])
     are_lists = {isinstance(record[column], list) for column in columns}
-    has_prompt = key not in missing
-    if has_prompt and len(columns) > 1 and are_lists == {True} and isinstance(record[key], str):
+    if len(columns) > 1 and are_lists == {True} and isinstance(record.get(key), str):
         has_prompt = False  # the text says the same as the conversations
     if has_prompt:
         are_lists.add(isinstance(record[key], list))
@@ -259,25 +254,19 @@ def _with_responses(row: _Row) -> RowTokens | None:
         names = ", ".join(map(repr, [key, *columns] if has_prompt else columns))
         raise row.error(f"{names} are strings and lists of messages: write all as strings, or all as lists of messages")
     tokens = (_of_messages if are_lists == {True} else _of_strings)(row, has_prompt=has_prompt)
-    if tokens is not None and len(columns) > 1:
-        first, second = tokens.responses.values()
-        if first == second:
-            raise row.error(
-                f"{' and '.join(map(repr, columns))} are equal, so there is nothing to compare: remove the row"
-            )
+    if tokens is not None and len(columns) > 1 and len({*map(tuple, tokens.responses.values())}) == 1:
+        raise row.error(f"{' and '.join(map(repr, columns))} are equal, so there is nothing to compare: remove the row")
     return tokens
 
 
 def _of_strings(row: _Row, *, has_prompt: bool) -> RowTokens:
     reading = row.reading
-    texts = {key: row.text(column, name=f"the value of {column!r}") for key, column in reading.columns.items()}
+    texts = {key: row.text(column) for key, column in reading.columns.items()}
     if has_prompt:
-        prompt = row.text(reading.key, name="the prompt")
+        prompt = row.text(reading.key)
     else:  # a space at the end of what texts have in common belongs to what follows
-        first, second = texts.values()
-        prompt = first[: _num_common(first, second)].removesuffix(" ")
-        names = " and ".join(map(repr, reading.columns.values()))
-        check_text(row.where, prompt, f"what {names} have in common")
+        prompt = _common(*texts.values()).removesuffix(" ")
+        check_text(row.where, prompt, f"what {' and '.join(map(repr, reading.columns.values()))} have in common")
         texts = {key: text[len(prompt) :] for key, text in texts.items()}
     tokens = row.encode(prompt, special=True)
     responses = {key: row.ended(row.encode_after(prompt, tokens, text, special=True)) for key, text in texts.items()}
@@ -288,30 +277,27 @@ def _of_strings(row: _Row, *, has_prompt: bool) -> RowTokens:
 def _of_messages(row: _Row, *, has_prompt: bool) -> RowTokens | None:
     reading, plain = row.reading, row.record.get(row.reading.key) or ""
     answers = {key: row.messages(column) for key, column in reading.columns.items()}
-    num_common = 0 if has_prompt else _num_common(*answers.values())
     if has_prompt:
         before = row.messages(reading.key)
-    elif num_common:
-        before = next(iter(answers.values()))[:num_common]
-        answers = {key: messages[num_common:] for key, messages in answers.items()}
-    elif plain and all(messages[0]["role"] == ASSISTANT for messages in answers.values()):
-        before = [{"role": "user", "content": row.text(reading.key, name="the prompt")}]
     else:
+        before = _common(*answers.values())
+        answers = {key: messages[len(before) :] for key, messages in answers.items()}
+    if not before and plain and all(messages[0]["role"] == ASSISTANT for messages in answers.values()):
+        before = [{"role": "user", "content": row.text(reading.key)}]
+    if not before:
         raise row.error(
             f"the conversations have no message in common: write the column {reading.key!r} as a list of messages"
         )
     for key, messages in answers.items():
-        if all(message["role"] != ASSISTANT for message in messages):
-            raise row.error(
-                f"{reading.columns[key]!r} has no message of the assistant: add its answer, or remove the row"
-            )
         places = learned_places(row.where, messages)
-        if reading.marks and not places:
+        if not reading.marks and (not places or len(places) < len(_places_of_assistant(messages))):
+            raise row.error(
+                f"{reading.columns[key]!r} has no message of the assistant, or one that is marked 0, and in pairs all "
+                "are learned: add its answer, or remove the row"
+            )
+        if not places:
             return None
-        if reading.marks:
-            answers = {key: messages[: places[-1] + 1]}
-        elif len(places) < len(_places_of_assistant(messages)):
-            raise row.error("a message of the assistant is marked 0, and in pairs all are learned: remove the row")
+        answers[key] = messages[: places[-1] + 1]
     texts = [message.get("content", "").strip() for message in before]
     differs = isinstance(plain, str) and plain.strip() and not any(_overlap(text, plain) for text in texts)
     remark = OTHER_TEXT.format(key=reading.key) if differs else ""
@@ -333,15 +319,14 @@ def _of_conversation(row: _Row, column: str) -> RowTokens | None:
         places = [place for place in places if place == _places_of_assistant(messages)[-1]]
     if not places:
         return None
-    if places[0] == 0:
-        raise row.error("the conversation has no message before the assistant's: add the question")
-    text, tokens, response, marks = _answered(row, messages[: places[0]], messages[places[0] : places[-1] + 1])
+    before = _asked(row, messages[: places[0]])
+    text, tokens, response, marks = _answered(row, before, messages[places[0] : places[-1] + 1])
     responses = dict.fromkeys(reading.columns, response)
     return RowTokens(f"the column {CONVERSATION!r}", text, False, tokens, responses, marks)
 
 
 def _of_text(row: _Row) -> RowTokens:
-    text = row.text(TEXT, name=f"the value of {TEXT!r}")
+    text = row.text(TEXT)
     prompt, *response = row.ended(row.encode(text, special=True))
     start, responses = row.reading.tokenizer.decode([prompt]), dict.fromkeys(row.reading.columns, response)
     return RowTokens(f"the column {TEXT!r}", start, False, [prompt], responses, [1] * len(response))
@@ -393,7 +378,7 @@ def _places_of_assistant(messages: Sequence[Message]) -> list[int]:
     return [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
-def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Returns how long the common beginning of two texts or conversations is."""
+def _common(first: Any, second: Any) -> Any:
+    """Returns the common beginning of two texts or conversations."""
     shorter = min(len(first), len(second))
-    return next((place for place in range(shorter) if first[place] != second[place]), shorter)
+    return first[: next((place for place in range(shorter) if first[place] != second[place]), shorter)]

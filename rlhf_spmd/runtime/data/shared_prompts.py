@@ -7,18 +7,25 @@ so a set is in memory once per node and no file is left behind.
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 
-from rlhf_spmd.runtime.data.packed_rows import NumberRows, TextRows, TokenRows
+from rlhf_spmd.runtime.data.packed_rows import NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompts import COUNTS, PromptSet
-from rlhf_spmd.runtime.failure.records import PREFIX, SHARED_MEMORY
+from rlhf_spmd.runtime.failure.records import PREFIX
 from rlhf_spmd.runtime.world.world import World
 
-# the other fields of a set
-FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks")
+ROWS: dict[str, Any] = {
+    "prompts": TokenRows,
+    "texts": TextRows,
+    "columns": TextRows,
+    "responses": TokenRows,
+    "numbers": NumberRows,
+}
+OTHERS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks")  # fields of a set
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
@@ -30,53 +37,53 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
     try:
         if world.rank == first:
             prompts = load()
-            if world.nodes.count(world.node) > 1:
-                path, about = _write(prompts)
-        about = world.allgather({"path": path, **about}, "the prompts")[first]
-        if prompts is None and about["path"]:
-            prompts = _map(about)
+            with suppress(OSError):  # no room there: all ranks load
+                # the name is unique, because ranks of a node need not share a folder
+                path = tempfile.mkdtemp(prefix=PREFIX)
+                about = _write(prompts, path)
+        about = world.allgather(about, "the prompts")[first]
+        if prompts is None and about:
+            with suppress(OSError, ValueError):  # this rank does not see the files
+                prompts = _map(about)
         world.barrier("mapping the prompts")
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return load() if prompts is None else prompts
 
 
-def _write(prompts: PromptSet) -> tuple[str, Mapping]:
-    """Writes the arrays of a set to a new folder -> its path ("" if no disk has room) and the facts to map it."""
-    arrays = [prompts.prompts.items, prompts.prompts.ends, prompts.texts.items, prompts.texts.ends]
-    for rows in (*prompts.responses.values(), *prompts.numbers.values(), *filter(None, (prompts.columns,))):
-        arrays += [rows.items, rows.ends]
-    for parent in (tempfile.gettempdir(), SHARED_MEMORY):  # that one last, because weight transfers need it
-        path = ""
-        try:  # the name is unique, because ranks of a node need not share a folder
-            path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-            for number, array in enumerate(arrays):
-                with open(f"{path}/{number}.npy", "xb") as file:
-                    npy.write_array(file, array, allow_pickle=False)
-        except OSError:
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            facts = {name: getattr(prompts, name) for name in FACTS}
-            keys = {"keys": list(prompts.responses), "numbers": list(prompts.numbers)}
-            about = keys | {"columns": prompts.columns is not None, "facts": facts}
-            return path, about | {"hashes": {"tokens": prompts.fingerprint(), "columns": prompts.columns_fingerprint()}}
-    return "", {}
-
-
-def _map(about: Mapping) -> PromptSet | None:
-    """Maps the set that another rank has written; None if this rank does not see its files."""
-    try:
-        numbers = range(4 + 2 * (len(about["keys"]) + len(about["numbers"]) + about["columns"]))
-        arrays = [np.asarray(npy.open_memmap(f"{about['path']}/{number}.npy", mode="r")) for number in numbers]
-    except (OSError, ValueError):  # not there, or not yet whole
-        return None
-    rows = list(zip(arrays[::2], arrays[1::2], strict=True))
-    columns = TextRows(*rows.pop()) if about["columns"] else None
-    found = iter(rows[2:])
-    responses = {key: TokenRows(*next(found)) for key in about["keys"]}
-    values = {key: NumberRows(*next(found)) for key in about["numbers"]}
-    prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), dict(about["hashes"])
-    facts: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in about["facts"].items()
+def _write(prompts: PromptSet, path: str) -> Mapping:
+    """Writes the arrays of a set to a folder, and returns what else is needed to map it."""
+    rows: dict[str, PackedRows] = {}
+    for field in ROWS:
+        value = getattr(prompts, field) or {}
+        rows |= (
+            {f"{field}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {field: value}
+        )
+    for number, part in enumerate(rows.values()):
+        for name, array in (("items", part.items), ("ends", part.ends)):
+            with open(f"{path}/{number}.{name}", "xb") as file:
+                npy.write_array(file, array, allow_pickle=False)
+    prompts.fingerprints("")  # computed once for the node
+    return {
+        "path": path,
+        "rows": list(rows),
+        "hashes": prompts.hashes,
+        "others": {name: getattr(prompts, name) for name in OTHERS},
     }
-    return PromptSet(prompts, texts, responses=responses, numbers=values, columns=columns, **facts, _hashes=known)
+
+
+def _map(about: Mapping) -> PromptSet:
+    """Maps the set that another rank has written. Raises OSError or ValueError if this rank does not see its files."""
+    fields: dict[str, Any] = {"responses": {}, "numbers": {}, "hashes": about["hashes"]}
+    for number, name in enumerate(about["rows"]):
+        field, _, key = name.partition("/")
+        file = f"{about['path']}/{number}"
+        items, ends = (np.asarray(npy.open_memmap(f"{file}.{part}", mode="r")) for part in ("items", "ends"))
+        rows = ROWS[field](items, ends)
+        if key:
+            fields[field][key] = rows
+        else:
+            fields[field] = rows
+    for name, value in about["others"].items():
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return PromptSet(**fields)

@@ -24,6 +24,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.named_objects import load_named
 from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.runtime.data.readers import no_column
 from rlhf_spmd.runtime.environments.native import BY_NAME, FunctionSession, ObjectSession, Session
 from rlhf_spmd.runtime.environments.others import (
     OpenRLHFSession,
@@ -37,16 +38,11 @@ from rlhf_spmd.runtime.environments.others import (
 NOT_TOOLS = ("reset", "get_reward", "close", "step")
 CHOICE = "environment"  # the column that names one of several
 SEEDS = ("seed", "sample_seed")
-ASKS_THE_MODEL = "which calls the model itself: name its tools, or a class with reset(**columns) and step(text)"
-# method -> whose it is, and what is to be named instead
-UNSUPPORTED = {
-    "initial_observation": f"an Env of tinker, {ASKS_THE_MODEL}",
-    "arun_episode": f"a workflow of AReaL, {ASKS_THE_MODEL}",
-    "env_response": f"an environment of verifiers, {ASKS_THE_MODEL}",
-    "run": f"an agent loop (as of verl), {ASKS_THE_MODEL}",
-    "generate": f"an agent, {ASKS_THE_MODEL}",
-    "execute": "an executor (as of OpenRLHF), which calls the model itself: name its AgentInstance instead",
-}
+ASKS_THE_MODEL = (
+    "calls the model itself, as agents of tinker, AReaL, verifiers, verl, slime and executors of OpenRLHF do: name its "
+    "tools, its AgentInstance, or a class with reset(**columns) and step(text)"
+)
+CALLS_THE_MODEL = {"initial_observation", "arun_episode", "env_response", "run", "generate", "execute"}  # methods
 OF_SLIME = {"args", "sample", "sampling_params"}  # parameters of a function that generates
 
 
@@ -81,18 +77,11 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
     with naming(f"environment {spec!r}"):
         if spec.endswith((".yaml", ".yml")):
             return {"": _of_verl(spec, verl_tools(spec))}
-        module, name = load_named(spec, "Name", "environment")
-        if not hasattr(module, name):
-            own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-            there = f": it has {', '.join(sorted(own)[:10])}" if own else ""
-            raise UserError(f"{spec.rpartition(':')[0]} has no {name!r}{did_you_mean(name, own) or there}")
-        named = getattr(module, name)
+        named = load_named(spec, "Name")
         if not isinstance(named, Mapping):
             return {"": _recognised(spec, named, columns)}
-        if not named:
-            raise UserError(f"{name} is empty: give it an environment by its name")
         if columns is not None and CHOICE not in columns:
-            raise UserError(f"{name} has several environments, and the data set has no column {CHOICE!r}: add one")
+            raise UserError(f"it has several environments, and the data set has no column {CHOICE!r}: add one")
         every = {str(key): _recognised(f"{spec}[{key!r}]", value, columns) for key, value in named.items()}
         return {key: replace(environment, key=key) for key, environment in every.items()}
 
@@ -123,7 +112,11 @@ def _recognised(spec: str, named: Any, columns: Sequence[str] | None) -> Environ
     if not listed or not all(map(inspect.isroutine, listed)):
         shown = f"{str(named)[:60]} ({type(named).__name__})"
         raise UserError(f"it is {shown}: name a class, a function, a list of functions, or a dict of classes")
-    return _of_functions(spec, listed)
+    for function in listed:
+        if {*inspect.signature(function).parameters} >= OF_SLIME:
+            raise UserError(f"{function.__name__} {ASKS_THE_MODEL}")
+    tools = _by_name([(function.__name__, function) for function in listed])
+    return Environment(spec, "tools", lambda: FunctionSession(tools), tools, is_stateless=True)
 
 
 def _made_by(named: Any) -> Any:
@@ -137,14 +130,6 @@ def _made_by(named: Any) -> Any:
     return cls if has_methods(cls, "reset") or has_methods(cls, "init", "step") else None
 
 
-def _of_functions(spec: str, functions: Sequence[Any]) -> Environment:
-    for function in functions:
-        if {*inspect.signature(function).parameters} >= OF_SLIME:
-            raise UserError(f"{function.__name__} is a generate function (as of slime), {ASKS_THE_MODEL}")
-    tools = _by_name([(function.__name__, function) for function in functions])
-    return Environment(spec, "tools", lambda: FunctionSession(tools), tools, is_stateless=True)
-
-
 def _by_name(named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Returns tools by their names. Raises UserError if several have the same, or for one that says that it must not be
     called twice, which nothing can promise."""
@@ -152,7 +137,7 @@ def _by_name(named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(tools) < len(named):
         raise UserError(f"several tools have the same name ({', '.join(tools)}): rename one")
     for name, tool in named:
-        if getattr(tool, "once", False):
+        if getattr(getattr(tool, "cls", tool), "once", False):
             raise UserError(
                 f"the tool {name} says once=True, but a resumed run, and an environment that is made anew, repeat "
                 "calls: let it do nothing for an rlhf_spmd.tools.episode_id() and a call that it has seen, and remove "
@@ -172,9 +157,10 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, make: Callable
         return Environment(spec, "chat", lambda: SkyRLSession(make))
     public = [name for name in dir(cls) if not name.startswith("_") and inspect.isroutine(getattr(cls, name))]
     if "reset" not in public:
-        why = next((f": {name} makes it {why}" for name, why in UNSUPPORTED.items() if name in public), "")
+        if not CALLS_THE_MODEL.isdisjoint(public):
+            raise UserError(f"it {ASKS_THE_MODEL}")
         has = f" (it has {', '.join(public)})" if public else ""
-        raise UserError(f"it has no reset(){has}{why or ': add reset(self, **columns), and tools or step(text)'}")
+        raise UserError(f"it has no reset(){has}: add reset(self, **columns), and tools or step(text)")
     if "step" in public:
         signature = inspect.signature(cls.step)
         if [*signature.parameters][1:2] == ["states"]:
@@ -194,20 +180,17 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, make: Callable
 
 def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
     """Raises UserError if reset() asks for what the data set lacks."""
+    if columns is None:
+        return
     _, *parameters = inspect.signature(cls.reset).parameters.values()
-    for parameter in parameters if columns is not None else ():
-        name, known = parameter.name, [*(columns or ()), *SEEDS]
-        if parameter.default is parameter.empty and parameter.kind in BY_NAME and name not in known:
-            there = ", ".join(columns or ()) or "there is none besides the prompts"
-            raise UserError(
-                f"its reset() asks for {name}, which is not a column of the data set ({there}), nor one of "
-                f"{', '.join(SEEDS)}{did_you_mean(name, known)}: add the column, or rename the parameter"
-            )
+    for parameter in parameters:
+        is_required = parameter.default is parameter.empty and parameter.kind in BY_NAME
+        if is_required and parameter.name not in (*columns, *SEEDS):
+            raise no_column(f"its reset() asks for {parameter.name}", parameter.name, columns, SEEDS)
 
 
 def _of_verl(spec: str, tools: Sequence[VerlTool]) -> Environment:
     schemas = [tool.described() for tool in tools]
     names = [schema["function"]["name"] for schema in schemas]
-    _by_name([(name, tool.cls) for name, tool in zip(names, tools, strict=True)])
-    named = dict(zip(names, tools, strict=True))
+    named = _by_name([*zip(names, tools, strict=True)])
     return Environment(spec, "tools", lambda: VerlSession(named), dict(zip(names, schemas, strict=True)))

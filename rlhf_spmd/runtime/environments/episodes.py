@@ -6,23 +6,109 @@ that raises, or whose worker ends, is made anew and brought to where it was by t
 in a worker that ended, any of them may have ended it; so the last try of each runs alone.
 """
 
+import hashlib
+import math
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import output
 from rlhf_spmd.model.texts.tool_calls import Call
-from rlhf_spmd.runtime.environments.native import Opening, Step
+from rlhf_spmd.runtime.environments.native import Message, Opening, Start, Step
 from rlhf_spmd.runtime.environments.renderer import Renderer
-from rlhf_spmd.runtime.environments.rows import EpisodeState, Limits, Row, Work, id_of, seed_of
 from rlhf_spmd.runtime.generation.episodes import Answer
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke or was lost
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
 DROPPED = "dropped_episodes"  # in the log
+REWARD = {"do": "reward"}  # the last question of an episode
+GONE = {"gone": True}  # the answer of a worker without the episode
+
+Question = dict[str, Any]  # to a worker
+Reply = Mapping[str, Any]  # from it
+Work = Generator[Question | None, Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row to be drawn.
+
+    prompt: its number in the iteration.
+    sample: its number among the rows of the prompt.
+    group: number of the rows that are dropped together.
+    text, messages: of the prompt.
+    where: of the row in the data, for messages.
+    """
+
+    prompt: int
+    sample: int
+    group: int
+    columns: Mapping[str, Any]
+    text: str
+    messages: list[Message] | None
+    where: str = "the data set"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of an episode; 0: none.
+
+    calls: of tools.
+    tool_s: seconds of a call.
+    episode_s: of a whole episode.
+    """
+
+    turns: int = 0
+    calls: int = 0
+    tool_s: float = 0.0
+    episode_s: float = 0.0
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """A row under way.
+
+    key: its number among all of the workers.
+    start: what its environment begins with.
+    work: yields questions for its worker and, between turns, None.
+    ticket: of the question that waits; 0: none.
+    until_s: when its time is over.
+    made: the calls so far that were answered in time, with their answers; the first one begins it.
+    num_broken, num_lost: how often its environment raised, and how often its worker ended.
+    reason: why it ended; empty: it has not.
+    is_reported: the engine knows that it is over.
+    """
+
+    row: Row
+    renderer: Renderer
+    key: int
+    start: Start
+    work: Work = field(init=False)
+    ticket: int = 0
+    until_s: float = math.inf
+    turn: int = 0
+    made: list[tuple[Question, Reply]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    end_reward: float = 0.0
+    num_calls: int = 0
+    num_failures: int = 0
+    num_timeouts: int = 0
+    num_broken: int = 0
+    num_lost: int = 0
+    seconds: list[float] = field(default_factory=list)
+    reason: str = ""
+    is_reported: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"prompt {self.row.prompt}, sample {self.row.sample}, turn {self.turn}"
+
+
+class Dropped(Exception):
+    """An environment broke too often, and the group of its row is dropped."""
 
 
 class Episodes:
@@ -45,10 +131,12 @@ class Episodes:
         name: of the run and the call, for the ids of episodes.
         """
         self.workers, self.limits, self.on_failure = workers, limits, on_failure
-        self.seed, self.iteration, self.name = seed, iteration, name
-        self.states = [
-            EpisodeState(row, renderer, workers.new_key()) for row, renderer in zip(rows, renderers, strict=True)
-        ]
+        self.states: list[EpisodeState] = []
+        for row, renderer in zip(rows, renderers, strict=True):
+            key = (seed, iteration, row.prompt)
+            seeds = seed_of(*key), seed_of(*key, row.sample)
+            start = Start(dict(row.columns), row.text, row.messages, *seeds, id_of(name, *key, row.sample))
+            self.states.append(EpisodeState(row, renderer, workers.new_key(), start))
         self.dropped: set[int] = set()  # groups
         self._tickets: dict[int, int] = {}  # of questions -> row
         self._ready: list[Answer] = []
@@ -58,12 +146,17 @@ class Episodes:
     def openings(self) -> list[list[int]]:
         """Returns the tokens of each prompt, as its environment opens it."""
         for number, state in enumerate(self.states):
-            if not state.renderer.environment.is_stateless:
-                self._go_on(number, self._open(number, state))
+            state.work = self._play(number, state)
+            self._go_on(number)
         while self._tickets:
             self._take_answers(1.0)
         return [
-            state.renderer.prompt_ids(state.row.where, state.row.text, state.row.messages, state.opening or Opening())
+            state.renderer.prompt_ids(
+                state.row.where,
+                state.row.text,
+                state.row.messages,
+                Opening(**state.made[0][1]["opening"]) if state.made else Opening(),
+            )
             for state in self.states
         ]
 
@@ -71,14 +164,14 @@ class Episodes:
         """Notes that the model ended a turn of this row with these ids, the one that ends the turn included, if it drew
         one."""
         state = self.states[row]
-        assert state.work is None and not state.is_reported, "a row draws after its turn has been answered"
+        assert not state.ticket and not state.is_reported, "a row draws after its turn has been answered"
         if not state.turn and self.limits.episode_s:
             state.until_s = time.monotonic() + self.limits.episode_s
         state.turn += 1
         if state.reason:  # it broke before it began
             self._report(row, state, state.reason)
         else:
-            self._go_on(row, self._turn(row, state, token_ids))
+            self._go_on(row, token_ids)
 
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
@@ -99,10 +192,10 @@ class Episodes:
         """Returns the reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own
         reward in the last. reason: why it ended, which of a limit of the engine only the engine knows."""
         state = self.states[row]
-        if not state.reason and state.work is None:
+        if not state.reason and not state.ticket:
             state.is_reported = True
-            self._go_on(row, self._ended(row, state, reason))
-        while state.work is not None:
+            self._go_on(row, reason)
+        while state.ticket:
             self._take_answers(1.0)
         rewards = [*state.turn_rewards, *[0.0] * (max(state.turn, 1) - len(state.turn_rewards))]
         rewards[-1] += state.end_reward
@@ -116,19 +209,17 @@ class Episodes:
     def counts(self) -> dict[str, tuple[int, int]]:
         """Returns tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
         episodes. Dropped ones are counted for each of several environments, too."""
-        states, num = self.states, len(self.states)
+        num = len(self.states)
         counted = {
-            "tool_calls": (sum(state.num_calls for state in states), num),
-            "tool_failures": (sum(state.num_failures for state in states), num),
-            "tool_timeouts": (sum(state.num_timeouts for state in states), num),
+            "tool_calls": (sum(state.num_calls for state in self.states), num),
+            "tool_failures": (sum(state.num_failures for state in self.states), num),
+            "tool_timeouts": (sum(state.num_timeouts for state in self.states), num),
         }
-        if self.on_failure != "drop_group" and not self.dropped:
-            return counted
-        dropped = [(state.renderer.environment.key, self.is_dropped(row)) for row, state in enumerate(states)]
-        counted[DROPPED] = (sum(is_dropped for _, is_dropped in dropped), num)
-        for key in dict.fromkeys(key for key, _ in dropped if key):
-            of_key = [is_dropped for name, is_dropped in dropped if name == key]
-            counted[f"{DROPPED}/{key}"] = (sum(of_key), len(of_key))
+        for state in self.states if self.on_failure == "drop_group" else ():
+            key = state.renderer.environment.key
+            for name in (DROPPED, f"{DROPPED}/{key}") if key else (DROPPED,):
+                dropped, of = counted.get(name, (0, 0))
+                counted[name] = dropped + (state.row.group in self.dropped), of + 1
         return counted
 
     def seconds(self) -> list[float]:
@@ -142,38 +233,25 @@ class Episodes:
 
     # ---- rows that wait ---------------------------------------------------------------------------------------------
 
-    def _go_on(self, number: int, work: Work | None, answer: Mapping[str, Any] | None = None) -> None:
-        """Runs a row until it asks, or is done. work: a new one; None: what waits for this answer."""
+    def _go_on(self, number: int, value: Any = None) -> None:
+        """Runs a row until it asks its worker, waits for the model, or is over. value: what it waits for."""
         state = self.states[number]
-        state.work, state.ticket = work or state.work, 0
-        assert state.work is not None
+        state.ticket = 0
         try:
-            message = next(state.work) if answer is None else state.work.send(answer)
+            message = state.work.send(value)
         except StopIteration:
-            state.work = None
             return
-        limit_s = self.limits.tool_s
-        state.ticket = self.workers.ask(
-            state.key,
-            message | {"limit_s": limit_s},
-            timeout_s=limit_s * (len(state.made) + 2),  # of the earlier calls, too
-            first=lambda: self._first(state),
-            is_alone=state.num_lost >= MOST_TRIES,
-        )
-        self._tickets[state.ticket] = number
-
-    def _first(self, state: EpisodeState) -> dict[str, Any]:
-        """Returns what a worker needs that has had no message of an episode: its beginning, and what has happened."""
-        row, key = state.row, (self.seed, self.iteration, state.row.prompt)
-        start: dict[str, Any] = {"columns": dict(row.columns), "prompt": row.text, "messages": row.messages}
-        start |= {"seed": seed_of(*key), "sample_seed": seed_of(*key, row.sample)}
-        start["episode_id"] = id_of(self.name, *key, row.sample)
-        made = [] if state.renderer.environment.is_stateless else state.made
-        return {"start": start, "opening": state.opening and asdict(state.opening), "made": made}
+        if message is not None:
+            episode = {"environment": state.renderer.environment.key, "episode_id": state.start.episode_id}
+            limit_s = self.limits.tool_s
+            message = message | episode | {"limit_s": limit_s}
+            is_alone = state.num_lost >= MOST_TRIES
+            state.ticket = self.workers.ask(state.key, message, timeout_s=limit_s, is_alone=is_alone)
+            self._tickets[state.ticket] = number
 
     def _take_answers(self, wait_s: float) -> None:
         for ticket, answer in self.workers.answers(wait_s, self._tickets):
-            self._go_on(self._tickets.pop(ticket), None, answer)
+            self._go_on(self._tickets.pop(ticket), answer)
 
     def _end_late(self, waiting: Sequence[EpisodeState], now_s: float) -> None:
         """Ends those of the episodes that wait whose time is over."""
@@ -181,7 +259,7 @@ class Episodes:
             if now_s >= state.until_s:
                 number = self._tickets.pop(state.ticket)
                 self.workers.drop(state.ticket)
-                state.ticket, state.work = 0, None
+                state.ticket = 0
                 self._end(number, state, TIMEOUT)
 
     def _end(self, number: int, state: EpisodeState, reason: str) -> None:
@@ -195,88 +273,84 @@ class Episodes:
             state.is_reported = True
             self._ready.append(Answer(number, None, reason))
 
-    # ---- what a row asks --------------------------------------------------------------------------------------------
+    # ---- a row ------------------------------------------------------------------------------------------------------
 
-    def _open(self, number: int, state: EpisodeState) -> Work:
-        answer = yield from self._asked(number, state, {"do": "begin"})
-        if answer is not None:
-            state.opening = Opening(**answer["opening"])
+    def _play(self, number: int, state: EpisodeState) -> Work:
+        """Plays an episode. It waits for what the model drew in a turn, or for the limit of the engine that ended it;
+        the engine is told of the end at once, then the last reward is asked for."""
+        has_state = not state.renderer.environment.is_stateless
+        try:
+            if has_state:
+                begin = {"do": "begin", "start": asdict(state.start)}
+                state.made.append((begin, (yield from self._asked(state, begin))))
+            reason = ""
+            while not reason:
+                drawn = yield None
+                reason = drawn if isinstance(drawn, str) else (yield from self._turn(number, state, drawn))
+            if has_state and reason != TIMEOUT:
+                self._report(number, state, reason)
+                state.end_reward = (yield from self._asked(state, REWARD))["reward"]
+        except Dropped:
+            reason = TOOL_STOPPED
+        self._end(number, state, reason)
 
-    def _turn(self, number: int, state: EpisodeState, drawn: list[int]) -> Work:
-        """Answers a turn."""
+    def _turn(self, number: int, state: EpisodeState, drawn: list[int]) -> Generator[Question, Reply, str]:
+        """Answers a turn. Returns why the episode ends; empty: it does not."""
         renderer, limits = state.renderer, self.limits
         _, calls = renderer.parse(drawn, is_first=state.turn == 1)
         if renderer.form and not calls:
-            yield from self._ended(number, state, COMPLETED)
-            return
+            return COMPLETED
         if limits.calls and state.num_calls + len(calls) > limits.calls:
-            yield from self._ended(number, state, "max_tool_calls")
-            return
+            return "max_tool_calls"
         steps: list[Step] = []
         asked: list[Call | None] = [*calls] or [None]
         for call in asked:
-            step = yield from self._step(number, state, call, drawn)
-            if step is None:  # it was dropped
-                return
+            step = yield from self._step(state, call, drawn)
             state.num_failures += step.has_failed
             steps.append(step)
         state.turn_rewards.append(sum(step.reward for step in steps))
-        for step in steps:
-            for name, value in step.logs.items():
-                state.logs[name] = state.logs.get(name, 0.0) + value
         if any(step.is_done for step in steps):
-            yield from self._ended(number, state, TOOL_STOPPED)
-        elif limits.turns and state.turn >= limits.turns:
-            yield from self._ended(number, state, "max_turns")
-        elif time.monotonic() >= state.until_s:
-            self._end(number, state, TIMEOUT)
-        else:
-            self._ready.append(Answer(number, tuple(renderer.answer_ids(drawn, calls, steps))))
+            return TOOL_STOPPED
+        if limits.turns and state.turn >= limits.turns:
+            return "max_turns"
+        if time.monotonic() >= state.until_s:
+            return TIMEOUT
+        self._ready.append(Answer(number, tuple(renderer.answer_ids(drawn, calls, steps))))
+        return ""
 
-    def _step(
-        self, number: int, state: EpisodeState, call: Call | None, drawn: list[int]
-    ) -> Generator[dict[str, Any], Mapping[str, Any], Step | None]:
-        """Returns the answer to a call, or to a turn without one; None: the episode was dropped."""
-        message: dict[str, Any] = {"do": "step", "text": state.renderer.text_of(drawn)}
+    def _step(self, state: EpisodeState, call: Call | None, drawn: list[int]) -> Generator[Question, Reply, Step]:
+        """Returns the answer to a call, or to a turn without one."""
+        message: Question = {"do": "step", "text": state.renderer.text_of(drawn)}
         if call is not None:
             state.num_calls += 1
             if call.error:
                 return Step(call.error, has_failed=True)
             message = {"do": "call", "name": call.name, "arguments": call.arguments}
         began_s = time.monotonic()
-        answer = yield from self._asked(number, state, message)
-        if answer is None:
-            return None
+        answer = yield from self._asked(state, message)
         state.seconds.append(time.monotonic() - began_s)
-        if answer.get("timed_out"):
+        if "timed_out" in answer:
             state.num_timeouts += 1
             return Step(f"error: timed out after {self.limits.tool_s:g} s", has_failed=True)
-        state.made.append((message, answer["step"]))
+        state.made.append((message, answer))
         return Step(**answer["step"])
 
-    def _ended(self, number: int, state: EpisodeState, reason: str) -> Work:
-        """Ends an episode: the engine is told at once, then its last reward is asked for."""
-        if not state.renderer.environment.is_stateless:
-            self._report(number, state, reason)
-            answer = yield from self._asked(number, state, {"do": "reward"})
-            if answer is None:
-                return
-            state.end_reward = answer["reward"]
-        self._end(number, state, reason)
-
-    def _asked(
-        self, number: int, state: EpisodeState, message: dict[str, Any]
-    ) -> Generator[dict[str, Any], Mapping[str, Any], Mapping[str, Any] | None]:
-        """Asks the environment until it answers. Returns the answer; None: it broke too often, and its group is
-        dropped. Raises UserError if groups are not."""
+    def _asked(self, state: EpisodeState, message: Question) -> Generator[Question, Reply, Reply]:
+        """Asks the environment until it answers, and returns the answer. Raises Dropped if it broke too often, or
+        UserError if groups are not dropped."""
         while True:
             answer = yield message
+            is_again = "gone" in answer
+            if is_again:
+                answer = yield from self._made_anew(state)
+            if "gone" in answer:
+                continue
             name = state.renderer.environment.name
             if "misused" in answer:
                 raise UserError(f"{state.where}: environment {name!r}: {answer['misused']}")
             how = answer.get("broken", "")
-            if answer.get("timed_out") and message["do"] not in ("call", "step"):
-                how = "it blocks its worker process, and its time is over"
+            if "timed_out" in answer and (is_again or message["do"] not in ("call", "step")):
+                how = f"it took longer than {self.limits.tool_s:g} s to {'be made anew' if is_again else message['do']}"
             if "lost" in answer:
                 state.num_lost += 1
                 how = f"its worker process {answer['lost']}"
@@ -287,10 +361,25 @@ class Episodes:
                 return answer
             num = max(state.num_lost, state.num_broken)
             if num > MOST_TRIES:
-                self._give_up(number, state, f"the environment {name} broke {num} times", how)
-                return None
+                self._drop(state, f"the environment {name} broke {num} times", how)
 
-    def _give_up(self, number: int, state: EpisodeState, what: str, how: str) -> None:
+    def _made_anew(self, state: EpisodeState) -> Generator[Question, Reply, Reply]:
+        """Brings a new environment to where the lost one was. Returns the answer of a call that failed, or else GONE:
+        the question is to be asked again. Raises UserError if a call is answered otherwise than before."""
+        for asked, before in state.made:
+            now = yield asked
+            if now.keys() != before.keys():
+                return now
+            if now != before:
+                raise UserError(
+                    f"{state.where}: environment {state.renderer.environment.name!r}: {asked.get('name', asked['do'])} "
+                    f"gave {str(now)[:200]} where it gave {str(before)[:200]} before its object was made anew: let its "
+                    "answers depend on the calls, the columns and the seeds alone"
+                )
+        return GONE
+
+    def _drop(self, state: EpisodeState, what: str, how: str) -> None:
+        """Drops the group of an episode and raises Dropped, or UserError where groups are not dropped."""
         if self.on_failure != "drop_group":
             raise UserError(
                 f"{state.where}: {what}: fix it, let a tool return a text about what is wrong, or leave such groups "
@@ -298,4 +387,14 @@ class Episodes:
             )
         output.say(f"{output.NOTE}{what}, so the group of an episode is dropped\n{how}")
         self.dropped.add(state.row.group)
-        self._end(number, state, TOOL_STOPPED)
+        raise Dropped
+
+
+def seed_of(*key: int) -> int:
+    """Returns a number below 2**31 for random generators, the same on any machine."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big") >> 1
+
+
+def id_of(*key: str | int) -> str:
+    """Returns a name of 16 hexadecimal digits, the same on any machine."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

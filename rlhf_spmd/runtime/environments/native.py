@@ -6,24 +6,18 @@ for one another.
 """
 
 import asyncio
-import contextvars
-import functools
 import inspect
 import json
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 
-MOST_THREADS = 512  # of calls that run at once in a worker; those that hang keep theirs
 MOST_ERROR = 300  # characters of an error that a model gets
-ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>")  # in the text of an object that has none of its own
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ANSWER_ROLES = ("user", "tool")  # of messages that answer a turn
 Message = dict[str, Any]
@@ -70,14 +64,12 @@ class Step:
 
     observation: text, or messages with the roles user or tool.
     has_failed: a tool has, and the observation says how.
-    logs: further numbers.
     """
 
     observation: str | list[Message] = ""
     reward: float = 0.0
     is_done: bool = False
     has_failed: bool = False
-    logs: dict[str, float] = field(default_factory=dict)
 
 
 class Session:
@@ -155,20 +147,14 @@ class ObjectSession(Session):
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="environment")
-
-
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls a function of the user, async or not, and returns its result. Raises what it raises."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    context = contextvars.copy_context()
-    found, error = await asyncio.wrap_future(_threads().submit(context.run, _tried, function, args, kwargs))
+    result, error = await asyncio.to_thread(_tried, function, args, kwargs)
     if error is not None:
         raise error
-    return await found if inspect.isawaitable(found) else found
+    return await result if inspect.isawaitable(result) else result
 
 
 def _tried(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, BaseException | None]:
@@ -212,10 +198,8 @@ def failed(error: BaseException) -> Step:
     task = asyncio.current_task()
     if isinstance(error, UserError) or (task is not None and task.cancelling()):
         raise error
-    message = ""
-    with suppress(Exception):  # of the error's own method
-        message = " ".join(str(error).split())[:MOST_ERROR]
-    return Step(f"error: {type(error).__name__}{': ' if message else ''}{message}", has_failed=True)
+    message = " ".join(f"error: {type(error).__name__}: {error}".split())[:MOST_ERROR]
+    return Step(message.removesuffix(":"), has_failed=True)
 
 
 def taken_by(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,8 +229,7 @@ def checking(what: str, result: Any, wanted: str) -> Iterator[None]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8. Raises ValueError for an
-    object without a text, which would be another one in each run."""
+    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, bytes | bytearray):
@@ -255,8 +238,6 @@ def text_of(value: Any) -> str:
         value = sorted(value, key=str)
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
-    if ADDRESS.fullmatch(str(value)):
-        raise ValueError
     return str(value)
 
 

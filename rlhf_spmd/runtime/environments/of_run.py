@@ -7,10 +7,8 @@ from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.messages import conversation_of
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episodes import Episodes
-from rlhf_spmd.runtime.environments.renderer import Render, renderer_of
-from rlhf_spmd.runtime.environments.rows import Limits, Row
-from rlhf_spmd.runtime.environments.transcript import Turn, transcript
+from rlhf_spmd.runtime.environments.episodes import Episodes, Limits, Row
+from rlhf_spmd.runtime.environments.renderer import Render, Turn, renderer_of, transcript
 from rlhf_spmd.runtime.environments.workers import environment_workers
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 

@@ -5,7 +5,6 @@ What they have that is not supported is refused by its name.
 """
 
 import inspect
-import numbers
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ class SkyRLSession(ObjectSession):
     and the columns as extras."""
 
     async def begin(self, start: Start) -> Opening:
-        self.object = await made(self.make, **taken_by(self.make, {"env_config": Settings(), "extras": start.values}))
+        self.object = await made(self.make, **taken_by(self.make, {"env_config": {}, "extras": start.values}))
         prompt = start.messages or [{"role": "user", "content": start.prompt}]
         result = await called(self.object.init, [dict(message) for message in prompt])
         with checking("init()", result, "(messages, metadata)"):
@@ -54,9 +53,6 @@ class SkyRLSession(ObjectSession):
                 raise ValueError
             observations = messages_of(result["observations"], ANSWER_ROLES)
             return Step(observations, number(result["reward"]), truth(result["done"]))
-
-    async def reward(self) -> float:
-        return 0.0
 
 
 class OpenRLHFSession(ObjectSession):
@@ -80,13 +76,9 @@ class OpenRLHFSession(ObjectSession):
             if result.get("sampling_params") or result.get("images") or result.get("environment_images"):
                 raise ValueError
             feedback = text_of(result["environment_feedback"])
-            logs = {name: number(value) for name, value in (result.get("extra_logs") or {}).items()}
-            step = Step(feedback, number(result["rewards"]), truth(result["done"]), logs=logs)
+            step = Step(feedback, number(result["rewards"]), truth(result["done"]))
         self.text += text + feedback
         return step
-
-    async def reward(self) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +106,12 @@ class VerlTool:
             if hasattr(schema, "model_dump"):
                 schema = schema.model_dump(exclude_unset=True, exclude_none=True)
             assert isinstance(schema["function"]["name"], str), "a function with a name"
+            return schema
         except Exception as error:  # whatever its class raises without a schema
-            why = f"{type(error).__name__}: {error}"
-            fix = "name a file of tools (.yaml) with its tool_schema, as verl's tool_config_path does"
-            raise UserError(f"{self.cls.__name__} does not describe itself ({why}): {fix}") from None
-        return schema
+            raise UserError(
+                f"{self.cls.__name__} does not describe itself ({type(error).__name__}: {error}): name a file of tools "
+                "(.yaml) with its tool_schema, as verl's tool_config_path does"
+            ) from None
 
 
 class VerlSession(Session):
@@ -147,11 +140,10 @@ class VerlSession(Session):
         except BaseException as error:
             return failed(error)
         with checking(f"execute() of {name}", result, "(response, reward, metrics), without images and videos"):
-            response, reward, metrics = result
+            response, reward, _ = result
             if getattr(response, "image", None) or getattr(response, "video", None):
                 raise ValueError
-            logs = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, numbers.Real)}
-            return Step(text_of(getattr(response, "text", response)), number(reward or 0.0), logs=logs)
+            return Step(text_of(getattr(response, "text", response)), number(reward or 0.0))
 
     async def reward(self) -> float:
         total = 0.0
@@ -168,16 +160,6 @@ class VerlSession(Session):
                 await called(tool.release, self.ids[name])
 
 
-class Settings(dict):
-    """An empty config, whose values may be read as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the config of the environment has no {name!r}") from None
-
-
 def verl_tools(path: str) -> list[VerlTool]:
     """Returns the tools of a file in verl's form (multi_turn.tool_config_path). Raises UserError."""
     from rlhf_spmd.config.file import yaml_value
@@ -185,16 +167,13 @@ def verl_tools(path: str) -> list[VerlTool]:
     try:
         values = yaml_value(read_bytes(path).decode())
         entries = [(entry["class_name"], entry.get("config") or {}, entry) for entry in values["tools"]]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"it can't be read: {error}") from None
-    except (TypeError, KeyError, AttributeError):
-        raise UserError("it has no list `tools`: write class_name, config and tool_schema of each") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"it has no list `tools` ({error}): write class_name, config and tool_schema of each") from None
     tools = []
     for class_name, config, entry in entries:
         target, _, name = class_name.rpartition(".")
         beside = Path(path).parent / f"{target}.py"
-        module, name = load_named(f"{beside if beside.is_file() else target}:{name}", "Name", "environment")
-        cls: Any = getattr(module, name, None)
+        cls = load_named(f"{beside if beside.is_file() else target}:{name}", "Name")
         if config.get("type", "native") != "native" or not has_methods(cls, "create", "execute"):
             raise UserError(f"{class_name} is not a class with create() and execute(), of the type native")
         tools.append(VerlTool(cls, config, entry.get("tool_schema")))

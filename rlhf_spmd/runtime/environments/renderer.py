@@ -1,16 +1,21 @@
-"""Renders the rows of an environment: prompts, calls and observations, between text and tokens."""
+"""Renders the rows of an environment: prompts, calls and observations, between text and tokens, and whole episodes as
+text."""
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tool_calls import Call, format_of, read_turn
-from rlhf_spmd.model.texts.turns import TurnJoins, answer_of, tool_call
+from rlhf_spmd.model.texts.turns import MARK, TurnJoins, answer_of, tool_call
 from rlhf_spmd.runtime.environments.adapters import Environment
 from rlhf_spmd.runtime.environments.native import Message, Opening, Step
 
+Turn = dict[str, str | list[str]]  # model: what it says beside calls; calls; answers, which the last turn may lack
 Render = Callable[..., str]  # as of model.hf.ChatTemplate.render
 
 
@@ -123,3 +128,39 @@ def renderer_of(
     answered = [{"role": "assistant", "content": "", "tool_calls": [call]}, answer_of("tool", "!", "f", call["id"])]
     thinks = joins.opens_thought(), joins.opens_thought(answered)
     return Renderer(environment, tokenizer, joins, format_of(joins, form), thinks)
+
+
+def transcript(renderer: Renderer, token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:
+    """Returns the turns of an episode. token_ids: of its response. drawn: which of them the model drew."""
+    turns: list[Turn] = []
+    turn_ids: list[int] = []
+    calls: list[Call] = []
+    for is_drawn, part in groupby(zip(drawn, token_ids, strict=True), key=lambda pair: bool(pair[0])):
+        ids = [token for _, token in part]
+        if not is_drawn:
+            if turns:
+                turns[-1]["answers"] = _answers(renderer, turn_ids, ids, calls)
+            continue
+        turn_ids = ids
+        words, calls = renderer.parse(ids, is_first=not turns)
+        written: list[str] = []
+        if any(call.error for call in calls) or not calls:
+            words = renderer.text_of(ids)
+        else:
+            written = [f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in calls]
+        turns.append({"model": words.strip(), "calls": written, "answers": []})
+    return turns
+
+
+def _answers(renderer: Renderer, turn_ids: list[int], ids: list[int], calls: Sequence[Call]) -> list[str]:
+    """Returns what came back after a turn, without what the chat template writes around it, as far as it is known."""
+    if renderer.environment.speaks != "text":
+        answers = [answer_of("tool", MARK, call.name or "unknown", call.number) for call in calls]
+        answers = answers or [answer_of("user", MARK)]
+        around = renderer.joins.after(turn_ids, answers, [call.message for call in calls])
+        parts = renderer.tokenizer.decode(around, special=True).split(MARK)
+        text = renderer.tokenizer.decode(ids, special=True)
+        match = re.fullmatch("(.*?)".join(map(re.escape, parts)), text, re.DOTALL)
+        if match and len(parts) == len(answers) + 1:
+            return [answer.strip() for answer in match.groups()]
+    return [renderer.tokenizer.decode(ids).strip()]

@@ -1,30 +1,32 @@
 """Environments in worker processes: each of these holds the sessions of many episodes, whose calls run at once.
 
-    {"key": 3, "do": "begin"}                       -> {"opening": {...}}
+    {"key": 3, "do": "begin", "start": {...}}       -> {"opening": {...}}
     {"key": 3, "do": "call", "name": ...}           -> {"step": {...}}; also step, with the text of a turn
     {"key": 3, "do": "reward"}                      -> {"reward": 1.0}
     {"key": 3, "do": "close"}                       no answer
 
-The first message of an episode in a worker also has what it begins with and, if another worker has lost it, the steps
-that bring a new object to where the old one was. An error of the environment is answered with "broken" and its lines, a
-result of another form with "misused", a call whose time is over with "timed_out".
+Each also names the environment and the id of the episode. An error of the environment is answered with "broken" and its
+lines, a result of another form with "misused", a call whose time is over with "timed_out", an episode that this worker
+does not have with "gone".
 """
 
 import asyncio
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.native import Session, Start, Step
+from rlhf_spmd.runtime.environments.adapters import load_environments
+from rlhf_spmd.runtime.environments.native import Session, Start
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 from rlhf_spmd.runtime.workers.serve import Link
 from rlhf_spmd.tools import set_episode_id
 
+MOST_THREADS = 512  # of calls that run at once in a worker; those that hang keep theirs
 GRACE_S = 5.0  # for a worker to say itself that the time of a call is over
 LINES = 12  # of a traceback that a rank gets
 
@@ -45,7 +47,7 @@ def environment_workers(
 def serve(link: Link, opening: Mapping[str, Any]) -> None:
     """Loads the environments in a worker, and answers the messages of the rank. Raises UserError."""
     server = Server(link, opening["environment"], opening["columns"])
-    link.send({"ready": []})
+    link.send({"ready": True})
     asyncio.run(server.serve())
 
 
@@ -55,12 +57,13 @@ class Server:
     def __init__(self, link: Link, spec: str, columns: Sequence[str]):
         """Raises UserError, as load_environments."""
         self.link, self.environments = link, load_environments(spec, columns)
-        self.sessions: dict[int, tuple[Session, Start]] = {}
+        self.sessions: dict[int, Session] = {}
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Answers until the rank closes the connection."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
 
         def begin(message: dict[str, Any]) -> None:
             task = loop.create_task(self._answer(message))
@@ -79,70 +82,33 @@ class Server:
         if message["do"] == "close":
             if message["key"] in self.sessions:
                 with suppress(Exception):  # nothing depends on it any more
-                    await self.sessions.pop(message["key"])[0].close()
+                    await self.sessions.pop(message["key"]).close()
             return
         answer: dict[str, Any]
+        limit = asyncio.timeout(message["limit_s"] or None)
         try:
-            answer = await self._done(message)
+            async with limit:
+                answer = await self._reply(message)
         except UserError as error:
             answer = {"misused": str(error)}
         except BaseException as error:
             lines = "".join(traceback.format_exception(error)).strip().split("\n")
-            answer = {"broken": "\n".join(lines[-LINES:])}
+            answer = {"timed_out": True} if limit.expired() else {"broken": "\n".join(lines[-LINES:])}
         self.link.send(answer | {"ticket": message["ticket"]})
 
-    async def _done(self, message: dict[str, Any]) -> dict[str, Any]:
-        limit_s, do = message["limit_s"], message["do"]
-        if "start" in message:
-            start = Start(**message["start"])
-            set_episode_id(start.episode_id)
-            session = chosen(self.environments, start.columns).make()
-            opening = asdict(await in_time(session.begin(start), limit_s, "reset()"))
-            self.sessions[message["key"]] = session, start
-            if message["opening"] is not None:
-                compare("reset()", opening, message["opening"])
-            for asked, before in message["made"]:
-                again = await in_time(step_of(session, asked), limit_s, asked["do"])
-                compare(asked.get("name", "step()"), asdict(again), before)
-            if do == "begin":
-                return {"opening": opening}
-        session, start = self.sessions[message["key"]]
-        set_episode_id(start.episode_id)
+    async def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
+        key, do, environment = message["key"], message["do"], self.environments[message["environment"]]
+        set_episode_id(message["episode_id"])
+        if do == "begin":
+            session = environment.make()
+            opening = await session.begin(Start(**message["start"]))
+            self.sessions[key] = session
+            return {"opening": asdict(opening)}
+        if not environment.is_stateless and key not in self.sessions:
+            return {"gone": True}
+        session = environment.make() if environment.is_stateless else self.sessions[key]
         if do == "reward":
-            return {"reward": await in_time(session.reward(), limit_s, "get_reward()")}
-        try:
-            return {"step": asdict(await in_time(step_of(session, message), limit_s, do))}
-        except Late:
-            return {"timed_out": True}
-
-
-class Late(Exception):
-    """The time of a call is over."""
-
-
-async def in_time(work: Awaitable[Any], limit_s: float, what: str) -> Any:
-    """Returns the result of some work. Raises Late if its time is over. limit_s: 0: no limit. what: works."""
-    limit = asyncio.timeout(limit_s or None)
-    try:
-        async with limit:
-            return await work
-    except TimeoutError:
-        if limit.expired():
-            raise Late(f"its {what} timed out after {limit_s:g} s") from None
-        raise
-
-
-async def step_of(session: Session, message: Mapping[str, Any]) -> Step:
-    """Calls a tool, or answers a turn."""
-    if message["do"] == "step":
-        return await session.step(message["text"])
-    return await session.call(message["name"], message["arguments"])
-
-
-def compare(what: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Raises UserError unless a call that is made again is answered as before."""
-    if now != before:
-        raise UserError(
-            f"{what} gave {str(now)[:200]} where it gave {str(before)[:200]} before its object was made anew: let its "
-            "answers depend on the calls, the columns and the seeds alone"
-        )
+            return {"reward": await session.reward()}
+        if do == "step":
+            return {"step": asdict(await session.step(message["text"]))}
+        return {"step": asdict(await session.call(message["name"], message["arguments"]))}

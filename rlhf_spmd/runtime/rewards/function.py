@@ -21,11 +21,12 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.named_objects import extend_import_path, load_named
-from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
 from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
 from rlhf_spmd.runtime.rewards.styles import Bound, Scored, bind
+
+Scores = tuple[list[float | None], dict[str, list[float | None]]]  # of rows, and further numbers for the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,6 @@ class RewardFunction:
     bound: Bound
 
     @property
-    def label(self) -> str:
-        return label_of(self.name)
-
-    @property
     def asks_for_columns(self) -> bool:
         """Whether the data set must have columns for it."""
         return bool(self.bound.columns) or "ground_truth" in self.bound.words
@@ -50,64 +47,51 @@ class RewardFunction:
         with naming(f"reward function {self.name!r}"):
             return RewardFunction(self.name, bind(self.bound.function, columns))
 
-    @property
-    def notes(self) -> list[str]:
-        """Which of its parameters have the name of a column that they do not get."""
-        names = ", ".join(self.bound.hidden)
-        return [f"{self.name} gets the program's {names}, not the data set's"] if names else []
-
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """Returns the scores of rows without further columns."""
         return self.score(Scored(prompts, responses))[0]
 
-    def score(self, rows: Scored) -> tuple[list[float | None], dict[str, list[float | None]]]:
+    def score(self, rows: Scored) -> Scores:
         """Returns the scores of rows, and further numbers for the log."""
         if not len(rows):
             return [], {}  # a rank without data does not call the user's code
+        where = f"a batch of {len(rows)} responses" if len(rows) > 1 else response_of(rows, 0)
         try:
-            result = self.bound.call(rows)
+            scores, logs = self.bound.call(rows)
         except UserError as error:  # it already states the fix, e.g. a package to install
-            text = str(error)
-            named = f"reward function {self.name} {text.removeprefix('it ')}"
-            raise UserError(named if text.startswith("it ") else text) from error
+            raise UserError(f"reward function {self.name}: {error}") from error
         except BaseException as error:
             pass_on_interrupt(error)
             raise UserError(
-                f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} "
-                f"on {_where(rows)}: fix the function, or return a score for such a response"
+                f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} on {where}: fix "
+                "the function, or return a score for such a response"
             ) from error
-        scores = [self._number(rows, row, score) for row, score in enumerate(self._list(result.scores, len(rows)))]
-        logs = {f"{self.label}_{name}": _logged(values, len(rows)) for name, values in result.logs.items()}
-        return scores, {name: values for name, values in logs.items() if any(value is not None for value in values)}
-
-    def _list(self, scores: Any, num: int) -> list[Any]:
-        """Returns the scores of so many rows as a list. Raises UserError."""
-        if hasattr(scores, "tolist"):  # a numpy array or a torch tensor
-            scores = scores.tolist()
-        returned = f"reward function {self.name} returned"
-        if not isinstance(scores, list | tuple):
-            hint = ": finish it with list(...)" if inspect.isgenerator(scores) else ""
-            raise UserError(f"{returned} a {type(scores).__name__}, not a list with one number per response{hint}")
-        if len(scores) != num:
-            raise UserError(f"{returned} {len(scores)} scores for {num} responses: return one for each, in order")
-        return list(scores)
-
-    def _number(self, rows: Scored, row: int, score: Any) -> float | None:
-        """Returns a score as a float that float32 holds; None where the function does not apply. Raises UserError."""
-        value = _float(score)
-        if score is None or (value is not None and abs(value) <= FLOAT32_MAX):
-            return value
-        raise UserError(
-            f"reward function {self.name} returned {shortened(score)} for {_where(rows.part(row, row + 1))}: return a "
-            "finite number that float32 holds for every response, also for an empty one"
-        )
+        scores = scores.tolist() if hasattr(scores, "tolist") else scores  # a numpy array or a torch tensor
+        is_list = isinstance(scores, list | tuple)
+        if not is_list or len(scores) != len(rows):
+            returned = f"{len(scores)} scores" if is_list else f"a {type(scores).__name__}"
+            raise UserError(
+                f"reward function {self.name} returned {returned} for {len(rows)} responses: return a list with one "
+                "number for each, in order"
+            )
+        for row, score in enumerate(scores):
+            value = _float(score)
+            if score is not None and (value is None or abs(value) > FLOAT32_MAX):
+                raise UserError(
+                    f"reward function {self.name} returned {shortened(score)} for {response_of(rows, row)}: return a "
+                    "finite number that float32 holds for every response, also for an empty one"
+                )
+        of_log = {}
+        for name, values in logs.items():
+            numbers = [*map(_float, values), *[None] * len(rows)][: len(rows)]
+            if any(number is not None for number in numbers):  # texts are not logged
+                of_log[f"{label_of(self.name)}_{name}"] = numbers
+        return [_float(score) for score in scores], of_log
 
 
-def _where(rows: Scored) -> str:
-    """Returns the rows of a call, for messages."""
-    if len(rows) > 1:
-        return f"a batch of {len(rows)} responses (rows {rows.first} to {rows.first + len(rows) - 1})"
-    return f"response {rows.first} {shortened(rows.responses[0])} (prompt {shortened(rows.prompts[0])})"
+def response_of(rows: Scored, row: int) -> str:
+    """Returns a response and its prompt, for messages."""
+    return f"response {shortened(rows.responses[row])} (prompt {shortened(rows.prompts[row])})"
 
 
 def _float(value: Any) -> float | None:
@@ -117,12 +101,6 @@ def _float(value: Any) -> float | None:
         return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
     except OverflowError:
         return None
-
-
-def _logged(values: Sequence[Any], num: int) -> list[float | None]:
-    """Returns numbers for the log of so many rows; None for texts and whatever else is not a finite number."""
-    logged = [_float(value) for value in values]
-    return (logged + [None] * num)[:num]
 
 
 def _code_of(function: Callable) -> Callable:
@@ -145,20 +123,10 @@ def load_reward_function(spec: str, columns: Sequence[str] | None = ()) -> Rewar
     modules there.
     """
     with naming(f"reward function {spec!r}"):
-        return RewardFunction(spec, bind(_load(spec), columns))
-
-
-def _load(spec: str) -> Callable:
-    module, name = load_named(spec, "function", "score")
-    if not hasattr(module, name):
-        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_")
-        there = f": it has {', '.join(functions[:10])}" if functions else ": it defines no function"
-        target = spec.rpartition(":")[0]
-        raise UserError(f"{target} has no function {name!r}{did_you_mean(name, functions) or there}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"{name} is {shortened(function)}, not a function")
-    return function
+        function = load_named(spec, "function")
+        if not callable(function):
+            raise UserError(f"it is {shortened(function)}, not a function")
+        return RewardFunction(spec, bind(function, columns))
 
 
 def source_file(spec: str) -> Path | None:
@@ -173,13 +141,6 @@ def source_file(spec: str) -> Path | None:
         pass_on_interrupt(error)
         return None  # the module's package does not load: reported by the ranks that score
     return Path(module.origin) if module is not None and module.origin and Path(module.origin).is_file() else None
-
-
-def _no_function(target: str, name: str, functions: Sequence[str]) -> UserError:
-    """Returns the error for a module without a function of this name, with those that it has."""
-    own = [one for one in functions if not one.startswith("_")]
-    there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
-    return UserError(f"{target} has no function {name!r}{did_you_mean(name, own) or there}")
 
 
 def shortened(value: object) -> str:

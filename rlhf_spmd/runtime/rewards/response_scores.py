@@ -17,10 +17,10 @@ from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad, unread
 from rlhf_spmd.runtime.data.readers import CONVERSATIONS, Record
-from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function
+from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function, response_of
 from rlhf_spmd.runtime.rewards.styles import READ_BY_WORDS, Scored
 from rlhf_spmd.runtime.rewards.texts import RewardTexts
-from rlhf_spmd.runtime.rewards.workers import RewardWorkers, Scores
+from rlhf_spmd.runtime.rewards.workers import RewardWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,15 @@ class Scorer:
         self.specs, self.labels = split_functions(config.reward_function), function_labels(config)
         self.key = config.data.key or config.algorithm.prompts
         self.functions, self.workers = [], None
-        self.notes: list[str] = []  # of the functions, for the heading
+        self.notes: list[str] = []  # for the heading
         if not config.reward_workers:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
-            self.notes = [note for function in self.functions for note in function.notes]
+            if not config.environment:  # which may read any
+                read = {name for each in self.functions for name in (*each.bound.columns, *each.bound.words)}
+                self.notes = unread(columns, {self.key, *CONVERSATIONS, *read, *READ_BY_WORDS})
         elif calls:
             num, timeout_s = config.reward_workers, config.reward_timeout_s
             self.workers = RewardWorkers(self.specs, columns, num=num, timeout_s=timeout_s, beat=beat)
-            self.notes = self.workers.pool.notes
-        if not (config.reward_workers or config.environment):  # which may read any
-            read = {name for one in self.functions for name in (*one.bound.columns, *one.bound.words)}
-            self.notes += unread(columns, {self.key, *CONVERSATIONS, *read, *READ_BY_WORDS})
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
         self.texts = None
@@ -91,31 +89,26 @@ class Scorer:
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.whole_records(index_B) if self.data is not None else []
-        rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns, key=self.key)
-        total_B, applied_B = [0.0] * len(rows), [False] * len(rows)
+        rows = Scored([prompt for prompt, _ in texts], [response for _, response in texts], tokens, columns, self.key)
+        total_B: list[float | None] = [None] * len(rows)
         logs: dict[str, list[float | None]] = {}
-        by_function, late = self._by_function(rows)
+        if self.workers is not None:
+            by_function, late = self.workers.score(rows)
+        else:
+            by_function, late = [function.score(rows) for function in self.functions], set()
         for spec, (scores, more), weight in zip(self.specs, by_function, self.weights, strict=True):
             logs |= more | ({label_of(spec): scores} if label_of(spec) in self.labels else {})
             for row, score in enumerate(scores):
                 if score is not None:
-                    total_B[row], applied_B[row] = total_B[row] + weight * score, True
-        for row in late:
-            if not applied_B[row]:
-                total_B[row], applied_B[row] = self.late_score, True
-        if not all(applied_B):
-            row = applied_B.index(False)
-            raise UserError(
-                f"no reward function ({', '.join(self.specs)}) gives response {rows.responses[row][:60]!r} to prompt "
-                f"{rows.prompts[row][:60]!r} a score: return a number, or add a function that applies to such rows"
-            )
+                    total_B[row] = (total_B[row] or 0.0) + weight * score
+        for row, total in enumerate(total_B):
+            if total is None and row not in late:
+                raise UserError(
+                    f"no reward function ({', '.join(self.specs)}) gives {response_of(rows, row)} a score: return a "
+                    "number, or add a function that applies to such rows"
+                )
+            total_B[row] = self.late_score if total is None else total
         return Judged(torch.tensor(total_B, device=prompts_BP.device), logs, late)
-
-    def _by_function(self, rows: Scored) -> tuple[list[Scores], set[int]]:
-        """Returns the scores of each function with its numbers for the log, and the rows that ran out of time."""
-        if self.workers is not None:
-            return self.workers.score(rows)
-        return [function.score(rows) for function in self.functions], set()
 
     def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
         """Returns prompt and response of each row, without padding and special tokens."""
@@ -145,13 +138,3 @@ def reads_text(config: Config, role: str) -> bool:
     """Returns whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
     folder = config.files(role).folder
     return bool(folder) and not same_tokenizer(folder, config.files().tokenizer)
-
-
-def how_read(config: Config, role: str, data: PromptSet) -> str:
-    """Returns how a judge with another tokenizer gets the rows, for the heading of a run; empty: as tokens."""
-    if not reads_text(config, role):
-        return ""
-    folder = config.files(role).folder
-    key = config.data.key or config.algorithm.prompts
-    texts = RewardTexts(folder, read_config(folder), key, role, started=config.started)
-    return f" ({texts.describe(data.records([0])[0])})"

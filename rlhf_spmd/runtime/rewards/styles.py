@@ -18,16 +18,27 @@ import asyncio
 import atexit
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.data.messages import conversation_of
+from rlhf_spmd.runtime.data.readers import no_column
 
-SCORE_KEYS = ("score", "rewards", "scores")  # of dicts that functions return, the first one counts
-EXTRA = "extra_logs"  # of dicts: more numbers for the log
+EXTRA = "extra_logs"  # of dicts that functions return: more numbers for the log
+WORDS = {  # by the word that is the response
+    "responses": ("prompts", "responses", "completion_ids"),
+    "completions": ("prompts", "completions", "completion_ids"),
+    "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info", "completion_ids"),
+    "queries": ("queries", "prompts", "labels", "completion_ids"),
+}
+OF_EACH = "solution_str"  # such a function is called once for each response
+READ_BY_WORDS = ("reward_model", "label")  # columns that words of other names may be
+ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+Logs = dict[str, list[Any]]  # further numbers of each response
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,6 @@ class Scored:
     """Rows to score.
 
     columns: of the data set, without those that hold prompts as text or responses.
-    first: the number of the first row, where these are some of the rows of a rank.
     key: the column of prompts.
     """
 
@@ -43,94 +53,46 @@ class Scored:
     responses: Sequence[str]
     tokens: Sequence[Sequence[int]] = ()  # of each response
     columns: Sequence[Mapping[str, Any]] = ()  # of each row
-    first: int = 0
     key: str = "prompt"
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def part(self, start: int, stop: int) -> Scored:
-        """Returns some of the rows."""
-        part, first = slice(start, stop), self.first + start
-        return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first, self.key)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the rows as JSON can hold them, by the names of the fields."""
-        texts = {"prompts": [*self.prompts], "responses": [*self.responses], "key": self.key, "first": self.first}
-        return texts | {"tokens": [[*one] for one in self.tokens], "columns": [{**one} for one in self.columns]}
-
-    @property
-    def records(self) -> Sequence[Mapping[str, Any]]:
-        """The columns of each row, also where the data set has none."""
-        return self.columns or [{}] * len(self)
+    def row(self, row: int) -> Scored:
+        """Returns one of the rows."""
+        part = slice(row, row + 1)
+        return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], self.key)
 
     def column(self, name: str) -> list[Any]:
-        return [row.get(name) for row in self.records]
+        return [row.get(name) for row in self.columns] or [None] * len(self)
 
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a function returned. logs: further numbers of each response."""
-
-    scores: Any
-    logs: Mapping[str, list[Any]] = field(default_factory=dict)
-
-
-# ---- the words of each program: the values of a word for some rows, a list ------------------------------------------
-
-
-def _prompts(rows: Scored) -> list[Any]:
-    return [conversation_of(row, rows.key) or text for row, text in zip(rows.records, rows.prompts, strict=True)]
-
-
-def _completions(rows: Scored) -> list[Any]:
-    pairs = zip(rows.records, rows.responses, strict=True)
-    return [[{"role": "assistant", "content": text}] if conversation_of(row, rows.key) else text for row, text in pairs]
-
-
-def _queries(rows: Scored) -> list[str]:
-    return [prompt + response for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
-
-
-def _truths(rows: Scored) -> list[Any]:
-    models = [row.get("reward_model") for row in rows.records]
-    truths = [model.get("ground_truth") if isinstance(model, Mapping) else None for model in models]
-    return _first(truths, rows.column("ground_truth"))
+    def values(self, receiver: str, name: str) -> list[Any]:
+        """Returns a word of each row, or a column. receiver: the word that is the response."""
+        if name not in WORDS[receiver]:
+            return self.column(name)
+        if name in ("responses", "solution_str"):
+            return [*self.responses]
+        if name == "completion_ids":
+            return [[*tokens] for tokens in self.tokens or [()] * len(self)]
+        if name == "queries":
+            return [prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)]
+        if name == "labels":
+            return _first(self.column("labels"), self.column("label"))
+        if name == "ground_truth":
+            models = self.column("reward_model")
+            truths = [model.get(name) if isinstance(model, Mapping) else None for model in models]
+            return _first(truths, self.column(name))
+        if receiver != "completions":
+            return [*self.prompts] if name == "prompts" else self.column(name)
+        chats = [conversation_of(row, self.key) for row in self.columns] or [None] * len(self)
+        if name == "prompts":
+            return _first(chats, self.prompts)
+        answers = [[{"role": "assistant", "content": text}] for text in self.responses]
+        return [answer if chat else text for chat, answer, text in zip(chats, answers, self.responses, strict=True)]
 
 
 def _first(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [other if value is None else value for value, other in zip(values, others, strict=True)]
-
-
-Word = Callable[[Scored], list[Any]]
-IDS: dict[str, Word] = {"completion_ids": lambda rows: [list(tokens) for tokens in rows.tokens or [()] * len(rows)]}
-WORDS: dict[str, dict[str, Word]] = {  # by the word that is the response
-    "responses": {"prompts": lambda rows: [*rows.prompts], "responses": lambda rows: [*rows.responses], **IDS},
-    "completions": {"prompts": _prompts, "completions": _completions, **IDS},
-    "solution_str": {
-        "data_source": lambda rows: rows.column("data_source"),
-        "solution_str": lambda rows: [*rows.responses],
-        "ground_truth": _truths,
-        "extra_info": lambda rows: rows.column("extra_info"),
-        **IDS,
-    },
-    "queries": {
-        "queries": _queries,
-        "prompts": lambda rows: [*rows.prompts],
-        "labels": lambda rows: _first(rows.column("labels"), rows.column("label")),
-        **IDS,
-    },
-}
-OF_EACH = "solution_str"  # such a function is called once for each response
-COLUMNS_TOO = ("data_source", "extra_info", "ground_truth", "labels")  # words that are the columns of these names
-READ_BY_WORDS = ("reward_model", "label")  # columns that words of other names may be
-ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
-# What others call them: trlX's samples are prompt and response.
-ELSEWHERE = {"samples": "queries", **dict.fromkeys(("output", "outputs", "texts", "generations"), "responses")}
-BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-# ---- binding --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +100,20 @@ class Bound:
     """A reward function, and the names by which it is called.
 
     receiver: the word that is the response.
-    hidden: words that are columns, too, which the function does not get.
     """
 
     function: Callable
     receiver: str
     words: tuple[str, ...]
     columns: tuple[str, ...]
-    hidden: tuple[str, ...] = ()
 
-    def call(self, rows: Scored) -> Result:
-        """Calls the function on these rows. Raises what it raises, and UserError for a dict without scores."""
-        values = {name: rows.column(name) for name in self.columns}
-        values |= {name: WORDS[self.receiver][name](rows) for name in self.words}
+    def call(self, rows: Scored) -> tuple[Any, Logs]:
+        """Returns the scores that the function gives these rows, and further numbers. Raises what it raises, and
+        UserError for a dict without scores."""
+        values = {name: rows.values(self.receiver, name) for name in (*self.columns, *self.words)}
         if self.receiver != OF_EACH:
-            return _of_all(_awaited([self.function(**values)])[0], len(rows))
+            (result,) = _awaited([self.function(**values)])
+            return _of_all(result, len(rows))
         calls = [{name: values[name][row] for name in values} for row in range(len(rows))]
         return _of_each(_awaited([self.function(**arguments) for arguments in calls]))
 
@@ -162,10 +123,6 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
     UserError, with the accepted names, for a function that cannot be called by names."""
     if inspect.isclass(function):
         raise UserError(f"it is a class: name an object of it whose __call__ gets the response {ACCEPTED}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise UserError(
-            "it is a generator (it has a yield), and a list is needed: collect the numbers, and return them"
-        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -173,61 +130,45 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
         raise UserError(f"the names of its parameters cannot be read, and they are bound by names: {fix}") from None
     kept = function.keywords if isinstance(function, functools.partial) else {}
     parameters = signature.parameters.values()
-    named = [one for one in parameters if one.kind in BY_NAME and one.name not in kept]
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    receiver = _receiver(named, takes_all=takes_all)
-    taken = [one.name for one in named]
-    words = [name for name in WORDS[receiver] if name in taken or (takes_all and name not in kept)]
-    required = [one.name for one in named if one.default is one.empty]
-    if columns is None:
-        others = [name for name in required if name not in words]
-    else:
-        _check_columns(receiver, required, columns)
-        others = [name for name in columns if name in taken or (takes_all and name not in kept)]
-        others = [name for name in others if name not in WORDS[receiver]]
+    named = {each.name: each for each in parameters if each.kind in BY_NAME and each.name not in kept}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    required = [name for name, each in named.items() if each.default is each.empty]
+    receiver = _receiver(named, required, takes_all=takes_all)
+    words = WORDS[receiver]
+    known = (*words, *(required if columns is None else columns))
+    lacks_truth = columns is not None and "ground_truth" not in columns and "reward_model" not in columns
+    for name in required:
+        if name not in known or (name == "ground_truth" and lacks_truth):
+            raise no_column(f"it asks for {name}", name, columns or (), words)
+    given = [name for name in dict.fromkeys(known) if name in named or (takes_all and name not in kept)]
     try:
-        signature.bind(**dict.fromkeys([*words, *others, *kept]))
+        signature.bind(**dict.fromkeys([*given, *kept]))
     except TypeError as error:
-        given = ", ".join([*words, *others])
-        raise UserError(f"it can't be called with {given} by name ({error}): remove a / from its parameters") from None
-    hidden = [name for name in words if name in (columns or ()) and name not in COLUMNS_TOO]
-    return Bound(function, receiver, tuple(words), tuple(others), tuple(hidden))
-
-
-def _receiver(named: Sequence[inspect.Parameter], *, takes_all: bool) -> str:
-    """Returns the word by which a function gets the response. named: parameters that can be given. takes_all: any word
-    can be given. Raises UserError unless there is one."""
-    names = [one.name for one in named]
-    found = [one for one in named if one.name in WORDS]
-    if len(found) > 1:  # where one is required, the others may be columns
-        found = [one for one in found if one.default is one.empty] or found
-    if len(found) > 1:
-        several = ", ".join(one.name for one in found)
-        raise UserError(f"several of its parameters receive the response ({several}): keep one of {ACCEPTED}")
-    if found or takes_all:
-        return found[0].name if found else "responses"
-    hint = next(filter(None, (did_you_mean(ELSEWHERE.get(name, name), WORDS) for name in names)), "")
-    raise UserError(
-        f"no parameter of it receives the response ({', '.join(names) or 'it has none with a name'}), because they are "
-        f"bound by their names: call one {ACCEPTED}{hint}"
+        raise UserError(
+            f"it can't be called with {', '.join(given)} by name ({error}): remove a / from its parameters"
+        ) from None
+    return Bound(
+        function,
+        receiver,
+        tuple(name for name in given if name in words),
+        tuple(name for name in given if name not in words),
     )
 
 
-def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str]) -> None:
-    """Raises UserError if a function asks for a name that is neither a word nor a column of the data set."""
-    known = [*WORDS[receiver], *columns]
-    if not {"ground_truth", "reward_model"} & {*columns}:
-        known = [name for name in known if name != "ground_truth"]
-    for name in required:
-        if name not in known:
-            there = ", ".join(columns) or "there is none besides the prompts"
-            fix = "add the column, or rename the parameter"
-            if name == "environments":  # as TRL gives them
-                fix = "they are in other processes; give their class get_reward(), which is added to the score"
-            raise UserError(
-                f"it asks for {name}, which is not a column of the data set ({there}), nor one of "
-                f"{', '.join(WORDS[receiver])}{did_you_mean(ELSEWHERE.get(name, name), known)}: {fix}"
-            )
+def _receiver(named: Iterable[str], required: Sequence[str], *, takes_all: bool) -> str:
+    """Returns the word by which a function gets the response. named: parameters that can be given. takes_all: any word
+    can be given. Raises UserError unless there is one."""
+    words = [name for name in named if name in WORDS]
+    if len(words) > 1:  # where one is required, the others may be columns
+        words = [name for name in words if name in required] or words
+    if len(words) > 1:
+        raise UserError(f"several of its parameters receive the response ({', '.join(words)}): keep one of {ACCEPTED}")
+    if words or takes_all:
+        return words[0] if words else "responses"
+    raise UserError(
+        f"no parameter of it receives the response ({', '.join(named) or 'it has none with a name'}), because they are "
+        f"bound by their names: call one {ACCEPTED}"
+    )
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -254,38 +195,36 @@ def _loop() -> asyncio.Runner:
     return runner
 
 
-def _of_all(result: Any, num: int) -> Result:
-    """Checks what a function returned for so many rows."""
+def _of_all(result: Any, num: int) -> tuple[Any, Logs]:
+    """Returns scores and further numbers from what a function returned for so many rows: a tensor, a list, or one
+    number for all of them."""
     if not isinstance(result, Mapping):
-        return Result(result)
-    key = _score_key(result, SCORE_KEYS)
-    logs = {name: value for name, value in result.items() if name not in (*SCORE_KEYS, EXTRA)}
-    logs |= result.get(EXTRA, {})
-    return Result(result[key], {name: _listed(value, num) for name, value in logs.items()})
+        return result, {}
+    key = _score_key(result, "score", "rewards", "scores")
+    logs = {name: value for name, value in result.items() if name not in ("score", "rewards", "scores", EXTRA)}
+    listed = {}
+    for name, value in (logs | result.get(EXTRA, {})).items():
+        values = value.tolist() if hasattr(value, "tolist") else value
+        listed[name] = list(values) if isinstance(values, list | tuple) else [values] * num
+    return result[key], listed
 
 
-def _of_each(results: Sequence[Any]) -> Result:
-    """Checks what a function returned for each row: a number, or a dict with `score` and more numbers."""
+def _of_each(results: Sequence[Any]) -> tuple[list[Any], Logs]:
+    """Returns scores and further numbers from what a function returned for each row: a number, or a dict with `score`
+    and more numbers."""
     scores: list[Any] = []
-    logs: dict[str, list[Any]] = {}
+    logs: Logs = {}
     for row, result in enumerate(results):
-        numbers = result if isinstance(result, Mapping) else {"score": result}
-        scores.append(numbers[_score_key(numbers, SCORE_KEYS[:1])])
+        numbers = dict(result) if isinstance(result, Mapping) else {"score": result}
+        scores.append(numbers.pop(_score_key(numbers, "score")))
         for name, value in numbers.items():
-            if name != "score":
-                logs.setdefault(name, [None] * len(results))[row] = value
-    return Result(scores, logs)
+            logs.setdefault(name, [None] * len(results))[row] = value
+    return scores, logs
 
 
-def _score_key(result: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _score_key(result: Mapping[str, Any], *keys: str) -> str:
     """Returns the first of some keys that a result has. Raises UserError."""
     for key in keys:
         if key in result:
             return key
     raise UserError(f"it returned a dict with {', '.join(map(repr, result))}, and none of {', '.join(keys)}")
-
-
-def _listed(value: Any, num: int) -> list[Any]:
-    """Returns numbers for the log as a list: a tensor, a list, or one number for all rows."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return list(value) if isinstance(value, list | tuple) else [value] * num

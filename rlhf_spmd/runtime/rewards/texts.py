@@ -86,13 +86,6 @@ class RewardTexts:
                 self._check(self._of_conversation(messages, "Yes.", True, _tools_of(columns)))
                 tried.add(form)
 
-    def describe(self, columns: Mapping[str, Any]) -> str:
-        """Returns what the model reads, for people. columns: of a row of the data set."""
-        is_chat = conversation_of(columns, self.key) is not None
-        how = "conversations by its own chat template" if is_chat and self.template else "text"
-        lacks = "" if self.ends else "; it names no end of sequence, so it cannot see where a response ends"
-        return f"has another tokenizer, so it is given {how}{lacks}"
-
     def _closed(self, tokens: list[int], ended: bool, ends: tuple[int, ...]) -> list[int]:
         """Returns tokens with an end of sequence or, if the response did not end, without."""
         is_closed = bool(tokens) and tokens[-1] in ends

@@ -5,25 +5,23 @@ replaced, and only its row has no score.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.rewards.function import load_reward_function, shortened
+from rlhf_spmd.runtime.rewards.function import Scores, load_reward_function, response_of
 from rlhf_spmd.runtime.rewards.styles import Scored
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 from rlhf_spmd.runtime.workers.serve import Link
-
-Scores = tuple[list[float | None], dict[str, list[float | None]]]  # of rows, and further numbers for the log
 
 
 def serve(link: Link, opening: Mapping[str, Any]) -> None:
     """Loads the functions in a worker, and scores the rows that the rank sends. Raises UserError."""
     functions = [load_reward_function(spec, opening["columns"]) for spec in opening["functions"]]
-    link.send({"ready": [note for function in functions for note in function.notes]})
+    link.send({"ready": True})
     for message in link.messages():
         scores, logs = functions[message["function"]].score(Scored(**message["row"]))
-        numbers = {name: values[0] for name, values in logs.items()}
-        link.send({"ticket": message["ticket"], "score": scores[0], "logs": numbers})
+        link.send({"ticket": message["ticket"], "scores": scores, "logs": logs})
 
 
 class RewardWorkers:
@@ -53,32 +51,29 @@ class RewardWorkers:
         """Returns the scores of each function, as RewardFunction.score gives them for these rows one by one, and the
         rows that ran out of time, whose scores are None. Raises UserError for errors of the user's code and lost
         workers."""
-        found: list[Scores] = [([None] * len(rows), {}) for _ in self.specs]
+        results: list[Scores] = [([None] * len(rows), {}) for _ in self.specs]
         late: set[int] = set()
         asked: dict[int, tuple[int, int]] = {}
         for function in range(len(self.specs)):
             for row in range(len(rows)):
-                message = {"function": function, "row": rows.part(row, row + 1).as_json()}
+                message = {"function": function, "row": asdict(rows.row(row))}
                 asked[self.pool.ask(None, message, timeout_s=self.timeout_s)] = function, row
         while asked:
             for ticket, answer in self.pool.answers(1.0, asked):
                 function, row = asked.pop(ticket)
                 if "lost" in answer:
-                    raise UserError(self._lost(function, row, rows, answer["lost"]))
+                    fix = "it, or a library that it calls, ended its process; fix it, or return a score for such a row"
+                    if "SIGKILL" in answer["lost"]:
+                        fix = "most likely the machine's memory ran out; set reward_workers lower, or fix the function"
+                    raise UserError(
+                        f"reward function {self.specs[function]}: its worker process {answer['lost']} on "
+                        f"{response_of(rows, row)}: {fix}"
+                    )
                 if "timed_out" in answer:
                     late.add(row)
                     continue
-                scores, logs = found[function]
-                scores[row] = answer["score"]
-                for name, value in answer["logs"].items():
+                scores, logs = results[function]
+                (scores[row],) = answer["scores"]
+                for name, (value,) in answer["logs"].items():
                     logs.setdefault(name, [None] * len(rows))[row] = value
-        return found, late
-
-    def _lost(self, function: int, row: int, rows: Scored, how: str) -> str:
-        fix = "the function, or a library that it calls, ended its process; fix it, or return a score for such a row"
-        if "SIGKILL" in how:
-            fix = "most likely the machine's memory ran out; set reward_workers lower, or fix the function"
-        return (
-            f"reward function {self.specs[function]}: its worker process {how} on response {row} "
-            f"{shortened(rows.responses[row])} (prompt {shortened(rows.prompts[row])}): {fix}"
-        )
+        return results, late

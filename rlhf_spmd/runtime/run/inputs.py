@@ -18,8 +18,8 @@ from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.environments.episodes import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
-from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.rewards.function import source_file
 from rlhf_spmd.runtime.world.world import World
 

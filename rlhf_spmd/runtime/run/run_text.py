@@ -15,7 +15,7 @@ from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.records.console import Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.rewards.response_scores import how_read
+from rlhf_spmd.runtime.rewards.response_scores import reads_text
 from rlhf_spmd.runtime.run.forecast_report import CallSeconds, Compared
 from rlhf_spmd.runtime.world.devices import describe_device
 
@@ -28,7 +28,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     both = by_function and config.reward_function_mode == "add"
     judged = {
         role: (f"{role} model + {by_function}" if both else by_function or f"{role} model")
-        + (how_read(config, role, job.prompts) if job.world.rank == 0 else "")
+        + (" (has another tokenizer, so it is given text)" if reads_text(config, role) else "")
         for role in shapes
         if config.algorithm.roles[role].judge
     }

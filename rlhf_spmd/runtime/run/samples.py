@@ -11,8 +11,8 @@ from torch import Tensor
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.environments.episodes import Row
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
-from rlhf_spmd.runtime.environments.rows import Row
 from rlhf_spmd.runtime.execute.handlers import infer
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams

@@ -38,7 +38,6 @@ Answer = Mapping[str, Any]
 class Question:
     """A message without an answer.
 
-    first: what the worker needs before it, if it has no other question of this key.
     is_alone: nothing else may run in its worker.
     until_s: when its time is over.
     """
@@ -47,7 +46,6 @@ class Question:
     key: int | None
     message: Mapping[str, Any]
     timeout_s: float
-    first: Callable[[], Mapping[str, Any]]
     is_alone: bool
     until_s: float = math.inf
     is_dropped: bool = False
@@ -106,7 +104,6 @@ class WorkerPool:
         grace_s: for a worker to say itself that the time of a question is over; then it is ended.
         beat: called while workers work, and not while all of them sleep.
         """
-        self.notes: list[str] = []  # of the user's code
         self.beat, self._name, self._option = beat, name, option
         self._program, self._opening, self._at_once, self._grace_s = program, opening, at_once, grace_s
         self._workers: list[Worker] = []
@@ -127,23 +124,16 @@ class WorkerPool:
         return self._num_keys
 
     def ask(
-        self,
-        key: int | None,
-        message: Mapping[str, Any],
-        *,
-        timeout_s: float = 0.0,
-        first: Callable[[], Mapping[str, Any]] = dict,
-        is_alone: bool = False,
+        self, key: int | None, message: Mapping[str, Any], *, timeout_s: float = 0.0, is_alone: bool = False
     ) -> int:
         """Asks a worker -> the ticket with which its answer comes.
 
         key: None: any worker will do.
         timeout_s: 0: no limit.
-        first: further entries of the message for a worker that has had none of this key.
         is_alone: nothing else may run in the worker meanwhile.
         """
         self._num_asked += 1
-        self._waiting.append(Question(self._num_asked, key, message, timeout_s or math.inf, first, is_alone))
+        self._waiting.append(Question(self._num_asked, key, message, timeout_s or math.inf, is_alone))
         self._send_waiting()
         return self._num_asked
 
@@ -272,7 +262,6 @@ class WorkerPool:
         if question.key is not None and question.key not in worker.keys:
             worker.keys.add(question.key)
             self._place[question.key] = worker
-            message |= question.first()
         worker.asked[question.ticket] = question
         question.until_s = time.monotonic() + question.timeout_s + self._grace_s
         self._send(worker, message)
@@ -309,14 +298,14 @@ class WorkerPool:
                 worker.process.join(END_S)
                 self._lost(worker, worker.process.exitcode)
 
-    def _take(self, worker: Worker, answer: Answer) -> None:
+    def _take(self, worker: Worker, answer: dict[str, Any]) -> None:
         """Takes an answer. Raises UserError for an error of the user's code, KeyError for another message."""
         if "error" in answer:
             raise UserError(answer["error"])
         if "ready" in answer:
-            worker.is_ready, self.notes = True, answer["ready"]
+            worker.is_ready = True
             return
-        question = worker.asked.pop(answer["ticket"])
+        question = worker.asked.pop(answer.pop("ticket"))
         worker.is_worn = worker.is_worn or "timed_out" in answer
         if not question.is_dropped:
             self._answers.append((question.ticket, answer))

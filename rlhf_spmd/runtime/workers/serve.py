@@ -55,7 +55,7 @@ class Link:
 def run(
     connection: Connection, rank: int, program: Callable[[Link, Mapping[str, Any]], None], opening: Mapping[str, Any]
 ) -> None:
-    """Runs a worker until the connection to its rank closes; the first answer is {"ready": notes} or {"error": text}.
+    """Runs a worker until the connection to its rank closes; the first answer is {"ready": True} or {"error": text}.
 
     rank: its process id.
     program: loads the user's code and answers messages.

@@ -40,7 +40,7 @@ def test_forms_that_a_run_reads_pass(tmp_path):
     ("algorithm", "rows", "says"),
     [
         ("grpo", [], "p.jsonl is empty"),
-        ("grpo", [{"prompt": " "}], "line 1: the prompt is empty"),
+        ("grpo", [{"prompt": " "}], "line 1: the value of 'prompt' is empty"),
         ("grpo", [{"prompt": ["a"]}], "message 1 of 'prompt' is a string"),
         (
             "sft",
@@ -81,5 +81,5 @@ def test_only_the_first_rows_of_each_file_are_read(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": ["a"] * NUM_ROWS + [" "]}), tmp_path / "p.parquet")
     check("grpo", good, late, tmp_path / "p.parquet")
     parquet.write_table(pyarrow.table({"prompt": ["a", " "]}), tmp_path / "p.parquet")
-    with pytest.raises(UserError, match=r"p.parquet, row 2: the prompt is empty"):
+    with pytest.raises(UserError, match=r"p.parquet, row 2: the value of 'prompt' is empty"):
         check("grpo", good, tmp_path / "p.parquet")

@@ -134,7 +134,7 @@ def test_what_is_wrong_names_its_file(tmp_path):
     found = load_prompts([good, long], Words(), max_prompt_tokens=3, long_prompts="drop")
     assert (found.sizes, found.num_dropped) == ((1, 1), 1)
     only = write(tmp_path / "d.txt", "a b c d")
-    with pytest.raises(UserError, match="d.txt, line 1: .* leaves no prompt"):
+    with pytest.raises(UserError, match="d.txt has no row to learn from: 1 are too long"):
         load_prompts([good, only], Words(), max_prompt_tokens=3, long_prompts="drop")
 
 

@@ -84,7 +84,7 @@ def test_a_json_string_may_hold_line_breaks(tmp_path):
         ('{"messages": "a"}', ["line 2", "'messages' is a string", "not a list of messages"]),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', ["line 2", "no message before the assistant's"]),
         ('{"messages": [{"role": "user", "content": "a"}]}', ["line 2", "only a string can be read here"]),
-        ('{"prompt": " \\n"}', ["line 2", "the prompt is empty"]),
+        ('{"prompt": " \\n"}', ["line 2", "the value of 'prompt' is empty"]),
         ('{"prompt": "a\\ud83d"}', ["line 2", "surrogate", "character 2"]),
         ("", ["line 2", "blank"]),
         (b'{"prompt": "\xff"}', ["line 2", "not UTF-8", "byte 13"]),
@@ -159,7 +159,7 @@ def test_long_prompts_dropped(tmp_path):
     path = write(tmp_path, "p.txt", "a\na b c d\nab b\n")
     prompts = load(path, limit=3, long_prompts="drop")
     assert prompts.texts == ["a", "ab b"] and (prompts.num_dropped, prompts.num_truncated) == (1, 0)
-    assert "leaves no prompt" in refusal(write(tmp_path, "q.txt", "a b c d"), limit=3, long_prompts="drop")
+    assert "1 are too long" in refusal(write(tmp_path, "q.txt", "a b c d"), limit=3, long_prompts="drop")
 
 
 def test_long_prompts_truncated_keep_the_end_and_the_first_token_if_it_is_special(tmp_path):

@@ -100,10 +100,10 @@ def test_an_agent_of_openrlhf():
     episode, opening = begun(agent, label="4")
     assert opening == Opening()
     first = asyncio.run(episode.step("a 4"))
-    assert first == Step("\n\nHuman: 3\n\nAssistant: ", 1.0, logs={"correct": 1.0})
+    assert first == Step("\n\nHuman: 3\n\nAssistant: ", 1.0)
     second = asyncio.run(episode.step("b"))
     assert second.is_done and second.reward == 0.0
-    with pytest.raises(UserError, match="execute makes it an executor .*name its AgentInstance instead"):
+    with pytest.raises(UserError, match="calls the model itself, as .*executors of OpenRLHF do: .*AgentInstance"):
         only("of_openrlhf.py:AgentExecutor")
 
 
@@ -114,7 +114,7 @@ def test_a_tool_of_verl_from_its_file_of_tools():
     episode, opening = begun(tools, tools_kwargs={"check_answer": {"create_kwargs": {"ground_truth": "4"}}})
     assert opening == Opening()
     wrong, right = (asyncio.run(episode.call("check_answer", {"answer": one})) for one in "34")
-    assert wrong == Step("Current parsed answer='3' reward=0.0", -0.05, logs={"checks": 1.0})
+    assert wrong == Step("Current parsed answer='3' reward=0.0", -0.05)
     assert right.reward == 0.0 and asyncio.run(episode.reward()) == 1.0
     assert asyncio.run(episode.call("check_answer", {})).observation == "error: ValueError: no answer"
     asyncio.run(episode.close())
@@ -170,17 +170,13 @@ REFUSED = {
     "functions.py": "write it as module:Name or file.py:Name",
     "functions.py:Round": r"has no 'Round' \(did you mean 'Rounds'",
     "x = 3\n": "it is 3 .int.: name a class, a function",
-    "x = []\n": "it is .* .list.: name a class",
     "x = [3]\n": "it is .3. .list.: name a class",
     "class x:\n    def go(self): ...\n": r"it has no reset\(\) \(it has go\): add reset",
     "class x:\n    def reset(self): ...\n": r"it has reset\(\) and nothing to call",
     "class x:\n    def reset(self): ...\n    def step(self, a, b): ...\n": r"its step\(\) takes self, a, b: take",
     "class x:\n    def reset(self, rows): ...\n    def step(self, text): ...\n": r"asks for rows, which .*mean 'row'",
-    "class x:\n    async def run(self, sampling_params): ...\n": "run makes it an agent loop .as of verl",
-    "class x:\n    def initial_observation(self): ...\n": "an Env of tinker, which calls the model itself",
-    "class x:\n    async def arun_episode(self, engine, data): ...\n": "a workflow of AReaL",
-    "class x:\n    def env_response(self, messages): ...\n": "an environment of verifiers",
-    "async def x(args, sample, sampling_params): ...\n": "x is a generate function .as of slime",
+    "class x:\n    def env_response(self, messages): ...\n": "it calls the model itself",
+    "async def x(args, sample, sampling_params): ...\n": "x calls the model itself",
     "def x(a: int):\n    '''Does.'''\nx.once = True\n": "tool x says once=True, but a resumed run.*episode_id",
     "import no_such_module\n": "ModuleNotFoundError.*install no_such_module",
 }
@@ -243,7 +239,6 @@ async def sound(what: str):
     [
         ("return next(iter([]))", "error: RuntimeError: coroutine raised StopIteration"),
         ("raise asyncio.CancelledError", "error: CancelledError"),
-        ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "error: Mute"),
         ("return 'caf\\u00e9'.encode() + b'\\xff'", "caf\u00e9\ufffd"),
         ("return {'b', 'a', 'c'}", '["a", "b", "c"]'),
     ],
@@ -254,12 +249,6 @@ def test_what_a_tool_raises_or_returns_is_a_text(source, back, is_async, tmp_pat
     (tmp_path / "e.py").write_text(text if is_async else text.replace("async def", "def"), encoding="utf-8")
     answer = asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
     assert answer == Step(back, has_failed=back.startswith("error"))
-
-
-def test_an_object_without_a_text_is_no_answer(tmp_path):
-    (tmp_path / "e.py").write_text(TOOL.format("return (x for x in 'ab')"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"the tool sound gave .* \(generator\): return a text"):
-        asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
 
 
 def test_rewards_of_numpy_and_torch_are_numbers():

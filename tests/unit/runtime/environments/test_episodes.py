@@ -11,9 +11,8 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episodes import Episodes
+from rlhf_spmd.runtime.environments.episodes import Episodes, Limits, Row, id_of, seed_of
 from rlhf_spmd.runtime.environments.renderer import renderer_of
-from rlhf_spmd.runtime.environments.rows import Limits, Row, id_of, seed_of
 from rlhf_spmd.runtime.environments.workers import environment_workers
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 from tests import environments
@@ -175,7 +174,7 @@ def test_an_agent_of_openrlhf_speaks_without_a_template(world):
     episodes = world("of_openrlhf.py:AgentInstance", rows_of(1, label="4"))
     (ids,), reasons, rewards = play(episodes, scripted("4?", "5"), is_cut=True)
     assert text_of(episodes, ids) == "Go.4?\n\nHuman: 3\n\nAssistant: 5"
-    assert reasons == ["tool_stopped"] and rewards == [[1.0, 0.0]] and episodes.states[0].logs == {"correct": 1.0}
+    assert reasons == ["tool_stopped"] and rewards == [[1.0, 0.0]]
 
 
 def test_a_tool_of_verl(world):
@@ -232,7 +231,7 @@ def test_calls_that_are_made_again_give_the_same_tokens(world, tmp_path):
 
     def killing(row: int, turn: int, ids: list[int]) -> str | None:
         worker = episodes.workers._workers[row % 2]
-        if turn == 1 and worker.is_ready:
+        if turn == 1 and row < 3 and worker.is_ready:  # no more often than an episode may be lost
             os.kill(worker.process.pid, signal.SIGKILL)
         return by_ids(row, turn, ids)
 
@@ -268,7 +267,7 @@ def test_an_episode_has_an_id_that_is_the_same_in_a_resumed_run(name, call, worl
 
     episodes = world(f"{tmp_path}/e.py:{name}", rows)
     play(episodes, says)
-    found = [state.made[0][1]["observation"] for state in episodes.states]
+    found = [state.made[-1][1]["step"]["observation"] for state in episodes.states]
     assert found == [id_of("run", 1, 3, row.prompt, row.sample) for row in rows] and len({*found}) == 3
 
 

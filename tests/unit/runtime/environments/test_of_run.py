@@ -13,8 +13,8 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
+from rlhf_spmd.runtime.environments.episodes import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
-from rlhf_spmd.runtime.environments.rows import Limits
 from rlhf_spmd.runtime.failure.processes import below
 from tests.run_mpi import environment_alone
 from tests.size_rules import REPOSITORY as ROOT

@@ -5,8 +5,7 @@ import pytest
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
 from rlhf_spmd.model.texts.tool_calls import Call
 from rlhf_spmd.runtime.environments.adapters import load_environments
-from rlhf_spmd.runtime.environments.renderer import renderer_of
-from rlhf_spmd.runtime.environments.transcript import transcript
+from rlhf_spmd.runtime.environments.renderer import renderer_of, transcript
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
 from tests.unit.runtime.environments.test_episodes import FILES
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_spmd.model.texts.tool_calls import Call
-from rlhf_spmd.runtime.environments.transcript import transcript
+from rlhf_spmd.runtime.environments.renderer import transcript
 from tests.templates import write_bytes_tokenizer
 from tests.unit.runtime.environments.test_episodes import play, rows_of, scripted
 from tests.unit.runtime.environments.test_of_run import of_run

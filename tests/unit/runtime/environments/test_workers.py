@@ -30,15 +30,14 @@ def pools():
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
-def first(**columns) -> dict:
-    start = {"columns": columns, "prompt": "", "messages": None, "seed": 1, "sample_seed": 2}
-    return {"start": start, "opening": None, "made": []}
-
-
 def ask(pool: WorkerPool, key: int, do: str, *, limit_s: float = 0.0, is_alone: bool = False, **message) -> int:
-    given = message.pop("columns", {"rounds": 3})
-    message |= {"do": do, "limit_s": limit_s}
-    return pool.ask(key, message, timeout_s=limit_s, first=lambda: first(**given), is_alone=is_alone)
+    message |= {"do": do, "limit_s": limit_s, "environment": "", "episode_id": "e"}
+    return pool.ask(key, message, timeout_s=limit_s, is_alone=is_alone)
+
+
+def begin(pool: WorkerPool, key: int, **columns) -> int:
+    start = {"columns": columns, "prompt": "", "messages": None, "seed": 1, "sample_seed": 2}
+    return ask(pool, key, "begin", start=start)
 
 
 def call(pool: WorkerPool, key: int, name: str, *, limit_s: float = 0.0, is_alone: bool = False, **arguments) -> int:
@@ -69,11 +68,12 @@ def test_calls_of_many_episodes_run_at_once(pools):
 
 def test_objects_are_kept_for_their_episodes(pools):
     pool = pools("functions.py:Total", 2)
+    answered(pool, *(begin(pool, key) for key in range(4)))
     for by in (1, 10):
         found = said(pool, *(call(pool, key, "count", by=by + key) for key in range(4)))
     assert found == ["11", "13", "15", "17"] and {len(worker.keys) for worker in pool._workers} == {2}
     pool.release(2)
-    assert [answer["reward"] for answer in answered(pool, ask(pool, 2, "reward"), ask(pool, 1, "reward"))] == [0, 13]
+    assert answered(pool, ask(pool, 2, "reward"), ask(pool, 1, "reward")) == [{"gone": True}, {"reward": 13}]
 
 
 @pytest.mark.timed
@@ -100,9 +100,10 @@ def test_an_async_tool_that_blocks_its_worker(pools, tmp_path, monkeypatch):
 
 def test_a_worker_that_ends_loses_its_questions_and_is_replaced(pools):
     pool = pools("functions.py:Rounds")
-    assert answered(pool, ask(pool, 1, "begin"))[0]["opening"]["add"] == ""
+    answered(pool, begin(pool, 0, rounds=3), begin(pool, 1, rounds=3))
     assert answered(pool, ask(pool, 0, "step", text="exit")) == [{"lost": "exited with status 3"}]
-    assert answered(pool, ask(pool, 1, "step", text="a"))[0]["step"]["observation"] == "2 left of ['a']"
+    assert answered(pool, ask(pool, 1, "step", text="a")) == [{"gone": True}]
+    assert answered(pool, begin(pool, 1, rounds=3))[0]["opening"]["add"] == ""
     (raised,) = answered(pool, ask(pool, 1, "step", text="break"))
     assert raised["broken"].endswith("RuntimeError: broken") and "functions.py" in raised["broken"]
 

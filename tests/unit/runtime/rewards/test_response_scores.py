@@ -1,14 +1,11 @@
 """Scores of rows: by a reward model's own tokens, by its text, by a function, and by both."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
-from rlhf_spmd.runtime.rewards.response_scores import Scorer, how_read, reads_text
-from rlhf_spmd.runtime.run import run_text
+from rlhf_spmd.runtime.rewards.response_scores import Scorer, reads_text
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -53,7 +50,7 @@ def test_a_model_of_another_tokenizer_scores_the_same_words(score, tmp_path):
 
 
 def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
-    """A whole run: the tokens that the reward model reads are those of the words, and the heading says so."""
+    """A whole run: the tokens that the reward model reads are those of the words, as the heading says."""
     overrides = write_all(tmp_path, eos_token_ids=(1, 5))
     file = tmp_path / "reward" / "tokenizer.json"
     file.write_text(_with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8")
@@ -72,13 +69,11 @@ def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
         words = tokens[:-1] if tokens[-1] == 1 else tokens  # the other end is a word
         wanted.add((0, *(token for token in words if token > 2), *[1] * has_ended))
     assert wanted == set(map(tuple, read)) and len({row[-1] == 1 for row in wanted}) == 2
-    assert how_read(run.config, "reward", run.job.prompts) == " (has another tokenizer, so it is given text)"
 
 
 def test_the_same_tokenizer_gets_tokens(tmp_path):
     config = load(write_all(tmp_path))
     assert Scorer(config, "reward", load_tokenizer(config.main_folder)).texts is None
-    assert how_read(config, "reward", None) == ""
 
 
 def _with_a_beginning(text: str) -> str:
@@ -87,16 +82,6 @@ def _with_a_beginning(text: str) -> str:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer.to_str()
-
-
-def test_the_heading_says_which_names_are_the_programs():
-    """Of training and of evaluation, from the ranks that score, each once."""
-    notes = {0: [], 1: ["prompts of a.py:f: the program's"], 2: ["prompts of a.py:f: the program's", "more"]}
-    scorers = [SimpleNamespace(notes=notes[1]), None]
-    jobs = [SimpleNamespace(scorer=scorer) for scorer in scorers]
-    world = SimpleNamespace(allgather=lambda mine, what: [notes[0], mine, notes[2]])
-    job = SimpleNamespace(**vars(jobs[0]), evaluation=jobs[1], world=world, config=load([], "reward_function=a.py:f"))
-    assert run_text._names_of_functions(job) == "prompts of a.py:f: the program's; more"
 
 
 def test_a_function_gets_the_text_and_is_added_on_request(score):

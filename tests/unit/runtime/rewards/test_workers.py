@@ -120,13 +120,8 @@ def workers(file):
 def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     """Also numbers for the log, None, and texts that no encoding has; two calls of one pool."""
     names = ("length", "some", "each")
-    alone = [
-        load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.part(row, row + 1))
-        for name in names
-        for row in range(5)
-    ]
+    alone = [load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.row(row)) for name in names for row in range(5)]
     pool = workers(*names, num=num)
-    assert pool.pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
     for _ in range(2):
         found, late = pool.score(ROWS)
         assert late == set() and [one[0][row] for one in found for row in range(5)] == [one[0][0] for one in alone]
@@ -150,7 +145,7 @@ def test_a_response_that_takes_too_long(file, workers):
             assert time.monotonic() - began < 10 * TIMEOUT_S
             time.sleep(0.01)
     assert len(pool.pool._workers) == 2 and {worker.process.pid for worker in pool.pool._workers} != before
-    assert pool.score(ROWS.part(0, 1)) == ([([1.0], {})], set())
+    assert pool.score(ROWS.row(0)) == ([([1.0], {})], set())
 
 
 def is_alive(process: int) -> bool:
@@ -163,12 +158,12 @@ def is_alive(process: int) -> bool:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("crashes", r"r.py:crashes: its worker process was ended by SIGSEGV on response 1 'bb' \(prompt 'q'\): the f"),
-        ("exits", r"r.py:exits: its worker process exited with status 3 on response 1 'bb' \(prompt 'q'\): the func"),
-        ("interrupts", r"r.py:interrupts raised KeyboardInterrupt .* on response 1 'bb' \(prompt 'q'\): fix the func"),
-        ("closes_all", r"r.py:closes_all: its worker process exited with status 1 on response 1 'bb' \(prompt 'q'"),
+        ("crashes", r"r.py:crashes: its worker process was ended by SIGSEGV on response 'bb' \(prompt 'q'\): it, or"),
+        ("exits", r"r.py:exits: its worker process exited with status 3 on response 'bb' \(prompt 'q'\): it, or"),
+        ("interrupts", r"r.py:interrupts raised KeyboardInterrupt .* on response 'bb' \(prompt 'q'\): fix the func"),
+        ("closes_all", r"r.py:closes_all: its worker process exited with status 1 on response 'bb' \(prompt 'q'"),
         # either of two rows, which two workers have at once
-        ("raises", r"r.py:raises raised ZeroDivisionError: .*1.0 / \(len.* on response [14] .*: fix the"),
+        ("raises", r"r.py:raises raised ZeroDivisionError: .*1.0 / \(len.* on response '(bb|.udc80.n)' .*: fix the"),
     ],
 )
 def test_an_error_is_one_message_with_function_and_row(name, says, workers):
@@ -220,7 +215,7 @@ def test_the_watch_hears_of_work_and_of_deadlines_only(timeout_s, beats, workers
     signal.alarm(2)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        pool.score(ROWS.part(1, 2))
+        pool.score(ROWS.row(1))
     late = [at for at in heard if at > began + 1.0]
     assert bool(late) == beats and heard
 
