@@ -1,7 +1,4 @@
-"""Expressions mean what they mean to `re`, and none takes long."""
-
-import random
-import re
+"""Expressions that `re` could try for ever are refused."""
 
 import pytest
 
@@ -9,8 +6,15 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.config import from_peft, matches
 from tests.unit.model.adapters.test_config import LEAST, Q
 
-PARTS = ["a", "b", ".", "[ab]", "[^a]", r"\d", r"\.", "^", "$", r"\b", "(?!a)", "(?=b)", "(?<=a)", "(?<!b)", "(?i:A)"]
-TIMES = ["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{0,2}?"]
+OF_PEFT = {  # and whether the query projection is a target
+    r".*\.(q_proj|v_proj)$": True,
+    r"^(?!.*visual).*(?:q_proj|k_proj).*": True,
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|o_proj).*?)|"
+    r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|k_proj)))": True,
+    r"model\.layers\.([0-9]|1\d)\.self_attn\.(k|v)_proj": False,
+}
+
+
 ENDLESS = [
     "(([a-z_.0-9]+)+)+X",
     "((((.*)*)*)*)*X",
@@ -22,24 +26,9 @@ ENDLESS = [
 ]
 
 
-def drawn(draw: random.Random, depth: int) -> str:
-    kind = draw.random() if depth else 0
-    if kind < 0.3:
-        return draw.choice(PARTS)
-    one, other = drawn(draw, depth - 1), drawn(draw, depth - 1)
-    return one + other if kind < 0.55 else f"(?:{one}|{other})" if kind < 0.7 else f"({one}){draw.choice(TIMES)}"
-
-
-def test_random_expressions():
-    draw, num = random.Random(0), 0
-    while num < 2000:
-        expression, text = drawn(draw, 4), "".join(draw.choices("ab.1", k=draw.randrange(7)))
-        try:
-            expected = bool(re.fullmatch(expression, text))
-        except re.error:
-            continue
-        assert matches(expression, text) == expected, (expression, text)
-        num += 1
+@pytest.mark.parametrize("expression", OF_PEFT)
+def test_what_is_written_for_peft_is_read(expression):
+    assert matches(expression, Q.format(0)) == OF_PEFT[expression]
 
 
 @pytest.mark.parametrize("expression", ENDLESS)
@@ -51,12 +40,8 @@ def test_an_expression_that_re_would_try_for_ever(expression):
         {"layers_to_transform": [0], "layers_pattern": expression},
         {"rank_pattern": {expression: 3}, "alpha_pattern": {expression: 3}},
     ):
-        try:
-            config = from_peft(LEAST | more, [Q.format(0)])
-        except UserError as error:
-            assert "does not name" in str(error)
-        else:
-            assert (config.rank_of(Q.format(0)), config.alpha_of(Q.format(0))) == (8, 8)
+        with pytest.raises(UserError, match=r"is not a regular expression that is read here \(it"):
+            from_peft(LEAST | more, [Q.format(0)])
 
 
 @pytest.mark.parametrize("wrong", ["(", r"(a)\1", "(?>a)", "(" * 3000 + ")" * 3000, "a{99999999999}"])

@@ -126,7 +126,7 @@ def spoil(text: str) -> str:
     Args:
         text: That it writes.
     """
-    for number in range(3, 30):
+    for number in range(3, 300):
         try:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 os.write(number, text.encode())
