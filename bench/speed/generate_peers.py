@@ -103,9 +103,9 @@ def same_weights(theirs: AutoModelForCausalLM, dtype: torch.dtype) -> Transforme
 def use_fastest(dtype: torch.dtype) -> str:
     """Chooses the library of products, as a run does -> its name."""
     name = precision_of(dtype)
-    table = of_this_machine(name)
-    use({name: table.choice})
-    return table.library
+    choice = of_this_machine(name)
+    use({name: choice})
+    return choice.library
 
 
 def by_ours(model: Transformer, work: Workload, *, adds_adapters: bool = False) -> int:

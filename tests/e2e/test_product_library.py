@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_spmd.files.user_cache import user_cache
 from rlhf_spmd.kernels.products import LIBRARIES
 from tests import warm
 from tests.folders import write_all
@@ -23,11 +22,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}  # with m
 
 @pytest.fixture
 def cache(tmp_path) -> Path:
-    """Makes the cache of a user who knows these tokenizers, but no library of products."""
-    folder = tmp_path / "cache" / "rlhf_spmd"
-    folder.mkdir(parents=True)
-    (folder / "tokenizers").symlink_to(user_cache("tokenizers"))
-    return folder / "products"
+    """Returns the cache of a user who has not run anything."""
+    return tmp_path / "cache" / "rlhf_spmd" / "products"
 
 
 def train(cache: Path, *words) -> None:

@@ -14,7 +14,7 @@ all of them.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from statistics import fmean
@@ -77,33 +77,37 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     began = time.perf_counter()
     unscaled = AtHand(calibration, calibration, every[0])
     limit_s = min(LIMIT_S, SHARE * world.bcast(trained_s, what="the seconds of the iterations"))
-    if all(machine == calibration.machine for machine in every):
-        return unscaled
-    if world.computes.index is not None:
-        why_not = "the calibration was made elsewhere, and GPUs are not probed" if calibration.machine else ""
-        return replace(unscaled, why_not=why_not)
     types = program.cluster.device_types
-    if len(types) > 1:
-        return replace(unscaled, why_not="the devices are of several types")
     pieces = pieces_of(calibration.devices[types[0]])
-    if pieces is None and calibration.machine is None and types[0] == "cpu":
+    on_gpus = world.computes.index is not None
+    has_constants_alone = on_gpus or (pieces is None and list(types) == ["cpu"])
+    if all(machine == calibration.machine for machine in every) or (
+        calibration.machine is None and has_constants_alone
+    ):
         return unscaled
     workflow = program.workload.workflow
-    if not any(workflow.heads[model] == "lm" for model in workflow.trained_models):
-        return replace(unscaled, why_not="the probe trains a language model, and this run trains none")
-    if pieces is None:
-        return replace(unscaled, why_not="the calibration has no tables of a model small enough for a probe")
-    if limit_s < LEAST_S:
-        return replace(unscaled, why_not="the run was too short for a probe")
-    table, grid, rows = pieces
-    mine, share = measure_pieces(world, config, program.workload, table, grid, rows, until=began + USED * limit_s)
-    results = world.allgather([*asdict(mine).values(), share] if mine else None, "the probe")
-    if None in results:
-        return replace(unscaled, why_not="this machine was too slow, or too busy, for a probe")
-    workers = num_workers(world.nodes, [one[-1] for one in results], every)
-    scale = Scale.of([Pieces(*one[:-1]) for one in results], expected(table, rows), workers)
-    changed = scaled(calibration, types[0], scale)
-    return replace(unscaled, calibration=changed, scale=scale, probe_s=time.perf_counter() - began)
+    if on_gpus:
+        why_not = "the calibration was made elsewhere, and GPUs are not probed"
+    elif len(types) > 1:
+        why_not = "the devices are of several types"
+    elif not any(workflow.heads[model] == "lm" for model in workflow.trained_models):
+        why_not = "the probe trains a language model, and this run trains none"
+    elif pieces is None:
+        why_not = "the calibration has no tables of a model small enough for a probe"
+    elif limit_s < LEAST_S:
+        why_not = "the run was too short for a probe"
+    else:
+        table, grid, rows = pieces
+        until = began + USED * limit_s
+        result = measure_pieces(world, config, program.workload, table, grid, rows, until=until)
+        results = world.allgather(result, "the probe")
+        if all(seconds for seconds, _ in results):
+            workers = num_workers(world.nodes, [share for _, share in results], every)
+            scale = Scale.of([Pieces(*seconds) for seconds, _ in results], expected(table, rows), workers)
+            changed = scaled(calibration, types[0], scale)
+            return replace(unscaled, calibration=changed, scale=scale, probe_s=time.perf_counter() - began)
+        why_not = "this machine was too slow, or too busy, for a probe"
+    return replace(unscaled, why_not=why_not)
 
 
 def num_workers(nodes: Sequence[int], shares: Sequence[float], every: Sequence[Machine]) -> float:
@@ -137,8 +141,8 @@ def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:
 
 def measure_pieces(
     world: World, config: Config, workload: Workload, table: Measured, grid: Grid, rows: Lengths, *, until: float
-) -> tuple[Pieces | None, float]:
-    """Returns the seconds of the pieces on this rank with its own cores (None: there was no time for all), and the
+) -> tuple[list[float] | None, float]:
+    """Returns the seconds of the Pieces on this rank with its own cores (None: there was no time for all), and the
     share of time for which it had them. Collective.
 
     until: of time.perf_counter.
@@ -159,7 +163,7 @@ def measure_pieces(
     others = torch.zeros(2 * last_level_cache_bytes(None) // 4)
     world.barrier("the start of the probe")
     seconds, share = repeat(works, until, timer=time.thread_time, cool=partial(others.add_, 1))
-    return Pieces(*map(fmean, seconds)) if all(seconds) else None, share
+    return list(map(fmean, seconds)) if all(seconds) else None, share
 
 
 def repeat(

@@ -48,23 +48,28 @@ def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float,
             reduce_s, gather_s = clock.seconds(*works, idle=not mine, together=here)
             points += [(len(ranks), num_bytes, reduce_s / 2), (len(ranks), num_bytes, gather_s)]
             if len(ranks) == 2:
-                works = [partial(_ping_pong, whole, ranks)]
-                (both_s,) = clock.seconds(*works, idle=not mine, together=here)
-                points.append((2, 2 * num_bytes, both_s / 2))
+                points.append(_message(clock, whole, ranks, here))
     return points
 
 
 def host_messages(clock: Clock, ranks: tuple[int, ...]) -> list[tuple[int, float, float]]:
     """Measures (ranks, bytes, seconds) of messages through host memory between two ranks."""
-    world = clock.world
-    points: list[tuple[int, float, float]] = []
-    group = world.group(group_name(range(world.size), HOST))
-    for num_bytes in MESSAGE_BYTES:
-        buffer = torch.zeros(num_bytes // 4, pin_memory=world.device.type == "cuda")
-        works = [partial(_ping_pong, buffer, ranks, group)]
-        (both_s,) = clock.seconds(*works, idle=world.rank not in ranks, together=2)
-        points.append((2, 2 * num_bytes, both_s / 2))
-    return points
+    group = clock.world.group(group_name(range(clock.world.size), HOST))
+    buffers = [torch.zeros(num_bytes // 4, pin_memory=clock.world.device.type == "cuda") for num_bytes in MESSAGE_BYTES]
+    return [_message(clock, buffer, ranks, 2, group) for buffer in buffers]
+
+
+def _message(
+    clock: Clock, buffer: torch.Tensor, ranks: tuple[int, ...], here: int, group: dist.ProcessGroup | None = None
+) -> tuple[int, float, float]:
+    """Measures a message between the first two ranks and one back: (ranks, bytes, seconds of one).
+
+    here: how many of them are on one node.
+    group: of all ranks; None: the world.
+    """
+    works = [partial(_ping_pong, buffer, ranks, group)]
+    (both_s,) = clock.seconds(*works, idle=clock.world.rank not in ranks, together=here)
+    return 2, 2 * buffer.nbytes, both_s / 2
 
 
 def _ping_pong(buffer: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup | None = None) -> None:

@@ -3,7 +3,6 @@
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,67 +69,39 @@ def details(info: Mapping[str, str]) -> list[str]:
 
 def cpu_info() -> dict[str, str]:
     """Returns the fields of the first processor in /proc/cpuinfo; empty if there is no such file."""
-    try:
-        first = CPU_INFO.read_text(encoding="utf-8").partition("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.strip("\n").split("\n"))
+    pairs = [line.partition(":") for line in _text(CPU_INFO).partition("\n\n")[0].splitlines()]
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def cpu_quota() -> float:
     """Returns the CPU quota of this process's control groups, in cores; inf without a quota."""
-    return min(map(_quota, _groups("cpu")), default=inf)
+    quotas = [inf]
+    for folder in _groups():
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if period and quota != "max":
+            quotas.append(int(quota) / int(period))
+    return min(quotas)
 
 
 def free_memory() -> float:
     """Returns bytes that this process may still take: of the machine, and of its control groups."""
-    return min([psutil.virtual_memory().available, *map(_room, _groups("memory"))])
+    free = [psutil.virtual_memory().available]
+    for folder in _groups():
+        limit, used = _text(folder / "memory.max"), _text(folder / "memory.current")
+        if limit.isdigit() and used:
+            free.append(int(limit) - int(used))
+    return min(free)
 
 
-def _groups(controller: str) -> list[Path]:
-    """Returns the folders of the control groups that limit this process, up to their roots."""
+def _groups() -> list[Path]:
+    """Returns the folders of the control groups (version 2) that limit this process, from the root on."""
+    parts = _text(OWN_CGROUPS).rpartition("0::/")[2].split("/")
+    return [CGROUPS.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def _text(path: Path) -> str:
+    """Returns the text of a file; empty if there is none."""
     try:
-        lines = OWN_CGROUPS.read_text(encoding="utf-8", errors="replace").split("\n")
-        groups = [line.split(":", 2) for line in lines if line]
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
-        return []
-    found = []
-    for _, controllers, path in groups:
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = CGROUPS / controllers if controllers else CGROUPS
-        for folder in (inner := root / path.lstrip("/"), *inner.parents):
-            found.append(folder)
-            if folder == root:
-                break
-    return found
-
-
-def _quota(folder: Path) -> float:
-    """Returns the quota of one control group: version 2 has `cpu.max` with quota and period, version 1 a file for
-    each."""
-    try:
-        if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
-            )
-        return inf if quota.strip() in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return inf
-
-
-def _room(folder: Path) -> float:
-    """Returns the bytes that one control group may still take, files in memory that nobody uses included: version 2 has
-    `memory.max`, version 1 another name."""
-    for most, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        with suppress(OSError, ValueError):
-            limit, used = ((folder / name).read_text(encoding="utf-8").strip() for name in (most, taken))
-            if limit == "max":
-                return inf
-            lines = (folder / "memory.stat").read_text(encoding="utf-8").split("\n")
-            unused = dict(line.split() for line in lines if line).get("inactive_file", 0)
-            return int(limit) - int(used) + int(unused)
-    return inf
+        return ""

@@ -81,7 +81,7 @@ def prepare(
                 )
             check_best(config, held_out, evaluation.workload.rollout_batch)
     shapes = program.workload.models.values()
-    table, note = choose(world, config.products, config.dtype, shapes, products)
+    library, note = choose(world, config.products, config.dtype, shapes, products)
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts)
@@ -95,7 +95,7 @@ def prepare(
     _agree_on_functions(config, world)
     models.start()
     copies = packed_bytes(program, world.rank) + working_bytes(program, world.rank)["copies with adapters"]
-    notes += filter(None, [note, limit_packing(world, table, copies)])
+    notes += filter(None, [note, limit_packing(world, config.dtype, library, copies)])
     job = Job(
         config,
         program,
@@ -109,7 +109,7 @@ def prepare(
         functions=config.algorithm.functions(program.workload.workflow),
         state=RunState(config.algorithm.initial_state(config.options)),
         columns=program.held(world.rank),
-        products=asdict(table) if table else {},
+        products=asdict(library) if library else {},
         steps=steps,
         notes=notes,
     )
