@@ -197,23 +197,20 @@ class Layout:
         ranks, pp, tp = list(self.ranks), self.pp, self.tp
         copies = list(map(list, self._copies())) if pp * tp > 1 else []
         descending = next((copy for copy in copies if copy != sorted(copy)), None)
+        limits = [limit for limit in (self.micro_batch, self.tokens) if limit is not None]
         problems = [
             (not ranks, "it has no ranks; give it at least one"),
             (len(set(ranks)) != len(ranks), f"a rank appears twice in {ranks}; name each rank once"),
-            (min(self.dp, pp, tp) < (1 if ranks else 0), f"dp {self.dp}, pp {pp}, tp {tp}: none may be less than 1"),
             (
-                self.dp * pp * tp != len(ranks),
-                f"dp {self.dp} x pp {pp} x tp {tp} is not the number of ranks, {len(ranks)}; change one of them",
+                min(self.dp, pp, tp) < (1 if ranks else 0) or self.dp * pp * tp != len(ranks),
+                f"dp {self.dp} x pp {pp} x tp {tp} is not the number of ranks, {len(ranks)}, or one is less than 1; "
+                "change one of them",
             ),
             (self.zero not in (0, 1, 2, 3), f"ZeRO stage {self.zero} does not exist; use 0, 1, 2 or 3"),
             (
-                _less_than_1(self.micro_batch),
-                f"micro_batch {self.micro_batch} is less than 1; raise it, or give None",
-            ),
-            (_less_than_1(self.tokens), f"a budget of {self.tokens} tokens is less than 1; raise it, or give None"),
-            (
-                None not in (self.tokens, self.micro_batch),
-                "both micro_batch and tokens say how much a forward takes; give one of them",
+                len(limits) > 1 or min(limits, default=1) < 1,
+                f"micro_batch {self.micro_batch} and tokens {self.tokens} say how much a forward takes; give one of "
+                "them, at least 1",
             ),
             (
                 pp > 1 and self.zero > 1,
@@ -243,10 +240,6 @@ def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
 @lru_cache(maxsize=65536)
 def _group_name(ranks: tuple[int, ...], purpose: str) -> str:
     return f"{purpose} {format_ranks(tuple(sorted(ranks)))}"
-
-
-def _less_than_1(number: int | None) -> bool:
-    return number is not None and number < 1
 
 
 def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]:

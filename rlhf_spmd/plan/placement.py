@@ -1,6 +1,7 @@
 """A placement maps every call to a layout; strategies return one. Also the helpers for placement ratios."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
@@ -49,15 +50,11 @@ class Placement:
     def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
         """Places each model in one layout, used by all its calls:
         `Placement.by_model(workload, actor=..., critic=...)`. For more options, `dataclasses.replace` the result."""
-        models, calls = workload.workflow.models, workload.workflow.placed_calls
-        unknown = [model for model in layouts if model not in models]
-        if unknown:
-            raise UserError(f"{', '.join(unknown)} is not a model of this workflow; its models are {', '.join(models)}")
-        missing = [model for model in models if model not in layouts]
-        if missing:
-            homeless = ", ".join(call.name for call in calls if call.model in missing)
-            raise UserError(f"no layout for {', '.join(missing)}, so {homeless} cannot run; give by_model one each")
-        return cls({call.name: layouts[call.model] for call in calls})
+        models = workload.workflow.models
+        if set(layouts) != set(models):
+            given = ", ".join(layouts) or "none"
+            raise UserError(f"by_model takes a layout for each model of the workflow, {', '.join(models)}, not {given}")
+        return cls({call.name: layouts[call.model] for call in workload.workflow.placed_calls})
 
     @classmethod
     def by_ratios(
@@ -160,46 +157,43 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
     written "1/3". Raises UserError if shares do not sum to 1 or one rounds to no rank.
     """
     shares = {model: parse_ratio(model, ratio) for model, ratio in ratios.items()}
-    split = {model: ranks for model, share in shares.items() if share == 1}
+    split = dict.fromkeys(ratios, ranks)
     offset, group = Fraction(0), []
     for model, share in shares.items():
         if share == 1:
             continue
         start, offset = offset, offset + share
         group.append(model)
-        if offset > 1:
-            raise UserError(
-                f"ratios of {', '.join(group)} sum to {offset}, more than 1; make a group's shares sum to 1"
-            )
         first, last = (floor(edge * len(ranks) + Fraction(1, 2)) for edge in (start, offset))
         if first == last:
-            least = f"at least 1/{len(ranks)}" if len(ranks) > 1 else "1"
             raise UserError(
-                f"ratio {ratios[model]} of {model} rounds to no rank of {len(ranks)}; "
-                f"give it {least} or start more ranks"
+                f"ratio {ratios[model]} of {model} rounds to no rank of {len(ranks)}; give it at least "
+                f"1/{len(ranks)}, or start more ranks"
             )
         split[model] = ranks[first:last]
-        if offset == 1:
+        if offset >= 1:
+            _check_sum(group, offset)
             offset, group = Fraction(0), []
     if group:
-        raise UserError(f"ratios of {', '.join(group)} sum to {offset}, not to 1: some ranks would stay empty")
-    return {model: split[model] for model in ratios}
+        _check_sum(group, offset)
+    return split
+
+
+def _check_sum(group: Sequence[str], total: Fraction) -> None:
+    if total != 1:
+        raise UserError(f"ratios of {', '.join(group)} sum to {total}, not to 1; change one of them")
 
 
 def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str]:
     """Reads `("reference=1/4", "reward=3/4")` as shares by model; a model that is not named gets 1, all ranks."""
-    shares, named = dict.fromkeys(models, "1"), set()
+    shares = dict[str, str]()
     for text in ratios:
         model, equals, share = text.partition("=")
-        if not equals or model not in models:
-            raise UserError(
-                f"ratio {text!r}: write MODEL=SHARE, e.g. {models[-1]}=1/2; the models are {', '.join(models)}"
-            )
-        if model in named:
-            raise UserError(f"ratio {text!r}: {model} has two shares; give it one")
-        named.add(model)
+        if not equals or model not in models or model in shares:
+            example = f"{models[-1]}=1/2; the models are {', '.join(models)}"
+            raise UserError(f"ratio {text!r}: write MODEL=SHARE, once for a model, e.g. {example}")
         shares[model] = share
-    return shares
+    return dict.fromkeys(models, "1") | shares
 
 
 def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
@@ -215,12 +209,11 @@ def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
 
 def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
     """Reads a ratio such as 0.5 or "1/3" as a fraction. Raises UserError if it is not a number in (0, 1]."""
-    try:
+    share = Fraction(0)
+    with suppress(ValueError, ArithmeticError, TypeError):  # ArithmeticError: 1/0, infinity
         share = Fraction(ratio)
-    except (ValueError, ArithmeticError, TypeError) as error:  # ArithmeticError: 1/0, infinity
-        raise UserError(f"ratio {ratio!r} of {model} is not a number; write 0.5 or 1/2") from error
     if not 0 < share <= 1:
-        raise UserError(f"ratio {ratio} of {model} is not in (0, 1]; write 0.5 or 1/2, or 1 for all ranks")
+        raise UserError(f"ratio {ratio!r} of {model} is not a number in (0, 1]; write 0.5 or 1/2, or 1 for all ranks")
     near = share.limit_denominator(1_000_000)  # 0.3333333333333333 means 1/3
     return near if abs(near - share) < 1e-9 else share
 

@@ -1,6 +1,6 @@
 """What is wrong with a placement before it is compiled: everything in one message, with calls, ranks and the fix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
@@ -52,22 +52,17 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
 
 def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
     """Yields what is wrong with own_first, joint, in_flight and decode_mini_batches."""
-    known = {call.name for call in workflow.placed_calls if not isinstance(call, Train)}
-    for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
-        yield from (f"{field} names {name}, which is not a call before training" for name in names if name not in known)
-        if len(set(names)) != len(names):
-            yield f"{field} names a call twice: {', '.join(names)}"
     order = [call.name for call in workflow.calls]
+    known = [call.name for call in workflow.placed_calls if not isinstance(call, Train)]
+    for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
+        if not set(names) <= set(known) or len(set(names)) != len(names):
+            yield f"{field} names {', '.join(names)}; name calls before training, each once: {', '.join(known)}"
     for calls in placement.joint:
-        places = sorted(order.index(name) for name in calls if name in order)
-        between = [name for name in order[places[0] : places[-1]] if name not in calls] if places else []
-        if between:
-            yield f"joint: {', '.join(between)} stands between {' and '.join(calls)}; join neighbours only"
+        places = [order.index(name) for name in calls if name in order]
         members = [call for call in workflow.calls if call.name in calls]
-        made = {key for call in members for key in call.outputs}
-        for call in members:
-            if made & set(call.inputs):
-                yield f"joint: {call.name} reads what {' and '.join(calls)} make; take it out of the set"
+        is_run = not places or max(places) - min(places) < len(calls)
+        if not is_run or not workflow.independent(members):
+            yield f"joint: {' and '.join(calls)} exchange together; join neighbours of which none reads another one"
     for field in ("in_flight", "decode_mini_batches"):
         if getattr(placement, field) < 1:
             yield f"{field} {getattr(placement, field)} is less than 1; raise it"
@@ -88,13 +83,9 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
         if len({trains(workflow.call(name), workflow) for name in calls}) > 1:
             yield f"ahead: joint {' and '.join(calls)} work on two batches; take them apart"
     training = [call for call in workflow.placed_calls if trains(call, workflow)]
-    for call in workflow.placed_calls if placement.ahead == 1 else ():
-        for other in training if call not in training else ():
-            shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[other.name].ranks)
-            if shared:
-                where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {other.name} runs meanwhile"
-                yield f"ahead: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop ahead"
-                break
+    for call in workflow.placed_calls:
+        if placement.ahead == 1 and call not in training:
+            yield from _shared_problems(placement, call, training, "ahead")
 
 
 def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
@@ -141,12 +132,18 @@ def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
     """Checks streaming: a model that trains then changes before the last mini-batch is generated and scored."""
     for call in workload.workflow.placed_calls if placement.streams(workload) else ():
         train = workload.workflow.train_call(call.model)
-        if train is None or isinstance(call, Train):
-            continue
-        shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
+        if train is not None and not isinstance(call, Train):
+            yield from _shared_problems(placement, call, [train], "stream")
+
+
+def _shared_problems(placement: Placement, call: ModelCall, training: Sequence[ModelCall], field: str) -> Iterator[str]:
+    """Yields the first call of training that runs meanwhile on ranks of a call, because of a field of the placement."""
+    for other in training:
+        shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[other.name].ranks)
         if shared:
-            where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} changes the weights meanwhile"
-            yield f"stream: {call.name} is on {where}; place it elsewhere, or drop stream"
+            where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {other.name} runs meanwhile"
+            yield f"{field}: {call.name} is on {where}; place it elsewhere, as `separation` does, or drop {field}"
+            return
 
 
 def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]:
@@ -169,14 +166,12 @@ def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]
 
 def _layout_problems(layout: Layout, size: int) -> list[str]:
     """Returns what is wrong with a layout in a world of `size` ranks."""
-    problems = layout.problems()
     outside = [rank for rank in layout.ranks if not 0 <= rank < size]
-    if outside:
-        world = f"{size} ranks (0-{size - 1})" if size > 1 else "1 rank (0)"
-        more = f"use ranks below {size} or start at least {max(outside) + 1} ranks"
-        fix = more if min(outside) >= 0 else "ranks are counted from 0"
-        problems.append(f"rank {outside[0]} is outside the world of {world}; {fix}")
-    return problems
+    if not outside:
+        return layout.problems()
+    fix = f"use ranks below {size} or start at least {max(outside) + 1} ranks"
+    text = f"rank {outside[0]} is outside the world of ranks 0 to {size - 1}; {fix}"
+    return [*layout.problems(), text]
 
 
 def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iterator[str]:
@@ -188,11 +183,10 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         return
     if layout.pp > shape.num_layers:
         yield f"pp {layout.pp} is more than the {shape.num_layers} layers of {model}; lower pp"
-    if layout.tp > shape.num_kv_heads:
-        text = f"tp {layout.tp} is more than the {shape.num_kv_heads} key-value heads of {model}"
-        yield f"{text}, which are not replicated; lower tp to {shape.num_kv_heads} or less"
-    if layout.tp > min(shape.intermediate_size, shape.vocab_size):
-        yield f"tp {layout.tp} is more than the rows of a weight of {model}; lower tp"
+    most_tp = min(shape.num_kv_heads, shape.intermediate_size, shape.vocab_size)
+    if layout.tp > most_tp:
+        text = f"tp {layout.tp} is more than the {most_tp} key-value heads of {model}, or the rows of a weight"
+        yield f"{text}, which are not replicated; lower tp to {most_tp} or less"
     if isinstance(call, Generate) and call.has_turns and (layout.pp, layout.tp) != (1, 1):
         yield "an environment answers only where one rank generates with the whole model; use pp = tp = 1 here"
     if layout.recompute and not isinstance(call, Train):

@@ -85,7 +85,7 @@ CASES = {
     ),
     "rank outside the world": Case(
         ("--strategy", "{folder}/s.py"),
-        ("strategy s", "reward_infer", "rank 7 is outside the world of 2 ranks", "at least 8 ranks"),
+        ("strategy s", "reward_infer", "rank 7 is outside the world of ranks 0 to 1", "at least 8 ranks"),
         {"s.py": strategy("Layout.data_parallel((0, 7))")},
         kind="the placement",
     ),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import inf
 
 PRODUCTS = 300  # combinations in arrays that take as long as a step
-CANDIDATE = 10  # steps that take as long as making a candidate of a call
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ waits for no call before it, and shares no rank with any.
 from collections.abc import Sequence
 from math import inf, lcm
 
-from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import most_rows_bytes, num_trained
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
@@ -19,7 +18,6 @@ from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, Destination, anything
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Generate, Train, trains
-from rlhf_spmd.plan.workload import Workload
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
 Base = tuple[str, tuple[int, int, int]]  # weights that models have in common, and the copy (Candidate.copy)
@@ -38,7 +36,7 @@ class CallModel:
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
         self.costs = CallCosts(cost, allowed, evaluated_tokens, ahead)
-        self.allowed, self.evaluated_tokens = allowed, evaluated_tokens
+        self.evaluated_tokens = evaluated_tokens
         self.needs = self._needs()
         # one ahead, inferences with the weights with which training begins are a part of it
         late = [trains(call, workflow) if ahead else isinstance(call, Train) for call in self.calls]
@@ -68,10 +66,6 @@ class CallModel:
         self.moved_bytes = [sizes[one.model] * self.workload.trained_number_bytes(one.model) for one in self.calls]
         self._pairs: dict[tuple[Destination, Destination, bool, int], tuple[bool, float]] = {}
         self._nodes_of: dict[tuple[int, int, int], frozenset[int]] = {}
-
-    def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
-        """Returns a model of another workload or cluster, with the same constants and the same layouts allowed."""
-        return CallModel(Cost(self.cost.calibration, workload, cluster), self.allowed, evaluated_tokens, self.ahead)
 
     def _needs(self) -> list[frozenset[int]]:
         """Finds, for each searched call, the calls whose data it reads, directly or through a `compute`."""

@@ -1,27 +1,21 @@
-"""Where no placement fits: the least memory that was found, and the options with which something would fit.
+"""Where no placement fits: the least memory that was found, and the options that take memory.
 
 The least memory is that of the fullest rank, by the model of memory of the search (iteration_model.py). It is found by
-a local search that only looks at bytes, from the meshes with which two_phase begins. Options are tried one at a time.
+a local search that only looks at bytes, from the meshes with which two_phase begins.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import Any
 
-from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.search.budget import CANDIDATE, Budget
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate, Destination
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.search.meshes import meshes
 from rlhf_spmd.plan.search.priors import around, grid_on, least_full, least_memory, least_static, priors
-from rlhf_spmd.plan.workload import Workload
 
 PARTS = ("resident", "gathered", "reduced", "activations", "KV cache")  # of CallModel.parts_at
-MOST_DEVICES = 1024  # of a larger cluster that is tried
-LEAST_SEQUENCES, LEAST_TOKENS = 8, 32  # of smaller options that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +54,8 @@ def _descend(space: Space, start: Roomy, budget: Budget) -> Roomy:
         near = [around(space, chosen, of) for of in space.candidates]
         chosen, _ = least_full(model, chosen, near, budget)
         chosen = _together(model, chosen, near, budget)
-    chosen = _trimmed(space, chosen)
     excess = model.excess_bytes(chosen)
     return Roomy(chosen, excess) if excess <= start.excess_bytes else start
-
-
-def _trimmed(space: Space, chosen: Choice) -> Choice:
-    """Lowers the memory of calls that are not the fullest: where others need less, they would count."""
-    current, missing = list(chosen), space.model.overflow_bytes(chosen)
-    for index, of in enumerate(space.candidates):
-        kept = current[index]
-        for one in sorted((one for one in of if one.where == kept.where), key=least_memory):
-            current[index] = one
-            if space.model.overflow_bytes(current) <= missing:
-                break
-        else:
-            current[index] = kept
-    return tuple(current)
 
 
 def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidate]], budget: Budget) -> Choice:
@@ -103,88 +82,17 @@ def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidat
     return tuple(kept)
 
 
-# ---- options that would help -----------------------------------------------------------------------------------------
-
-
-def smaller(workload: Workload, evaluated_tokens: int) -> Iterator[list[tuple[str, Workload, int]]]:
-    """Yields options that take less memory, by kind, the smallest change first: words, the workload, and the most
-    tokens of a response in evaluations (0: none)."""
-    turns = any(call.has_turns for call in workload.workflow.generate_calls)
-    sizes = {
-        "generation.max_sequences": ("max_sequences", LEAST_SEQUENCES),
-        "episode.max_row_tokens" if turns else "generation.max_new_tokens": ("max_response", LEAST_TOKENS),
-        "data.max_prompt": ("max_prompt", LEAST_TOKENS),
-    }
-    for option, (name, least) in sizes.items():
-        changes: list[dict[str, Any]] = [{name: half} for half in halves(getattr(workload, name), least)]
-        yield [(f"{option}={change[name]}", replace(workload, **change), evaluated_tokens) for change in changes]
-    yield [(f"eval.max_new_tokens={half}", workload, half) for half in halves(evaluated_tokens, LEAST_TOKENS)]
-    if workload.param_bytes > 2:
-        yield [("dtype=bfloat16", replace(workload, param_bytes=2), evaluated_tokens)]
-
-
-def halves(size: int, least: int) -> list[int]:
-    """Returns a half, a quarter, ... of a size."""
-    return [size >> power for power in range(1, size.bit_length()) if size >> power >= least]
-
-
-def larger(cluster: Cluster) -> list[Cluster]:
-    """Returns a cluster of more such nodes, if all nodes are alike."""
-    doubled = [Cluster(cluster.nodes * times) for times in (2, 4, 8, 16)] if len(set(cluster.nodes)) == 1 else []
-    return [one for one in doubled if one.num_devices <= MOST_DEVICES]
-
-
-def helpful(space: Space, chosen: Choice, budget: Budget) -> list[str]:
-    """Returns, for each kind of option, the smallest change with which something was found to fit, in words. Smaller
-    options are tried with the placement at hand. If that is not enough, the first kind, which does not change what is
-    trained, is tried with other placements as well."""
-    model, found = space.model, []
-    of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
-    kinds = [
-        [(words, model.of(workload, model.cluster, tokens)) for words, workload, tokens in kind]
-        for kind in smaller(model.workload, model.evaluated_tokens)
-    ]
-    for kind in kinds:
-        for words, other in kind:
-            same = [
-                other.costs.candidate(call, of_places[one.first, one.stop], one.placed)
-                for call, one in zip(other.calls, chosen, strict=True)
-            ]
-            if other.excess_bytes(same) <= 0:
-                found.append(words)
-                break
-    for words, other in kinds[0] if not found else []:
-        if _may_fit(other, budget):
-            found.append(words)
-            break
-    for cluster in larger(model.cluster):
-        if _may_fit(model.of(model.workload, cluster, model.evaluated_tokens), budget):
-            found.append(f"--layout {cluster}")
-            break
-    return found
-
-
-def _may_fit(model: CallModel, budget: Budget) -> bool:
-    """Returns whether a choice is found that fits before the budget is spent."""
-    if budget.is_spent:
-        return False
-    space = Space.of(model)
-    budget.taken += CANDIDATE * sum(map(len, space.candidates))
-    found = roomiest(space, budget)
-    return found is not None and found.fits
-
-
-def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) -> str:
+def why_none(space: Space, best: Roomy | None, *, num_steps: int, proved: bool) -> str:
     """Says in words why there is no plan.
 
     best: the least memory that was found.
     proved: all placements were considered.
-    budget: what is left may be spent on looking for options that help.
+    num_steps: that the search took.
     """
     model, cluster = space.model, space.model.cluster
     text = f"no placement of this workload fits {cluster}: all were considered"
     if not proved:
-        text = f"no placement of this workload that fits {cluster} was found (in {budget.taken:,} steps)"
+        text = f"no placement of this workload that fits {cluster} was found (in {num_steps:,} steps)"
     if best is None or best.excess_bytes == inf:
         return f"{text}. Its devices cannot be divided among the calls; use more devices"
     place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])
@@ -197,10 +105,21 @@ def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) 
         f". The least memory that was found is {_gib(model.bytes_at(best.chosen, place))} on rank {rank} ({sizes}), "
         f"{_gib(best.excess_bytes)} more than the {_gib(usable)} of {_gib(whole)} that it may use, with {layouts}. "
     )
-    words = helpful(space, best.chosen, budget)
-    if words:
-        return f"{text}It would fit with {', or with '.join(words)}"
-    return f"{text}Use more devices, devices with more memory, or smaller models"
+    options = ", ".join(_lower(model))
+    return f"{text}Lower {options}; or use more devices, devices with more memory, or smaller models"
+
+
+def _lower(model: CallModel) -> list[str]:
+    """Returns the options that take memory, those that do not change what is trained first."""
+    workload, options = model.workload, []
+    if calls := workload.workflow.generate_calls:
+        turns = any(call.has_turns for call in calls)
+        length = "episode.max_row_tokens" if turns else "generation.max_new_tokens"
+        options = [f"generation.max_sequences={workload.max_sequences}", f"{length}={workload.max_response}"]
+    if model.evaluated_tokens > workload.max_response:
+        options.append(f"eval.max_new_tokens={model.evaluated_tokens}")
+    options.append(f"data.max_prompt={workload.max_prompt}")
+    return [*options, "dtype to bfloat16"] if workload.param_bytes > 2 else options
 
 
 def _gib(num_bytes: float) -> str:

@@ -35,7 +35,7 @@ STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as m
 METHODS = ("exact", "two_phase")
 SEPARATION_AHEAD = "separation, one iteration ahead"
 BUDGET = 1_250_000  # steps of the exact search; then it reports the optimality gap
-REPORT_SHARE = 0.4  # of the budget for saying what would help, if it is not easy to find something that fits
+ROOMY_SHARE = 0.4  # of the budget for finding something that fits
 NUM_PRIORS = 5  # around which two_phase searches
 NUM_TIGHT = 8  # candidates of a call for which it makes room
 
@@ -88,8 +88,7 @@ def search(
     is allowed, the method is unknown, or the calibration lacks a device type.
 
     keep: how many are compiled and simulated.
-    budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, it looks within
-        them for what would help, too.
+    budget: steps (budget.py) after which the exact search stops and reports a gap.
     allowed: the layouts that calls may have.
     evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
     ahead: as in Placement; 1: all plans draw one iteration ahead.
@@ -108,17 +107,16 @@ def search(
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
             raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")
-    work = Budget(REPORT_SHARE * budget)
+    work = Budget(ROOMY_SHARE * budget)
     roomy = roomiest(space, work)
-    work.steps = budget if roomy and roomy.fits else (1 - REPORT_SHARE) * budget
+    work.steps = budget
     best, gap = choose(space, method, Best(keep), work)
     if roomy and roomy.fits and not best.found:
         best.offer(space.model.score_s(roomy.chosen), roomy.chosen)
         refine(space, roomy.chosen, best)
     search_s, processor_s = time.perf_counter() - begin_s, time.process_time() - begin_processor_s
     if not best.found:
-        work.steps = budget
-        raise UserError(why_none(space, roomy, work, proved=gap == 0.0))
+        raise UserError(why_none(space, roomy, num_steps=work.taken, proved=gap == 0.0))
     plans = simulated(space, best, method, calibration, say)
     simulate_s = time.perf_counter() - begin_s - search_s
     return SearchResult(plans, gap, best.num_scored, search_s, processor_s, simulate_s)

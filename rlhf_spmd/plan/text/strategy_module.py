@@ -1,9 +1,9 @@
 """Writes a placement as a strategy module that people can read, change and give to `check` and `train`.
 
-The text is formatted as by `ruff format` (lines up to 120), so that a plan can be committed like any strategy.
+The text is formatted as by `ruff format` (lines up to 120, but for long lists of ranks), so that a plan can be
+committed like any strategy.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 
@@ -141,26 +141,10 @@ def _slice(ranks: tuple[int, ...], cluster: Cluster) -> str:
 
 
 def _call_lines(function: str, arguments: list[str]) -> list[str]:
-    """Returns a call on one line, else with all arguments on one line, else with one line for each (also for long
-    tuples)."""
+    """Returns a call on one line, else with all arguments on one line, else with one line for each."""
     inner, indent = ", ".join(arguments), 4
-    if len(one := f"{function}({inner})") + indent <= MAX_LINE:
-        return [one]
+    if len(line := f"{function}({inner})") + indent <= MAX_LINE:
+        return [line]
     if len(inner) + 2 * indent <= MAX_LINE:
-        return [f"{function}(", "    " + inner, ")"]
-    lines = [f"{function}("]
-    for argument in arguments:
-        lines += _argument_lines(argument)
-    return [*lines, ")"]
-
-
-def _argument_lines(argument: str) -> list[str]:
-    """Returns an argument on its own line; the elements of a tuple or of interleave() on their own lines if it is too
-    long."""
-    if len(argument) + 9 <= MAX_LINE:
-        return [f"    {argument},"]
-    head, _, rest = argument.partition("(")
-    if head and len(rest) - 1 + 12 <= MAX_LINE and not head.endswith("="):
-        return [f"    {head}(", f"        {rest[:-1]}", "    ),"]
-    elements = filter(None, re.split(r",\s*(?![^(]*\))", rest[:-1]))  # at commas outside of inner brackets
-    return [f"    {head}(", *(f"        {element}," for element in elements), "    ),"]
+        return [f"{function}(", f"    {inner}", ")"]
+    return [f"{function}(", *(f"    {argument}," for argument in arguments), ")"]

@@ -71,9 +71,9 @@ def test_a_layout_is_made_of_whole_numbers(arguments):
         (Layout((), dp=0), ["no ranks", "at least one"]),
         (Layout((1, 2, 1), dp=3), ["twice", "[1, 2, 1]"]),
         (Layout((0, 1), dp=3), ["dp 3 x pp 1 x tp 1", "number of ranks, 2"]),
-        (Layout((0, 1), dp=-2, pp=-1), ["dp -2, pp -1", "less than 1"]),
+        (Layout((0, 1), dp=-2, pp=-1), ["dp -2 x pp -1", "less than 1"]),
         (Layout((0,), dp=1, zero=7), ["ZeRO stage 7", "0, 1, 2 or 3"]),
-        (Layout((0,), dp=1, micro_batch=0), ["micro_batch 0", "raise it"]),
+        (Layout((0,), dp=1, micro_batch=0), ["micro_batch 0", "at least 1"]),
     ],
 )
 def test_problems_of_a_grid_in_words(layout, words):

@@ -78,7 +78,7 @@ def test_the_ranks_need_not_begin_at_zero():
         ((1e-5, 1 - 1e-5), 8, ["1e-05 of actor", "no rank of 8"]),
         ((0.5, 0.4), 8, ["actor, critic", "sum to 9/10", "not to 1"]),
         ((0.5,), 8, ["actor", "sum to 1/2"]),
-        ((0.5, 0.6), 8, ["actor, critic", "11/10", "more than 1"]),
+        ((0.5, 0.6), 8, ["actor, critic", "11/10", "not to 1"]),
         ((0.333, 0.333, 0.333), 8, ["999/1000", "not to 1"]),
         ((0.5, 0.5, 0.5, 0.25), 8, ["reference, reward", "sum to 3/4"]),
         ((0, 1), 8, ["ratio 0 of actor", "(0, 1]"]),
@@ -129,9 +129,9 @@ EVERYONE = Layout.data_parallel(range(4))
 
 def test_by_model_wants_a_layout_for_each_model_and_no_other():
     workload = make_workload()
-    with pytest.raises(UserError, match="no layout for critic, so critic_infer, critic_train cannot run"):
+    with pytest.raises(UserError, match="a layout for each model of .*critic, not actor, reference, reward"):
         Placement.by_model(workload, actor=EVERYONE, reference=EVERYONE, reward=EVERYONE)
-    with pytest.raises(UserError, match=r"refrence is not a model of this workflow.*reference"):
+    with pytest.raises(UserError, match="a layout for each model of .*, not .*refrence"):
         Placement.by_model(workload, **dict.fromkeys((*MODELS, "refrence"), EVERYONE))
     placement = Placement.by_model(workload, **dict.fromkeys(MODELS, EVERYONE))
     assert list(placement.layouts) == [call.name for call in workload.workflow.placed_calls]

@@ -1,4 +1,4 @@
-"""Where no placement fits: the least memory that is found, what would help, and that it ends within the budget."""
+"""Where no placement fits: the least memory that is found, the options to lower, and that it ends within the budget."""
 
 import re
 from dataclasses import replace
@@ -9,7 +9,7 @@ from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.program.compile import compile_program
@@ -17,7 +17,7 @@ from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.misfit import roomiest
-from rlhf_spmd.plan.search.planner import REPORT_SHARE, search
+from rlhf_spmd.plan.search.planner import search
 
 A100 = load_calibration("a100-80g")
 BUDGET = 600_000  # steps, eight seconds
@@ -31,37 +31,23 @@ def refused(preset: str, cluster: Cluster, *overrides: str, method: str = "exact
 
 
 @pytest.mark.slow  # half a minute
-def test_33b_on_two_nodes_ends_in_time_and_says_what_would_help():
-    """The options that it names do fit."""
-    cluster = Cluster.parse("2x8", "a100-80g")
-    text = refused("llama-33b", cluster)
+def test_33b_on_two_nodes_ends_in_time_and_says_what_to_lower():
+    text = refused("llama-33b", Cluster.parse("2x8", "a100-80g"))
     steps = int(re.search(r"was found \(in ([\d,]+) steps\)", text)[1].replace(",", ""))
-    assert steps == pytest.approx((1 - REPORT_SHARE) * BUDGET, rel=0.01)
+    assert steps == pytest.approx(BUDGET, rel=0.01)
     found = re.search(
         r"least memory that was found is (\d\d\.\d) GiB on rank 0 \(resident \d\d\.\d GiB, gathered", text
     )
     assert 75.2 < float(found[1]) < 84.0  # without slices of 8, which are unequal, it is 84.6
     assert "of 80.0 GiB that it may use" in text and "actor_train dp1 pp4 tp4 recompute" in text
-    option = re.search(r"fit with (generation.max_sequences=\d+)", text)[1]
-    words = re.search(r"--layout (\S+)", text)[1]
-    for overrides, larger in (([option], cluster), ([], Cluster.parse(words, "a100-80g"))):
-        workload = make_workload(load("llama-33b", overrides))
-        found = search(workload, larger, A100, method="two_phase", keep=1)
-        assert found.plans
+    assert "Lower generation.max_sequences=" in text and text.endswith("or smaller models")
 
 
-@pytest.mark.slow  # half a minute
 def test_what_was_proved_is_said():
     text = refused("llama-70b", Cluster.parse("1x4", "a100-80g"))
     assert text.startswith("no placement of this workload fits 1x4: all were considered")
-    assert "fit with --layout 16x4" in text and "max_sequences" not in text  # which would not be enough
     text = refused("llama-70b", Cluster.parse("1x4", "a100-80g"), method="two_phase")
     assert "that fits" in text and "was found (" in text
-
-
-def test_where_nothing_helps_that_is_said_too():
-    text = refused("llama-70b", Cluster((Node(1, "a100-80g", 2**20),)), "rollout_batch=8", "mini_batch=8")
-    assert text.endswith("Use more devices, devices with more memory, or smaller models")
 
 
 def test_the_least_memory_is_that_of_its_program():

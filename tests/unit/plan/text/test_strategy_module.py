@@ -109,19 +109,6 @@ def test_ranks_are_short(ranks, text, tmp_path):
     assert_tidy(tmp_path / "plan.py")
 
 
-@pytest.mark.parametrize("step", [3, 5, 7, 13, 27])
-def test_long_lists_of_ranks_are_tidy(step, tmp_path):
-    """Orders that have no short name, alone and beside many options."""
-    cluster = Cluster.parse("8x8")
-    ranks = tuple(rank * step % 64 for rank in range(64))
-    layout = Layout.grid_of(ranks, micro_batch=4, recompute=True, zero=1)
-    few = Layout.grid_of(ranks[:20], tokens=1234)
-    placement = Placement(dict.fromkeys(CALLS, layout) | {"reward_infer": few}, own_first=("reward_infer",))
-    source = strategy_source(placement, WORKLOAD, cluster, "A plan.")
-    assert loaded(source, tmp_path).place(WORKLOAD, cluster) == placement
-    assert_tidy(tmp_path / "plan.py")
-
-
 def test_names_say_what_calls_have_in_common():
     cluster = Cluster.parse("2x4")
     wide, narrow = Layout.grid_of(range(8), tp=2), Layout.grid_of(range(8), pp=2, zero=1)
