@@ -28,46 +28,6 @@ def test_the_paper_s_example():
     assert placed["reference"] == (0, 1, 2, 3) and placed["reward"] == (4, 5, 6, 7)
 
 
-@pytest.mark.parametrize("shares", [(1, 0.5, 0.25, 0.25), (1, "1/2", "1/4", "1/4"), (1, 0.25, 0.5, 0.25)])
-def test_unequal_shares_neither_overlap_nor_leave_holes(shares):
-    """Taking each share times its own index as offset would put .25 and .25 behind .5 on the same ranks."""
-    placed = split(shares, 8)
-    assert placed["actor"] == tuple(range(8))
-    assert placed["critic"] + placed["reference"] + placed["reward"] == tuple(range(8))
-    assert [len(placed[model]) for model in MODELS[1:]] == [int(8 * Fraction(share)) for share in shares[1:]]
-
-
-@pytest.mark.parametrize(
-    ("shares", "size", "lengths"),
-    [
-        ((0.4, 0.4, 0.1, 0.1), 8, [3, 3, 1, 1]),
-        ((0.5, 0.5), 5, [3, 2]),
-        ((1 / 3, 1 / 3, 1 / 3), 3, [1, 1, 1]),
-        ((1 / 3, 1 / 3, 1 / 3), 8, [3, 2, 3]),
-        (("1/3", "1/3", "1/3"), 4, [1, 2, 1]),
-        ((0.3333, 0.3333, 0.3334), 6, [2, 2, 2]),
-        ((0.1, 0.2, 0.7), 10, [1, 2, 7]),
-        ((Fraction(1, 7), Fraction(6, 7)), 7, [1, 6]),
-        ((0.5, 0.5, 0.25, 0.75), 4, [2, 2, 1, 3]),  # two groups, one after the other
-        ((1, 1, 1, 1), 1, [1, 1, 1, 1]),
-        ((0.99999, 0.00001), 100_000, [99_999, 1]),  # a share very near to 1 is not all ranks
-    ],
-)
-def test_cumulative_offsets_round_half_up(shares, size, lengths):
-    placed = split(shares, size)
-    assert [len(ranks) for ranks in placed.values()] == lengths
-    assert list(placed) == list(MODELS[: len(shares)])
-
-
-def test_groups_may_be_interleaved_with_models_that_have_everything():
-    placed = split((0.5, 1, 0.5, 1), 4)
-    assert placed == {"actor": (0, 1), "critic": (0, 1, 2, 3), "reference": (2, 3), "reward": (0, 1, 2, 3)}
-
-
-def test_the_ranks_need_not_begin_at_zero():
-    assert split_by_ratio({"a": "1/3", "b": "2/3"}, (5, 7, 9)) == {"a": (5,), "b": (7, 9)}
-
-
 @pytest.mark.parametrize(
     ("shares", "size", "words"),
     [

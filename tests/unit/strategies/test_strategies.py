@@ -7,7 +7,6 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import working_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -15,12 +14,10 @@ from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.deadlock import deadlocks
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.strategies import separation
-from tests.programs import make_workload, warnings, weight_bytes, where, with_list
+from tests.programs import make_workload, where, with_list
 
 LAYOUTS = ["1x2", "1x4", "1x5", "1x8", "2x8"]
 NUM = 5  # mini-batches
-EVERYTHING = ("actor", "critic", "reference", "reward")
 
 
 def program_of(name: str, layout: str, *, workload: Workload | None = None, **options) -> Program:
@@ -32,10 +29,6 @@ def program_of(name: str, layout: str, *, workload: Workload | None = None, **op
 
 def ranks_of(program: Program, call: str) -> tuple[int, ...]:
     return program.placement.layouts[call].ranks
-
-
-def data_transfers(program: Program) -> list:
-    return [transfer for transfer in program.transfers if transfer.model is None]
 
 
 def first_wait(program: Program, rank: int) -> int:
@@ -245,13 +238,6 @@ def test_four_generation_ranks_give_each_role_its_own_and_fewer_share(layout, nu
         assert sorted(rank for call in roles for rank in ranks_of(program, call)) == list(generation)
 
 
-def test_generation_ranks_are_shared_out_by_ratio():
-    ratios = ("actor=1/2", "critic=1/4", "reference=1/8", "reward=1/8")
-    program = program_of("separation", "2x8", ratios=ratios)
-    assert [len(ranks_of(program, f"{model}_infer")) for model in EVERYTHING[1:]] == [2, 1, 1]
-    assert ranks_of(program, "actor_generate") == (8, 9, 10, 11) and check(program) == []
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whitening_over_the_batch_turns_streaming_off_and_says_so(layout):
     workload = make_workload(mini_batch=32, num_mini_batches=3, whiten="batch")
@@ -265,21 +251,6 @@ def test_whitening_over_the_batch_turns_streaming_off_and_says_so(layout):
 
 
 # ---- joint sets with another call between them ---------------------------------------------------------------------
-
-
-def around_reward(stream: bool, **ranks) -> Program:
-    """Returns all calls on rank 0 but for `ranks`; reference and critic exchange together, the reward runs between
-    them."""
-    workload = make_workload()
-    layouts = {c.name: Layout.data_parallel(ranks.get(c.name, (0,))) for c in workload.workflow.placed_calls}
-    placement = Placement(layouts, joint=(("reference_infer", "critic_infer"),), stream=stream)
-    return compile_program(workload, placement, Cluster.parse("1x2"))
-
-
-def test_joint_calls_with_another_call_between_them_are_refused():
-    """The one between would have to come before and after the exchange."""
-    with pytest.raises(UserError, match="reference_infer and critic_infer exchange together; join neighbours"):
-        around_reward(False, reward_infer=(1,), critic_infer=(1,))
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -374,27 +345,3 @@ def test_streaming_where_training_changes_the_weights_meanwhile(call):
 def test_overlaps_that_cannot_be(how, words):
     text = refused(placed, make_workload(), how)
     assert all(word in text for word in words), text
-
-
-def test_names_may_come_in_lists_but_not_as_one_text():
-    lists = {"own_first": ["reward_infer"], "joint": [["reference_infer", "reward_infer"]]}
-    tuples = {"own_first": ("reward_infer",), "joint": (("reference_infer", "reward_infer"),)}
-    assert placed(make_workload(), lists).fingerprint == placed(make_workload(), tuples).fingerprint
-    for field in ("own_first", "joint"):
-        text = refused(placed, make_workload(), {field: "reward_infer"})
-        assert f"{field} is a set of names, not the text 'reward_infer'" in text
-
-
-def test_one_mini_batch_has_nothing_to_stream():
-    workload, cluster = make_workload(num_mini_batches=1), Cluster.parse("1x4")
-    found = warnings(compile_program(workload, separation.place(workload, cluster), cluster))
-    assert any("streaming has nothing to overlap, because an iteration is one mini-batch" in text for text in found)
-
-
-def test_buckets_of_weights_count():
-    """A small model is in its buckets whole, one half from each trainer."""
-    workload, cluster = make_workload(), Cluster.parse("1x4")
-    program = compile_program(workload, separation.place(workload, cluster, generation_ranks=2), cluster)
-    size = {model: weight_bytes(workload, model) for model in ("actor", "critic")}
-    found = [working_bytes(program, rank)["buckets"] for rank in range(4)]
-    assert max(found) == size["actor"] + size["critic"]

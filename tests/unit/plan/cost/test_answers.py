@@ -34,17 +34,6 @@ def test_the_row_that_waits_longest(sigma, turns, rows):
     assert not longest_s(replace(answers, turns=1), rows) and not longest_s(replace(answers, mean_s=0, p95_s=0), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 512, 100_000])
-@pytest.mark.parametrize("sigma", [0.0, 0.3, 1.0, P95])
-def test_the_longest_of_single_waits(sigma, rows):
-    """Against the integral over a normal variable's density."""
-    z = np.linspace(-9, 9, 200_001)
-    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
-    longest = np.diff(np.cumsum(density) ** rows, prepend=0.0)
-    wanted = float((longest * np.exp(sigma * z - sigma**2 / 2)).sum())
-    assert longest_s(of_sigma(1.0, sigma, 2), rows) == pytest.approx(wanted, rel=2e-3)
-
-
 def test_rows_keep_their_tokens_whatever_are_answers(parts):
     """Also a row that is shorter than the mean of the answers."""
     workload = replace(parts[0](None).workload, max_prompt=8, max_response=60)

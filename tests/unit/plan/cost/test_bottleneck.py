@@ -5,7 +5,6 @@ from math import inf
 
 import pytest
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast
@@ -15,41 +14,10 @@ from rlhf_spmd.plan.program.compile import compile_program
 from tests.unit.plan.cost.test_seconds import SHAPE, cost_of, machine
 
 CALLS = ("actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
-SLOW = Link(1e3, 1.0)
 
 
 def found(calibration: Calibration, *arguments, **options) -> dict[str, str]:
     return limits(cost_of(calibration, *arguments, **options).program, calibration)
-
-
-def test_products():
-    assert found(machine()) == dict.fromkeys(CALLS, "products") | {"estimate_advantages": "waiting"}
-
-
-def test_memory_limits_tokens_and_updates():
-    assert found(machine(memory_bytes_per_s=1e3)) == dict.fromkeys(CALLS, "products") | {
-        "actor_generate": "memory",
-        "actor_train": "memory",
-        "critic_train": "memory",
-        "estimate_advantages": "waiting",
-    }
-
-
-def test_kernel_starts():
-    told = found(machine(layer_s=1.0, decode_layer_s=5.0))
-    assert {told[call] for call in CALLS} == {"kernel starts"}
-    assert found(machine(decode_layer_s=5.0))["reference_infer"] == "products"
-    assert found(machine(decode_layer_s=5.0))["actor_generate"] == "kernel starts"
-
-
-def test_messages_inside_a_call():
-    told = found(machine(inside=SLOW), 2, tp=2)
-    assert {told[call] for call in CALLS} == {"messages"}
-    told = found(machine(inside=SLOW), 2)  # data-parallel: only gradients meet
-    assert told["actor_train"] == told["critic_train"] == "messages"
-    assert told["actor_generate"] == told["reference_infer"] == "products"
-    assert found(machine(between=SLOW), 2)["actor_train"] == "products"  # both are on one node
-    assert found(machine(between=SLOW), 2, cluster="2x1")["actor_train"] == "messages"
 
 
 def test_host_memory_limits_what_comes_from_there():
@@ -96,9 +64,3 @@ def test_an_expanded_program_has_the_same_limits():
     calibration = machine(layer_s=1e-4)
     program = cost_of(calibration, 2, pp=2).program
     assert limits(forecast(program, calibration).program, calibration) == limits(program, calibration)
-
-
-def test_a_device_that_was_not_measured_is_refused():
-    program = cost_of(machine()).program
-    with pytest.raises(UserError, match="does not know devices of type cpu, only mine"):
-        limits(program, replace(machine(), devices={"mine": machine().devices["cpu"]}))

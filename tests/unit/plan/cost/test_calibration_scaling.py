@@ -13,7 +13,6 @@ from rlhf_spmd.plan.cost.calibration import Calibration, Link
 from rlhf_spmd.plan.cost.calibration_scaling import (
     NUM_LAYERS,
     NUM_TOKENS,
-    Pieces,
     Scale,
     expected,
     probed_table,
@@ -65,15 +64,6 @@ def test_a_factor_is_of_its_kind(kind, names):
     assert all(after[name] == pytest.approx(3 * before[name]) for name in names)
 
 
-def test_the_rest_stays():
-    given = calibration(drawing_table())
-    assert scaled(given, "cpu", NONE) == given
-    other = replace(given, devices={**given.devices, "gpu": given.devices["cpu"]})
-    found = scaled(other, "cpu", Scale(2.0, 3.0, 4.0, 1.5))
-    assert found.devices["gpu"] == given.devices["cpu"] and (found.inside, found.name) == (given.inside, given.name)
-    assert found.devices["cpu"].num_workers == 1.5
-
-
 def demo(num_ranks: int) -> Program:
     return load_strategy("flattening").compile(make_workload(load("tiny")), Cluster.parse(f"1x{num_ranks}"), {})
 
@@ -105,8 +95,3 @@ def test_the_probed_table_is_small_and_whole_and_generates():
     assert probed_table(calibration(*tables).devices["cpu"]) is tables[3]
     assert probed_table(calibration(*tables[:2]).devices["cpu"]) is None
     assert probed_table(load_calibration("a100-80g").devices["a100-80g"]) is None
-
-
-def test_factors_are_means_over_the_ranks():
-    found = Scale.of([Pieces(1.0, 2.0, 3.0), Pieces(3.0, 2.0, 9.0)], Pieces(2.0, 1.0, 3.0), 1.5)
-    assert found == Scale(1.0, 2.0, 2.0, 1.5)

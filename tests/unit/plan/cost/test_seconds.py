@@ -22,7 +22,7 @@ from rlhf_spmd.plan.cost.simulate import Times, simulate
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.program.instructions import Load, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import Message, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape, ResponseLengths
 from tests.programs import make_workload, place_models
@@ -107,13 +107,6 @@ def test_adapters(recompute, zero):
     assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(passes_s + update_s)
 
 
-def test_each_pass_starts_its_layers():
-    cost = cost_of(machine(layer_s=0.5), micro_batch=2)
-    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(
-        forward_s(16 * LENGTH) + 8 * SHAPE.num_layers * 0.5
-    )
-
-
 def test_tensor_parallelism_divides_products_and_adds_messages():
     cost = cost_of(machine(inside=Link(1e6, 0.0), between=Link(1e3, 0.0)), 2, tp=2, micro_batch=16)
     moved = 4 * SHAPE.num_layers * (1 / 2) * 16 * LENGTH * 64 * 2
@@ -179,14 +172,6 @@ def test_a_decode_step_is_started_read_and_computed():
     products_s = (layers * layer_flops(SHAPE, 16, 5 + 3.5) + head_flops(SHAPE, 16)) / 1e9
     assert decode_s(machine()) == pytest.approx(products_s)
     assert decode_s(machine(decode_layer_s=2 * products_s / layers)) == pytest.approx(2 * products_s)
-
-
-def test_all_reduces_of_a_decode_step_have_latency_and_bytes_inside_and_between_nodes():
-    inside, between = Link(1e6, 0.25), Link(1e3, 0.5)
-    slow = machine(matrix_flops=1e30, inside=inside, between=between)
-    for cluster, link in (("1x2", inside), ("2x1", between)):
-        once_s = 2 * (1 / 2 * 16 * 64 * 2 / link.bytes_per_s + link.latency_s)  # 16 rows of 64 numbers of 2 bytes
-        assert decode_s(slow, 2, cluster, tp=2) == pytest.approx(2 * SHAPE.num_layers * once_s)
 
 
 @pytest.mark.parametrize(("num_stages", "size"), [(2, 1), (4, 2), (4, 8)])
@@ -284,35 +269,11 @@ def test_rows_through_host_memory_travel_beside_weights():
         assert simulate(program, Times(lambda rank, step: 0.0, lambda message: 1.0)).makespan_s == took_s
 
 
-def test_weights_from_host_memory():
-    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
-    everyone = Layout.data_parallel(range(1))
-    placement = Placement.by_model(
-        workload, actor=everyone, critic=everyone, reference=replace(everyone, offload=True), reward=everyone
-    )
-    program = compile_program(workload, placement, Cluster.parse("1x1"))
-    cost = Case(program, times_of(program, machine(matrix_flops=1e30, host_bytes_per_s=1e6)))
-    assert cost.times.load_s(0, Load("reference")) == pytest.approx(2 * SHAPE.num_params / 1e6)
-    found = simulate(cost.program, cost.times)
-    assert found.makespan_s == pytest.approx(2 * SHAPE.num_params / 1e6)
-
-
 def test_places_are_refilled():
     """Rows 0 and 1 begin; row 2 takes the place of the shorter one."""
     assert list(decode_steps([2, 5, 4], places=2)) == [(2, 2, [0]), (3, 2, [1]), (1, 1, [2])]
     assert list(decode_steps([3, 3, 3], places=2)) == [(3, 2, [0, 1]), (3, 1, [2])]
     assert list(decode_steps([], places=2)) == []
-
-
-def test_stragglers_come_from_a_distribution_of_lengths():
-    """Two ranks with the same number of rows: the longest response of all decides."""
-    cost = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25), 2)
-    workload = replace(cost.program.workload, forecast_lengths=ResponseLengths.of((1, 2, 7)))
-    program, number = replace(cost.program, workload=workload), workload.num_sequences
-    longest = 7 - 5 * (2 / 3) ** number - (1 / 3) ** number
-    assert forecast(program, machine(matrix_flops=1e30, decode_layer_s=0.25)).makespan_s == pytest.approx(
-        longest * SHAPE.num_layers * 0.25
-    )
 
 
 def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_batches=2, **sizes):
@@ -362,17 +323,6 @@ def test_expected_seconds_are_those_of_rows_that_are_drawn(places):
             expected = statistics.fmean(max(one[:stop]) for one in drawn)
             assert found[stop - 1] == pytest.approx(expected, rel=0.05), stop
     assert generating(calibration, lengths=ResponseLengths(statistics.fmean(made), 0.6), **sizes) == fitted
-
-
-@pytest.mark.parametrize("layout", [{}, {"pp": 2, "tokens": 40}, {"tp": 2, "zero": 3}])
-def test_one_number_for_all_lengths_changes_no_bit(layout):
-    """Of any instruction, with places that are refilled."""
-    program = cost_of(machine(), 4, **layout).program
-    workload = replace(program.workload, max_sequences=3)
-    same = replace(workload, forecast_lengths=ResponseLengths(workload.max_response))
-    calibration = machine(decode_layer_s=0.1, memory_bytes_per_s=1e7, inside=Link(1e6, 1e-3))
-    found = [forecast(replace(program, workload=one), calibration) for one in (workload, same)]
-    assert found[0].times == found[1].times and found[0].makespan_s > 0
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -425,24 +375,6 @@ def test_what_was_measured_counts_more_than_formulas():
     assert case.times.run_s(0, Run("critic_infer")) == unmeasured  # its head has not been measured
     both = cost_of(machine(measured=(table_of(), table_of(critic))))
     assert both.times.run_s(0, Run("critic_infer")) == pytest.approx(16 * LENGTH * whole_s)
-
-
-def test_slices_that_were_measured_stood_in_one_node():
-    run = Run("reference_infer")
-    inside, between = Link(1e6, 0.0), Link(1e6, 1.0)
-    links = {"inside": inside, "between": between}
-    known, unknown = (machine(measured=(table_of(tp=tp),), **links) for tp in (2, 1))
-    whole_s = (SHAPE.num_layers + 2) * 1e-6
-    assert cost_of(known, 2, tp=2).times.run_s(0, run) == pytest.approx(16 * LENGTH * whole_s)
-    for one, cluster in ((known, "2x1"), (unknown, "1x2")):
-        formulas = cost_of(machine(**links), 2, cluster, tp=2).times.run_s(0, run)
-        assert cost_of(one, 2, cluster, tp=2).times.run_s(0, run) == formulas
-
-
-def test_a_stage_before_the_last_has_layers_alone():
-    case = cost_of(machine(measured=(table_of(),)), 2, pp=2)
-    first, last = (case.times.run_s(rank, Run("reference_infer", phase="forward")) for rank in (0, 1))
-    assert last / first == pytest.approx((SHAPE.num_layers / 2 + 2) / (SHAPE.num_layers / 2))
 
 
 @pytest.mark.parametrize(("places", "seconds"), [(16, 3 + 6 * 2.0 + 1), (8, 2 * (3 + 6 * 2.0 + 1))])

@@ -11,15 +11,13 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, drawn_by, draws, part_of, with_starts
+from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of, with_starts
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.text.strategy_module import strategy_source
 from rlhf_spmd.plan.validate import ahead_problems
-from rlhf_spmd.plan.workflow import Role, trace, trains
+from rlhf_spmd.plan.workflow import Role, trace
 from tests.ordered import standing
 from tests.programs import SPLIT_SHAPE, make_workload
 
@@ -52,12 +50,6 @@ def one_piece(programs: list[Program]) -> Program:
     return replace(programs[0], transfers=tuple(transfers), instructions=tuple(map(tuple, lists)), part="")
 
 
-def test_computes_for_training_belong_to_it():
-    workflow = make_workload(mini_batch=8, num_mini_batches=3).workflow
-    of_training = {call.name for call in workflow.calls if trains(call, workflow)}
-    assert of_training == {"estimate_advantages", "actor_train", "critic_train"}
-
-
 OPTIONS = (
     {},
     {"generation_tp": 2},
@@ -82,20 +74,6 @@ def test_the_three_lists_are_proved_and_end_in_one_piece(size, options):
     rng = random.Random(size)
     for _ in range(3):
         assert not standing(one_piece(parts), rng)
-
-
-def test_a_part_is_a_part_of_the_step():
-    program = of_separation(4)
-    prologue, epilogue = part_of(program, PROLOGUE), part_of(program, EPILOGUE)
-    for rank, whole in enumerate(program.instructions):
-        parts = (prologue.instructions[rank], epilogue.instructions[rank])
-        assert sorted(map(str, parts[0] + parts[1])) == sorted([*map(str, whole), "Agree on metrics"])
-        assert all(isinstance(some[-1], Agree) for some in parts)
-    runs = [one.call for some in prologue.instructions for one in some if isinstance(one, Run)]
-    assert set(runs) == {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_infer_parity"}
-    assert not any(transfer.model for transfer in prologue.transfers if transfer.messages)
-    assert all(transfer.model for transfer in epilogue.transfers if transfer.messages)
-    assert [drawn_by(program, rank) for rank in range(4)] == [False, False, True, True]
 
 
 def calls_on(program: Program, rank: int) -> list[tuple[str, int | None]]:
@@ -140,14 +118,6 @@ def test_current_old_logprobs_belong_to_training():
     assert any("streaming is off, because actor_infer needs all rows" in one.message for one in check(now))
 
 
-def test_drawing_ranks_never_wait_for_training_before_they_have_drawn():
-    program = of_separation(4)
-    for rank in (2, 3):
-        some = program.instructions[rank]
-        last = max(index for index, one in enumerate(some) if isinstance(one, Run))
-        assert all(draws(program, one) for one in some[: last + 1])
-
-
 @pytest.mark.parametrize("name", ["generator", "current"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_drawing_waits_for_no_trainer_where_rows_go_by_nccl(size, name):
@@ -184,23 +154,6 @@ def test_lists_that_read_what_is_not_there_are_found():
     assert any(
         "moves the weights of actor before" in text for text in errors(replace(program, instructions=tuple(early)))
     )
-
-
-def test_an_iteration_without_ahead_is_as_before():
-    workload, cluster = make_workload(mini_batch=8, num_mini_batches=3), Cluster.parse("1x4")
-    place = load_strategy("separation").place
-    placements = place(workload, cluster), place(workload, cluster, ahead=0)
-    assert len({compile_program(workload, placement, cluster).fingerprint for placement in placements}) == 1
-
-
-def test_what_is_refused():
-    workload, cluster = make_workload(mini_batch=8, num_mini_batches=3), Cluster.parse("1x4")
-    everywhere = Layout.data_parallel(cluster.ranks)
-    flat = {call.name: everywhere for call in workload.workflow.placed_calls}
-    with pytest.raises(UserError, match=r"ahead: actor_generate is on ranks 0-3, where actor_train runs meanwhile"):
-        compile_program(workload, Placement(flat, ahead=1), cluster)
-    with pytest.raises(UserError, match="ahead 2: a batch can be drawn one iteration ahead; use 0 or 1"):
-        compile_program(workload, Placement(flat, ahead=2), cluster)
 
 
 REFUSED = {  # by old_logprobs and ahead, with a correction
@@ -298,10 +251,3 @@ def test_an_early_stop_measures_from_the_start_of_training():
         words = [f"ppo.old_logprobs={word}", "ppo.importance_weights=token", "ppo.kl_early_stop=0.1"]
         other = options.make_workload(presets.load("tiny", words, algorithm="ppo"))
         assert with_starts(other) is other
-
-
-def test_joint_calls_work_on_one_batch():
-    workload, cluster = make_workload(**old("current")), Cluster.parse("1x2")
-    placement = load_strategy("separation").place(workload, cluster, ahead=1)
-    with pytest.raises(UserError, match="ahead: joint actor_infer and reference_infer work on two batches"):
-        compile_program(workload, replace(placement, joint=(("actor_infer", "reference_infer"),)), cluster)

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import is_current
 from rlhf_spmd.plan.workload import Workload
-from tests.programs import make_workload, place_calls, place_models, random_program
+from tests.programs import make_workload, place_models, random_program
 
 ROOT = Path(__file__).parents[4]
 KEY_WORDS = {"responses": 7, "scores": 1, "values": 8, "kept_tokens": 21}  # 4-byte words per sequence; others have 7
@@ -258,86 +257,8 @@ def test_every_process_compiles_the_same_program():
 # ---- worked examples -----------------------------------------------------------------------------------------------
 
 
-def bytes_moved(program: Program) -> int:
-    return sum(transfer.num_bytes for transfer in program.transfers)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_nothing_moves_under_flattening(size):
-    program = place_models(make_workload(mini_batch=16), size)
-    assert program.transfers == () and bytes_moved(program) == 0
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_bytes_of_two_halves(size):
-    """Actor and critic everywhere, reference and reward on one half each: a rank of a half needs two shards of the
-    responses and has at most one, so (n - 1) of n shards travel to each half, and as many results come back."""
-    workload = make_workload(mini_batch=2 * size, num_mini_batches=3)
-    program = place_models(workload, size, reference=range(size // 2), reward=range(size // 2, size))
-    responses, ref_logprobs, scores = 4 * 7, 4 * 7, 4
-    assert bytes_moved(program) == workload.num_sequences * (size - 1) // size * (2 * responses + ref_logprobs + scores)
-
-
 def whole_bytes(workload: Workload, model: str) -> int:
     return workload.param_bytes * num_params(workload.shape(model), Shard())
-
-
-def test_bytes_of_two_disjoint_sides():
-    """Generation on one side, the rest on the other: responses and logprobs cross once, the new actor goes back."""
-    workload = make_workload(mini_batch=6, num_mini_batches=2, epochs=3)
-    inference = dict.fromkeys(
-        ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train"), (2, 3)
-    )
-    program = place_calls(workload, "1x4", actor_generate=(0, 1), **inference)
-    data, weights = workload.num_sequences * (4 * 7 + 4 * 7), 2 * whole_bytes(workload, "actor")
-    assert bytes_moved(program) == data + weights
-    assert [transfer.keys for transfer in program.transfers] == [("responses",), ("logprobs",), ()]
-
-
-def test_what_a_rank_has_is_not_sent_again():
-    """Rank 2 gets all responses for the reference; the reward on ranks 1 and 2 lacks them on rank 1 only."""
-    workload = make_workload(mini_batch=4)
-    calls = {name: (0,) for name in ("actor_generate", "critic_infer", "actor_train", "critic_train")}
-    program = place_calls(workload, "1x3", reference_infer=(2,), reward_infer=(1, 2), **calls)
-    sent = [
-        (m.source, m.destination, m.columns) for t in program.transfers if "responses" in t.keys for m in t.messages
-    ]
-    assert sent == [(0, 2, range(4)), (0, 1, range(2))]
-
-
-def test_a_gap_in_what_a_rank_lacks_makes_two_messages():
-    """Rank 1 holds the middle of the responses when the reward needs all of them there."""
-    workload = make_workload(mini_batch=6)
-    calls = {name: (3,) for name in ("actor_generate", "critic_infer", "actor_train", "critic_train")}
-    program = place_calls(workload, "1x4", reference_infer=(0, 1, 2), reward_infer=(1,), **calls)
-    sent = [(m.destination, m.columns) for t in program.transfers if t.keys == ("responses",) for m in t.messages]
-    assert sent == [(0, range(2)), (1, range(2, 4)), (2, range(4, 6)), (1, range(2)), (1, range(4, 6))]
-    assert check(program) == []
-
-
-def test_two_trainers_that_share_a_rank_each_get_their_own_columns_of_the_advantages():
-    """Rank 1 is the second half of the actor's trainers and the first of the critic's: it estimates both halves."""
-    program = place_calls(make_workload(mini_batch=4), "1x3", actor_train=(0, 1), critic_train=(1, 2))
-    runs = [step for step in program.instructions[1] if isinstance(step, Run) and step.call == "estimate_advantages"]
-    assert [(run.consumer, program.layout_of(run).columns(1, 4)) for run in runs] == [
-        ("actor_train", range(2, 4)),
-        ("critic_train", range(2)),
-    ]
-    assert [f for f in check(program) if f.severity == "error"] == []
-
-
-def test_transfers_overlap_with_what_lies_between():
-    """The responses for the reward are posted right after generation, before the reference is run."""
-    program = place_models(make_workload(), 2, reference=(0,), reward=(1,))
-    steps = [str(step) for step in program.instructions[0]]
-    posts = [steps.index(f"Post transfer {n}") for n, t in enumerate(program.transfers) if t.keys == ("responses",)]
-    assert max(posts) < steps.index("Run reference_infer")
-    assert posts == [1, 2]
-
-
-def test_a_rank_without_a_call_only_agrees():
-    program = place_models(make_workload(), 3, **dict.fromkeys(("actor", "critic", "reference", "reward"), (0, 1)))
-    assert program.instructions[2] == (Agree("metrics"),)
 
 
 def test_zero_3_gathers_in_the_group_that_generates():

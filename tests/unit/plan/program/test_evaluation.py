@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import Evaluation, evaluated, make_workload
+from rlhf_spmd.config.options import evaluated, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.program.evaluation import evaluation_program
-from rlhf_spmd.plan.program.instructions import Offload, Program, Run
-from rlhf_spmd.plan.program.transfers import communicators
+from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.records.run_folder import RunFolder
@@ -37,31 +36,6 @@ def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["eval.every=3"], "eval.every=3: there is no evaluation without prompts"),
-        (["checkpoint.best=mean@1"], "checkpoint.best=mean@1: there is no evaluation"),
-        (["eval.prompts=x", "checkpoint.best=mean@4"], "are mean@1, pass@1"),
-        (["eval.prompts=x", "eval.patience=2"], "e.g. checkpoint.best=mean@1"),
-        (["eval.prompts=x", "eval.samples_per_prompt=4"], "eval.temperature=1, or one sample"),
-        (["eval.prompts=x", "eval.every=0"], "eval.every=0"),
-        (["rollouts.format=parquet"], "rollouts.format=parquet: no samples are written; give rollouts.every=1"),
-        (["rollouts.every=true"], "rollouts.every=true: give a whole number"),
-    ],
-)
-def test_options_without_effect_are_refused(words, says):
-    with pytest.raises(UserError) as caught:
-        presets.load("tiny", words)
-    assert says in str(caught.value)
-
-
-def test_the_evaluation_of_a_preset_is_turned_off_by_one_word():
-    assert presets.load("arithmetic", ["eval.prompts="]).eval == Evaluation()
-    with pytest.raises(UserError, match=r"eval\.num_prompts=3: there is no evaluation without prompts"):
-        presets.load("arithmetic", ["eval.prompts=", "eval.num_prompts=3"])
 
 
 def test_a_page_without_generation_has_metrics_of_its_own():
@@ -149,19 +123,6 @@ def test_every_strategy_evaluates_where_it_generates_and_scores(name, by_functio
         for rank, steps in enumerate(evaluation.instructions):
             met = {step.call: step.group for step in training.instructions[rank] if isinstance(step, Run)}
             assert all(step.group == met[step.call] for step in steps if isinstance(step, Run))
-
-
-def test_its_groups_and_pairs_are_made_with_those_of_training():
-    training, evaluation = programs("separation")
-    groups, pairs = communicators([training, evaluation])
-    assert groups.keys() == training.groups.keys() | evaluation.groups.keys()
-    assert set(pairs[None]) == set(training.pairs[None]) | set(evaluation.pairs[None])
-
-
-def test_an_offloaded_reward_model_is_loaded_for_it():
-    _, evaluation = programs("reallocation")
-    offloads = [step for step in evaluation.instructions[0] if isinstance(step, Offload)]
-    assert [step.model for step in offloads] == ["reward"]
 
 
 def test_memory_counts_what_training_keeps():

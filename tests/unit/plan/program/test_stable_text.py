@@ -8,7 +8,6 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program.instructions import INSTRUCTIONS, Post, Run, Wait
 from rlhf_spmd.plan.program.stable_text import stable_text
 
 
@@ -32,19 +31,6 @@ def test_names_of_classes_and_new_fields_change_nothing():
     assert stable_text(Value("a", cached=5)) == stable_text(other("a")) == "(name='a')"
     assert stable_text(Value("a", (1, 2))) == stable_text(other("a", (1, 2))) == "(name='a', parts=[1, 2])"
     assert stable_text(other("a", more=4)) == "(name='a', more=4)"
-
-
-def test_instructions_are_told_apart():
-    some = [
-        Post(1),
-        Wait(1),
-        Run("a"),
-        Run("a", mini_batch=0),
-        Run("a", mini_batch=0, epoch=1),
-        Run("b"),
-        Run("a", "g"),
-    ]
-    assert len({stable_text(one, INSTRUCTIONS) for one in some}) == len(some)
 
 
 def test_programs_are_told_apart():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.program.tensors import Holding, numbers_in, overlap, rectangles, weights_of
+from rlhf_spmd.plan.program.tensors import Holding, numbers_in, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from tests.reallocations import local_shapes
@@ -73,28 +73,6 @@ def test_slices_are_those_of_the_model_package(family, tp):
         assert local_shapes(shape_of(config, "lm"), Holding(shard)) == expected
 
 
-@pytest.mark.parametrize(("tied", "scalar"), [(False, False), (True, False), (True, True), (False, True)])
-def test_stages(tied, scalar):
-    """Embeddings lie on the first stage, and tied ones where they are read again; norm and head lie on the last."""
-    shape = dataclasses.replace(shape_of(LLAMA, "lm"), tied=tied, scalar_head=scalar)
-    first, middle, last = (local_shapes(shape, Holding(Shard(stage, 3))) for stage in range(3))
-    assert {name for name in first if "layers" not in name} == {"embed_tokens.weight"}
-    assert {name.split(".")[1] for name in middle} == {"1"}  # nothing but its layer
-    head = "score.weight" if scalar else "embed_tokens.weight" if tied else "lm_head.weight"
-    assert {name for name in last if "layers" not in name} == {"norm.weight", head}
-    assert {name.split(".")[1] for name in last if "layers" in name} == {"2"}
-
-
-def test_query_heads_stay_with_their_key_value_head():
-    weights = {weight.name: weight for weight in weights_of(ModelShape(1, 8, 5, 6, 3, 4, 9))}
-    shard = Shard(0, 1, 1, 2)  # of 3 key-value heads the second slice has two
-    assert weights["layers.{}.self_attn.k_proj.weight"].box(shard) == ((0, 1), (4, 12), (0, 8))
-    assert weights["layers.{}.self_attn.q_proj.weight"].box(shard) == ((0, 1), (8, 24), (0, 8))
-    assert weights["layers.{}.self_attn.o_proj.weight"].box(shard) == ((0, 1), (0, 8), (8, 24))
-    assert weights["layers.{}.mlp.down_proj.weight"].box(shard) == ((0, 1), (0, 8), (2, 5))
-    assert weights["layers.{}.input_layernorm.weight"].box(shard) == ((0, 1), (0, 8), (0, 1))
-
-
 def test_zero_3_holds_the_end_of_a_row_full_rows_and_the_beginning_of_one():
     shape = ModelShape(2, 4, 5, 1, 1, 2, 11)
     up = next(weight for weight in weights_of(shape) if "up_proj" in weight.name)  # [2, 5, 4]: 20 numbers in 3 parts
@@ -142,9 +120,3 @@ def test_a_grid_covers_every_number_once(data):
                         count[slice(*layers), slice(*rows), slice(*columns)] += 1
         stages = 2 if weight.stages == "ends" and pp > 1 else 1
         assert (count == stages * (1 if weight.cut else tp)).all(), weight
-
-
-def test_overlap():
-    a, b = ((0, 4), (1, 3), (0, 9)), ((2, 6), (0, 2), (5, 12))
-    assert overlap(a, b) == overlap(b, a) == ((2, 4), (1, 2), (5, 9))
-    assert overlap(a, ((0, 4), (3, 5), (0, 9))) is None

@@ -79,16 +79,6 @@ def test_a_trainer_that_runs_ahead_of_its_wait(model):
     assert_refused(broken, TRAINER, *words, position=at)
 
 
-def test_advantages_of_a_mini_batch_that_has_not_arrived():
-    program = streaming()
-    number = transfer_of(program, "values", 2)
-    at = program.instructions[TRAINER].index(Wait(number))
-    run = program.instructions[TRAINER][where(program, TRAINER, "Run estimate_advantages epoch 0 mini-batch 2")]
-    broken = moved(program, TRAINER, run, at)
-    words = ("Run estimate_advantages epoch 0 mini-batch 2", "reads values of columns 0-3", f"Wait transfer {number}")
-    assert_refused(broken, TRAINER, *words, position=at)
-
-
 def test_an_epoch_that_begins_before_all_mini_batches_are_through():
     """Later epochs mix the mini-batches of a column."""
     program = streaming()
@@ -111,16 +101,6 @@ def test_a_sender_that_waits_for_a_mini_batch_that_the_trainer_opens_later():
     broken = with_list(program, GENERATOR, [*steps[:at], generate, Post(second), Wait(second), *steps[at:]])
     place = at + 2
     assert_refused(broken, GENERATOR, f"Wait transfer {second} waits for ever for ranks 0", position=place)
-
-
-def test_mini_batches_that_the_two_ends_open_in_different_orders():
-    program = streaming()
-    one, other = transfer_of(program, "responses", 0), transfer_of(program, "responses", 1)
-    steps = list(program.instructions[TRAINER])
-    first, second = steps.index(Post(one)), steps.index(Post(other))
-    steps[first], steps[second] = steps[second], steps[first]
-    broken = with_list(program, TRAINER, steps)
-    assert_refused(broken, TRAINER, f"posts transfer {other} here", f"posts transfer {one} first", position=first)
 
 
 def test_weights_that_arrive_before_the_last_mini_batch_is_generated():
@@ -147,15 +127,6 @@ def test_a_run_with_columns_left_out():
         assert_refused(broken, GENERATOR, text, position=reader)
         post = program.instructions[GENERATOR].index(Post(number))
         assert_refused(broken, GENERATOR, f"Post transfer {number} sends responses", position=post)
-
-
-def test_a_mini_batch_left_out():
-    program = streaming()
-    at = where(program, GENERATOR, "Run reward_infer epoch 0 mini-batch 1")
-    post = program.instructions[GENERATOR].index(Post(transfer_of(program, "scores", 1)))
-    broken = edited(program, GENERATOR, lambda steps: steps.pop(at))
-    assert_refused(broken, GENERATOR, "never executes Run reward_infer")
-    assert_refused(broken, GENERATOR, "sends scores to rank 0 before it is here", position=post - 1)
 
 
 @pytest.mark.parametrize("part", [0, 1])

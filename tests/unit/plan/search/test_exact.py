@@ -83,16 +83,6 @@ def test_memory_limits_of_the_brute_force_test_bite():
     assert found == sorted(found) and len(set(found)) > 1
 
 
-def test_streaming_wins_somewhere():
-    model = model_of("2x4", epochs=1)
-    wins = 0
-    for seed in range(6):
-        space = small_space(model, random.Random(seed), 4)
-        for chosen in product(*space.candidates):
-            wins += model.score_s(chosen) < model.schedule_s(chosen, range(len(model.calls)))
-    assert wins
-
-
 @pytest.mark.parametrize("gib", [80, 96])
 def test_caches_that_are_alive_at_the_same_time_count_while_streaming(gib):
     """ReMax generates twice. Plans that streamed needed more than a device has, because the larger cache counted."""

@@ -11,7 +11,7 @@ from rlhf_spmd.plan.search.meshes import layouts, meshes
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import ModelShape
 from tests.programs import make_workload
-from tests.unit.plan.search.test_planner import CLUSTERS, llama
+from tests.unit.plan.search.test_planner import llama
 
 
 def test_meshes_are_slices_of_nodes_whole_nodes_and_eighths():
@@ -19,11 +19,6 @@ def test_meshes_are_slices_of_nodes_whole_nodes_and_eighths():
     slices = {tuple(range(at, at + size)) for size in (1, 2, 4) for at in range(0, 8, size)}
     ends = {tuple(range(edge)) for edge in range(1, 9)} | {tuple(range(edge, 8)) for edge in range(8)}
     assert found == slices | ends
-
-
-def test_no_mesh_has_two_types_of_devices():
-    cluster = Cluster(CLUSTERS["mixed"])
-    assert all(len({cluster.node_of(rank) for rank in mesh.ranks}) == 1 for mesh in meshes(cluster))
 
 
 def test_slices_may_be_unequal():

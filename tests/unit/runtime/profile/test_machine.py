@@ -7,11 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_spmd.machines.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.runtime.profile import machine as machine_module
 from rlhf_spmd.runtime.profile.machine import cpu_info, cpu_quota, details, free_memory, machines, processor
 from rlhf_spmd.runtime.world.devices import RankDevice
-from tests.unit.plan.cost.test_calibration import calibration
 
 INFO = """processor	: 0
 cpu family	: 6
@@ -114,10 +112,3 @@ def test_what_makes_another_machine(files, monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 99)
     threaded, _ = machines(Ranks([FACTS, [], 64]))
     assert threaded == replace(slower, threads=99)
-
-
-def test_a_calibration_keeps_its_machine(tmp_path, files):
-    here, _ = machines(Ranks([FACTS, [], 64]))
-    path = str(tmp_path / "mine.json")
-    write_calibration(replace(calibration(), machine=here), path)
-    assert read_calibration(path).machine == here
