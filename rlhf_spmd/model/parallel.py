@@ -52,7 +52,7 @@ class Parallel:
 
     @property
     def is_last(self) -> bool:
-        return self.shard.stage == self.shard.pp - 1
+        return self.shard.is_last
 
 
 WHOLE = Parallel()

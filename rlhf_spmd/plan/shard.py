@@ -20,6 +20,15 @@ class Shard:
     tp_index: int = 0
     tp: int = 1
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage is the last one, which has the head."""
+        return self.stage == self.pp - 1
+
+    def layers(self, total: int) -> range:
+        """Returns the layers of the stage, of so many."""
+        return split(total, self.pp, self.stage)
+
     def __str__(self) -> str:
         parts = [f"stage {self.stage} of {self.pp}"] if self.pp > 1 else []
         parts += [f"slice {self.tp_index} of {self.tp}"] if self.tp > 1 else []

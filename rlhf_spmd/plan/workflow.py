@@ -489,11 +489,7 @@ class Model:
         if not 1 <= len(responses) <= MAX_RESPONSES:
             raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
         self.recorder.expect(f"{self.name}.train", prompts, *responses)
-        counted = divisor.key if isinstance(divisor, Data) else ""
-        if counted and self.recorder.shapes[counted] not in ("token", "row"):
-            raise UserError(
-                f"{self.name}.train({function!r}, divisor={counted}): it must be a number of a token or row"
-            )
+        counted = self._number(function, "divisor", divisor, ("token", "row")) if isinstance(divisor, Data) else ""
         if not counted:
             _one_of(f"{self.name}.train(divisor={divisor!r})", divisor, DIVISORS)
         if stop is not None and not (isinstance(stop, tuple) and [type(one) for one in stop] in STOP_TYPES):
@@ -505,15 +501,20 @@ class Model:
         tokens = self.recorder.tokens_of(f"{self.name}.train", prompts, responses)
         sampled = responses[0] if is_lm and len(responses) == 1 else Data("")
         drawn, kept = sampled.logprobs if sampled.model == self.name else "", sampled.kept
-        chosen = _data(function, "only", only).key if only is not None else ""
-        if chosen and self.recorder.shapes[chosen] != "row":
-            raise UserError(f"{self.name}.train({function!r}, only={chosen}): it must be one number for each row")
+        chosen = self._number(function, "only", only, ("row",)) if only is not None else ""
         others = filter(None, (drawn, kept, chosen, counted, *self.recorder.turns_of(tokens)))
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
-        named = divisor.key if isinstance(divisor, Data) else divisor
         module, _, own = function.rpartition(".")
-        options = keys, drawn, kept, chosen, named, stop, entropy, module, loglinear
+        options = keys, drawn, kept, chosen, counted or str(divisor), stop, entropy, module, loglinear
         self.recorder.record(Train(f"{self.name}_train", self.name, own, inputs, (), tokens, *options), {})
+
+    def _number(self, function: str, option: str, value: object, shapes: Sequence[Shape]) -> str:
+        """Returns the key of numbers of some shapes. Raises UserError for others."""
+        key = _data(function, option, value).key
+        if self.recorder.shapes[key] not in shapes:
+            where = f"{self.name}.train({function!r}, {option}={key})"
+            raise UserError(f"{where}: it must be a number of each {' or '.join(shapes)}")
+        return key
 
 
 def _one_of(where: str, word: object, known: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from math import inf
 
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cost.forecast import times_of
+from rlhf_spmd.plan.cost.simulate import Times
 from rlhf_spmd.plan.program.instructions import Load, Program, Run
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 
@@ -22,23 +23,22 @@ def limits(program: Program, calibration: Calibration) -> dict[str, str]:
     call), "host memory", or "waiting", on the rank on which the call computes longest. Raises UserError as forecast()
     does."""
     program = expand(program, lambda run: usual_number(program, run))
-    instructions = _instructions(program)
-    calibration = _of_devices(calibration, lambda one: replace(one, measured=()))
-    usual = _seconds_of(program, calibration)
-    busiest: dict[str, int] = {}
-    for name, ranks in instructions.items():
-        whole = {rank: usual(rank, mine) for rank, mine in ranks.items()}
-        busiest[name] = max(whole, key=whole.__getitem__)
-    least = {what: _seconds_of(program, changed) for what, changed in _endless(calibration).items()}
+    calibration = _of_devices(calibration, lambda device: replace(device, measured=()))
+    usual = times_of(program, calibration)
+    endless = {resource: times_of(program, changed) for resource, changed in _endless(calibration).items()}
     bottlenecks = {}
-    for call in program.workload.workflow.calls:
-        rank = busiest[call.name]
-        mine = instructions[call.name][rank]
-        whole_s = usual(rank, mine)
-        saved_s = {what: whole_s - seconds(rank, mine) for what, seconds in least.items()}
-        best = max(saved_s, key=saved_s.__getitem__)
-        bottlenecks[call.name] = best if saved_s[best] > 0 else NOTHING
+    for name, ranks in _instructions(program).items():
+        rank, instructions = max(ranks.items(), key=lambda item: _seconds(usual, *item))
+        left_s = {resource: _seconds(times, rank, instructions) for resource, times in endless.items()}
+        best = min(left_s, key=lambda resource: left_s[resource])
+        bottlenecks[name] = best if left_s[best] < _seconds(usual, rank, instructions) else NOTHING
     return bottlenecks
+
+
+def _seconds(times: Times, rank: int, instructions: list[Run | Load]) -> float:
+    """Returns the seconds of some instructions of a rank, without waiting."""
+    runs = [times.run_s(rank, step) for step in instructions if isinstance(step, Run)]
+    return sum(runs) + sum(times.load_s(rank, step) for step in instructions if isinstance(step, Load))
 
 
 def _instructions(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
@@ -52,19 +52,6 @@ def _instructions(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
                 name = instruction.call if isinstance(instruction, Run) else users[instruction.model]
                 instructions_of[name].setdefault(rank, []).append(instruction)
     return instructions_of
-
-
-def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, list[Run | Load]], float]:
-    """Returns a function from a rank and some of its instructions to their seconds, without waiting."""
-    times = times_of(program, calibration)
-
-    def seconds(rank: int, instructions: list[Run | Load]) -> float:
-        return sum(
-            times.run_s(rank, instruction) if isinstance(instruction, Run) else times.load_s(rank, instruction)
-            for instruction in instructions
-        )
-
-    return seconds
 
 
 def _of_devices(calibration: Calibration, change: Callable[[Device], Device]) -> Calibration:

@@ -319,7 +319,7 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
     """
     shape, c = workload.shape(call.model), workload.param_bytes
     shard, h = layout.shard(rank), shape.hidden_size
-    num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
+    num_layers = len(shard.layers(shape.num_layers))
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = (layout.micro_batch or workload.micro_batch) * longest
     if layout.tokens:  # a row is never cut, and there may be fewer rows than the budget has room for
@@ -329,10 +329,10 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
     numbers = tokens * (h / layout.tp if layout.recompute else kept) * num_layers * passes
     numbers += tokens * kept if layout.recompute else 0
     logits = 0
-    if shard.stage == shard.pp - 1:
+    if shard.is_last:
         responses = math.ceil(tokens * workload.max_response * call.num_sequences / longest)
         numbers += tokens * h / layout.tp + (tokens if shape.scalar_head else responses) * h
-    if shard.stage == shard.pp - 1 and not shape.scalar_head:
+    if shard.is_last and not shape.scalar_head:
         logits = logits_bytes(responses, math.ceil(shape.vocab_size / layout.tp), h, c)
     passed = 2 * pass_bytes(layout, workload, call) if layout.pp > 1 else 0
     return int(numbers * c) + logits + passed
@@ -404,7 +404,7 @@ def _packed_base_bytes(workload: Workload, call: ModelCall, layout: Layout, rank
     for weight in weights_of(shape):
         is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
         is_packed = is_head or weight.name.endswith("_proj.weight")
-        if is_packed and (box := weight.box(shard)) and (not is_head or shard.stage == shard.pp - 1):
+        if is_packed and (box := weight.box(shard)) and (not is_head or shard.is_last):
             numbers += numbers_in(box)
     return workload.param_bytes * numbers
 
@@ -419,7 +419,7 @@ def sequence_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: in
     """Returns bytes of keys and values of one sequence of full length, the least that generation needs."""
     shape, shard = workload.shape(call.model), layout.shard(rank)
     heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
-    layers = len(split(shape.num_layers, shard.pp, shard.stage))
+    layers = len(shard.layers(shape.num_layers))
     tokens = workload.max_prompt + workload.max_response
     return 2 * tokens * layers * heads * shape.head_dim * workload.param_bytes
 

@@ -19,6 +19,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.cluster import Cluster
@@ -29,6 +30,9 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.workload import ModelShape, Workload
+
+if TYPE_CHECKING:
+    from rlhf_spmd.plan.cost.lengths import LengthDistribution
 
 MOMENTS_BYTES = 24  # summed over the ranks of a train call per optimizer step (runtime/execute/optimizer_step.py)
 STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two moments, gradient, and the new weight
@@ -123,7 +127,7 @@ class Cost:
         """Returns seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's
         stage."""
         shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
-        num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
+        num_layers, is_last = len(shard.layers(shape.num_layers)), shard.is_last
         adapters_s, of_weights = self.adapters_s(call, layout, rank, tokens), shape.adapters is None
         if (table := self.table(call.model, layout, rank)) is not None:
             forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
@@ -260,21 +264,24 @@ class Cost:
     def slowest(self, num_rows: int, layout: Layout, num_passes: int) -> float:
         """Returns the seconds of the passes of so many sequences of a shard on the slowest shard over those of mean
         lengths."""
-        if not self.workload.forecast_lengths:
+        if not (lengths := self._sequences()):
             return 1.0
-        from rlhf_spmd.plan.cost.lengths import of_sequences, slowest  # late: as above
+        from rlhf_spmd.plan.cost.lengths import slowest  # late: as above
 
-        lengths = of_sequences(self.workload.forecast_lengths, self.workload.max_response)
         return slowest(lengths, sum(self.workload.row_lengths), num_rows, layout.dp, num_passes, layout.pp)
 
     def attended(self) -> float:
         """Returns E[length^2] / E[length]^2 of sequences: attention takes as long as if all were so much longer."""
+        lengths = self._sequences()
+        return 1.0 + lengths.variance / sum(self.workload.row_lengths) ** 2 if lengths else 1.0
+
+    def _sequences(self) -> "LengthDistribution | None":
+        """Returns the forecast lengths of sequences; None if all are equal."""
         if not self.workload.forecast_lengths:
-            return 1.0
+            return None
         from rlhf_spmd.plan.cost.lengths import of_sequences  # late: as above
 
-        variance = of_sequences(self.workload.forecast_lengths, self.workload.max_response).variance
-        return 1.0 + variance / sum(self.workload.row_lengths) ** 2
+        return of_sequences(self.workload.forecast_lengths, self.workload.max_response)
 
     def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
         """Returns seconds of the prompts of some rows through all stages."""
@@ -294,8 +301,8 @@ class Cost:
         if table is None or table.prefill is None:
             return self.pass_s(call, layout, rank, tokens, length)
         shard = layout.shard(rank)
-        num_layers = len(split(self.workload.shape(call.model).num_layers, shard.pp, shard.stage))
-        return table.prefill.at(num_layers, tokens, length, rest=shard.stage == shard.pp - 1)
+        num_layers = len(shard.layers(self.workload.shape(call.model).num_layers))
+        return table.prefill.at(num_layers, tokens, length, rest=shard.is_last)
 
     def _middle(self) -> float:
         """Returns the expected tokens of a response before the one that is decoded."""
@@ -309,14 +316,14 @@ class Cost:
         """Returns seconds of a token for each of so many rows through one stage, halfway through their responses."""
         workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
         shape = workload.shape(call.model)
-        num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
+        num_layers = len(shard.layers(shape.num_layers))
         table = self.table(call.model, layout, rank)
         adapters_s = 0.0
         if shape.adapters is not None and not self._adds_adapters(call):
             read = NUMBER_BYTES * num_trained(shape, shard) / device.memory_bytes_per_s
             adapters_s = max(read, self.adapters_s(call, layout, rank, places))
         if table is not None and table.decode is not None:
-            return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1) + adapters_s
+            return table.decode.at(num_layers, places, rest=shard.is_last) + adapters_s
         context = workload.row_lengths[0] + self._middle()
         cached = (
             places
@@ -325,7 +332,7 @@ class Cost:
             * sequence_bytes(workload, call, layout, rank)
         )
         read_s = (workload.param_bytes * num_params(shape, shard) + cached) / device.memory_bytes_per_s
-        head = head_flops(shape, places, layout.tp) if shard.stage == shard.pp - 1 else 0.0
+        head = head_flops(shape, places, layout.tp) if shard.is_last else 0.0
         flops = num_layers * layer_flops(shape, places, context, layout.tp) + head
         num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
         link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes

@@ -88,7 +88,7 @@ class Weight:
             stage = split(self.layers, shard.pp, shard.stage)
             layers = stage.start, stage.stop
         else:
-            first, last = shard.stage == 0, shard.stage == shard.pp - 1
+            first, last = shard.stage == 0, shard.is_last
             layers = 0, int({"first": first, "last": last, "ends": first or last}[self.stages])
         rows = self._slice(self.rows, shard) if self.cut == "rows" else (0, self.rows)
         columns = self._slice(self.columns, shard) if self.cut == "columns" else (0, self.columns)

@@ -1,9 +1,9 @@
 """A program as text: who runs what, what moves, and what one rank executes in an iteration."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
-from textwrap import wrap
+from itertools import accumulate
 
 from rlhf_spmd.plan.cost.memory import (
     STATIC,
@@ -23,7 +23,6 @@ from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.workflow import Train, is_gate
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
-NARROWEST_TEXT = 16  # the fewest places of a last column that is wrapped
 
 
 def format_bytes(num: float) -> str:
@@ -38,37 +37,20 @@ def format_bytes(num: float) -> str:
 def table(rows: Sequence[tuple[str, ...]], columns: int | None = None) -> str:
     """Aligns the columns of rows, of which the first is the heading.
 
-    columns: how wide lines may be (None: no limit). In a wider table, headings and cells of the last column are
-        wrapped; if that is not enough, its columns are put in several tables, each of which begins with the first
-        column.
+    columns: how wide lines may be (None: no limit). The columns of a wider table are put in several tables, each of
+        which begins with the first column.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    if columns is not None and _total(widths) > columns:
-        by_word = [max(map(len, heading.split())) for heading in rows[0]]
-        by_cell = [max(map(len, cells), default=0) for cells in list(zip(*rows[1:], strict=True)) or [()] * len(widths)]
-        widths[:-1] = [max(both) for both in zip(by_word, by_cell, strict=True)][:-1]
-        least = max(by_word[-1], min(by_cell[-1], NARROWEST_TEXT), columns - _total([*widths[:-1], 0]))
-        widths[-1] = min(widths[-1], least)
-        if _total(widths) > columns and len(widths) > 2:
-            fit = max(num for num in range(2, len(widths)) if num == 2 or _total(widths[:num]) <= columns)
-            parts = [row[:fit] for row in rows], [(row[0], *row[fit:]) for row in rows]
-            return "\n\n".join(table(part, columns) for part in parts)
-    heading, *lines = ("\n".join(_lines(row, widths)) for row in rows)
-    return "\n".join([heading, "  " + "  ".join("-" * width for width in widths), *lines])
-
-
-def _total(widths: Sequence[int]) -> int:
-    """Returns the width of a table with an indent of two and two spaces between columns."""
-    return sum(widths) + 2 * len(widths)
-
-
-def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Returns a row of a table, on more lines if a cell is wider than its column."""
-    cells = [[cell] if len(cell) <= width else wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip_longest(*cells, fillvalue="")
-    ]
+    ends = list(accumulate(2 + width for width in widths))  # an indent, and two spaces between columns
+    if columns is not None and ends[-1] > columns and len(widths) > 2:
+        fit = max(2, bisect_right(ends[:-1], columns))
+        parts = [row[:fit] for row in rows], [(row[0], *row[fit:]) for row in rows]
+        return "\n\n".join(table(part, columns) for part in parts)
+    lines = []
+    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
 
 
 def show_program(program: Program, *, title: str, rank: int, columns: int | None = None) -> str:

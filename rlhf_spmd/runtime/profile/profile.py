@@ -121,9 +121,9 @@ def sources_of(device: Device, links: Mapping[str, bool]) -> dict[str, str]:
 
     links: whether each was measured.
     """
-    found = {name: "measured" for name in OF_DEVICE if getattr(device, name) is not None}
-    found |= {name: "measured" if links[name.partition(".")[0]] else "assumed" for name in OF_LINKS}
-    return found | {"decode_reduce_s": "assumed"}
+    sources = {name: "measured" for name in OF_DEVICE if getattr(device, name) is not None}
+    sources |= {name: "measured" if links[name.partition(".")[0]] else "assumed" for name in OF_LINKS}
+    return sources | {"decode_reduce_s": "assumed"}
 
 
 def provenance(world: World, config: Config, num_threads: int, has_between: bool) -> str:
@@ -153,15 +153,13 @@ def summary(calibration: Calibration) -> str:
     lines = []
     for kind, device in calibration.devices.items():
         lines.append(f"{kind}: {device.matrix_flops:.3g} FLOP/s, memory {device.memory_bytes_per_s:.3g} B/s")
-        for one in device.measured:
-            forward_s, train_s = (
-                [table.layer.seconds[-1] * 1e3 for table in part.tables] for part in (one.forward, one.train)
-            )
-            head = "scalar" if one.shape.scalar_head else "lm"
-            tokens = one.forward.tables[-1].layer.amounts[-1]
+        for table in device.measured:
+            forward, train = table.forward.tables[-1].layer, table.train.tables[-1].layer
+            head = "scalar" if table.shape.scalar_head else "lm"
             lines.append(
-                f"  hidden {one.shape.hidden_size}, {head} head, tp {one.tp}: a layer with {tokens:.0f} tokens "
-                f"{forward_s[-1]:.2f} ms forward, {train_s[-1]:.2f} ms in training"
+                f"  hidden {table.shape.hidden_size}, {head} head, tp {table.tp}: a layer with "
+                f"{forward.amounts[-1]:.0f} tokens {1e3 * forward.seconds[-1]:.2f} ms forward, "
+                f"{1e3 * train.seconds[-1]:.2f} ms in training"
             )
     for what, link in (("inside", calibration.inside), ("between", calibration.between)):
         lines.append(f"{what} nodes: {link.latency_s * 1e6:.0f} us, {link.bytes_per_s:.3g} B/s")
