@@ -511,9 +511,8 @@ class Model:
     def _number(self, function: str, option: str, value: object, shapes: Sequence[Shape]) -> str:
         """Returns the key of numbers of some shapes. Raises UserError for others."""
         key = _data(function, option, value).key
-        if self.recorder.shapes[key] not in shapes:
-            where = f"{self.name}.train({function!r}, {option}={key})"
-            raise UserError(f"{where}: it must be a number of each {' or '.join(shapes)}")
+        where = f"{self.name}.train({function!r}, {option}={key})"
+        _one_of(f"{where}: it must be a number, of a shape", self.recorder.shapes[key], shapes)
         return key
 
 

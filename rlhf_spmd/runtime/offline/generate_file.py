@@ -266,9 +266,9 @@ def generate_file(
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     with world.together("reading the model's sizes"):
         shapes = [shape_of_folder(folder) for folder in (whole, *judges)]
-    library, note = choose(world, options.products, options.dtype, shapes)
+    library, note = choose(world, options, shapes)
     copied = shapes[0].num_params // layout.tp * DTYPES[options.dtype].itemsize  # at most
-    notes += filter(None, [note, limit_packing(world, options.dtype, library, copied)])
+    notes += filter(None, [note, limit_packing(world, options, library, copied)])
     replica = make_replica(model, asked, tokenizer, layout, world, options)
     if judges and not same_tokenizer(judges[0], texts):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")

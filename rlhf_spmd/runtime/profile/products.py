@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import TypeAdapter
@@ -34,6 +34,18 @@ REPETITIONS = 7  # of which the fewest seconds count
 LAYER = ((960, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))  # matrices [O, I] of a layer that is timed
 TIMED_BYTES = 2**27  # of all of them, more than caches hold
 STEP_ROWS, PASS_ROWS = 32, 256  # of a decode step and of a pass over given tokens
+
+
+class Options(Protocol):
+    """Options of a job: the library (`auto`: the fastest), and the precision."""
+
+    @property
+    def products(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
 Recorded = tuple[Any, str]  # the choice of a run as its file has it, and the file
 
 
@@ -50,15 +62,15 @@ def choice_of(values: Any, source: str = "the user's cache folder") -> Choice:
 
 
 def choose(
-    world: World, wanted: str, dtype: str, shapes: Iterable[ModelShape | None], recorded: Recorded | None = None
+    world: World, options: Options, shapes: Iterable[ModelShape | None], recorded: Recorded | None = None
 ) -> tuple[Choice | None, str]:
     """Makes all ranks use one library. Returns the choice to record, and a note for the user (empty: none). None:
     F.linear, because the job computes on GPUs or its matrices are small. Collective; raises UserError.
 
-    wanted: the option `products`.
     recorded: by the run that is resumed.
     """
     use({})
+    wanted, dtype = options.products, options.dtype
     matters = any(shape.has_large_matrices for shape in shapes if shape) and world.computes.index is None
     if not matters or wanted == LINEAR.name or dtype not in DTYPES:
         return None, ""
@@ -91,7 +103,7 @@ def choose(
     return choice, note
 
 
-def limit_packing(world: World, dtype: str, choice: Choice | None, num_bytes: int) -> str:
+def limit_packing(world: World, options: Options, choice: Choice | None, num_bytes: int) -> str:
     """Uses plain weights on all ranks of a node where packed copies would take more than a part of the free memory -> a
     note for the user (empty: none). num_bytes: of this rank's copies. Collective."""
     if choice is None or not LIBRARIES[choice.library].packs:
@@ -103,7 +115,7 @@ def limit_packing(world: World, dtype: str, choice: Choice | None, num_bytes: in
         free[node] = min(free[node], unused)
     full = [rank for rank, node in enumerate(world.nodes) if copies[node] > PACKED_SHARE * free[node]]
     if world.rank in full:
-        use({dtype: replace(choice, pack_s=math.inf)})
+        use({options.dtype: replace(choice, pack_s=math.inf)})
     where = name_ranks(full, world.hosts)
     return f"too little memory is free for packed weights on {where}: generation is slower there" if full else ""
 

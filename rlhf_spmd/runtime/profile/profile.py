@@ -79,7 +79,7 @@ def profile(
     from rlhf_spmd.runtime.profile.model_timings import measure_shape
     from rlhf_spmd.runtime.profile.products import choose
 
-    choose(world, config.products, config.dtype, workload.models.values())
+    choose(world, config, workload.models.values())
     kind = type_of(world.computes, config.device_type)
     machine = machines(world)[world.rank]
     num_workers = machine.cores / machine.threads if world.computes.index is None else None

@@ -81,7 +81,7 @@ def prepare(
                 )
             check_best(config, held_out, evaluation.workload.rollout_batch)
     shapes = program.workload.models.values()
-    library, note = choose(world, config.products, config.dtype, shapes, products)
+    library, note = choose(world, config, shapes, products)
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts)
@@ -94,8 +94,8 @@ def prepare(
     world.agree("the start", read)
     _agree_on_functions(config, world)
     models.start()
-    copies = packed_bytes(program, world.rank) + working_bytes(program, world.rank)["copies with adapters"]
-    notes += filter(None, [note, limit_packing(world, config.dtype, library, copies)])
+    copied = working_bytes(program, world.rank)["copies with adapters"] + packed_bytes(program, world.rank)
+    notes += filter(None, (note, limit_packing(world, config, library, copied)))
     job = Job(
         config,
         program,

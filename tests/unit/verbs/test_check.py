@@ -174,7 +174,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         ),
         (
             ["check", "separation", "--layout", "1x2", "strategy.ratios=actor=1/2,critic=1/2"],
-            ["no rank of 1; give it 1"],
+            ["no rank of 1", "start more ranks"],
         ),
         (["check", "interleaving1", "strategy.ratios=reference=1/2,reward=3/4"], ["reference, reward sum to 5/4"]),
         (["check", "flattening", "--model", "no/folder"], ["no/folder/config.json does not exist"]),

@@ -11,7 +11,7 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.program.evaluation import evaluation_program
-from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.instructions import Offload, Program, Run
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.records.run_folder import RunFolder
@@ -160,3 +160,9 @@ def test_an_evaluation_of_episodes_makes_what_its_scores_read():
     own = ("responses.actions", "responses.rewards", "responses.prompts")
     assert generating.outputs == ("responses", "logprobs", *own)
     assert {*scoring.inputs} == {"responses", *own} and evaluation.workload.row_shape("responses.actions") == (300,)
+
+
+def test_an_offloaded_reward_model_is_loaded_for_it():
+    _, evaluation = programs("reallocation")
+    offloads = [step for step in evaluation.instructions[0] if isinstance(step, Offload)]
+    assert [step.model for step in offloads] == ["reward"]

@@ -11,7 +11,7 @@ from rlhf_spmd.plan.search.meshes import layouts, meshes
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import ModelShape
 from tests.programs import make_workload
-from tests.unit.plan.search.test_planner import llama
+from tests.unit.plan.search.test_planner import CLUSTERS, llama
 
 
 def test_meshes_are_slices_of_nodes_whole_nodes_and_eighths():
@@ -61,3 +61,8 @@ def test_a_cluster_of_any_size_can_be_cut_in_two():
         assert {(0, middle), (middle, num), (0, num)} <= found
         nodes = range(0, num, num // len(cluster.nodes))
         assert all((0, edge) in found and (edge, num) in found for edge in nodes if edge)
+
+
+def test_no_mesh_has_two_types_of_devices():
+    cluster = Cluster(CLUSTERS["mixed"])
+    assert all(len({cluster.node_of(rank) for rank in mesh.ranks}) == 1 for mesh in meshes(cluster))

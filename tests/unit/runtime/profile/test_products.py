@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import asdict, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -38,6 +38,11 @@ def measured(monkeypatch) -> list[torch.dtype]:
     return asked
 
 
+class Options(NamedTuple):
+    products: str
+    dtype: str = "float32"
+
+
 class TwoRanks(OneRank):
     """Rank 0 of two; the other one says `other` when all say something."""
 
@@ -61,13 +66,13 @@ def test_the_option_names_all_libraries():
 
 def test_a_choice_that_can_not_be_kept_is_noted(measured, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    assert "the next start measures again" in choose(OneRank(), "auto", "float32", [BIG])[1]
+    assert "the next start measures again" in choose(OneRank(), Options("auto"), [BIG])[1]
 
 
 def test_kernels_that_were_not_compiled_are_noted(measured, monkeypatch):
     monkeypatch.setattr(cpu, "is_missing", lambda: True)
-    assert "computed by onednn" in choose(OneRank(), "auto", "float32", [BIG])[1]
-    assert not choose(OneRank(), "linear", "float32", [BIG])[1] and not choose(OneRank(), "auto", "float32", [SMALL])[1]
+    assert "computed by onednn" in choose(OneRank(), Options("auto"), [BIG])[1]
+    assert not choose(OneRank(), Options("linear"), [BIG])[1] and not choose(OneRank(), Options("auto"), [SMALL])[1]
 
 
 @pytest.mark.parametrize(("times", "native_s", "backward"), [(2, 0.5, "native"), (4, 1.5, "linear")])
@@ -121,28 +126,28 @@ def test_a_new_library_is_measured(measured, monkeypatch):
 
 def test_choosing(measured):
     world = OneRank()
-    choice, note = choose(world, "auto", "float32", [SMALL, None, BIG])
+    choice, note = choose(world, Options("auto"), [SMALL, None, BIG])
     assert choice.library == in_use(torch.float32).name == "onednn" and not note
     assert in_use(torch.bfloat16) is in_use(torch.float64) is LINEAR
     for wanted, shapes in (("linear", [BIG]), ("auto", [SMALL]), ("onednn", [SMALL]), ("auto", [None])):
-        assert choose(world, wanted, "float32", shapes) == (None, "") and in_use(torch.float32) is LINEAR
-    choice, _ = choose(world, "onednn", "float32", [BIG])
+        assert choose(world, Options(wanted), shapes) == (None, "") and in_use(torch.float32) is LINEAR
+    choice, _ = choose(world, Options("onednn"), [BIG])
     assert choice.library == "onednn" and measured == [torch.float32]
 
 
 def test_a_rank_that_lacks_the_library(measured):
     world = TwoRanks(False)
     with pytest.raises(UserError, match=r"products=onednn: rank 1 \(host there\) cannot .* give products=auto"):
-        choose(world, "onednn", "float32", [BIG])
-    choice, note = choose(world, "auto", "float32", [BIG])
+        choose(world, Options("onednn"), [BIG])
+    choice, note = choose(world, Options("auto"), [BIG])
     assert choice.library == "linear" and in_use(torch.float32) is LINEAR
     assert note == "rank 1 (host there) cannot compute matmuls by onednn: F.linear is used"
-    assert choose(world, "auto", "float32", [BIG], stored())[1].endswith("numbers differ in their last digits")
+    assert choose(world, Options("auto"), [BIG], stored())[1].endswith("numbers differ in their last digits")
 
 
 def test_a_resumed_run_keeps_its_library(measured):
     """Whatever is faster here."""
-    assert choose(OneRank(), "auto", "float32", [BIG], stored(plain_s=7.0))[0].plain_s == 7.0
+    assert choose(OneRank(), Options("auto"), [BIG], stored(plain_s=7.0))[0].plain_s == 7.0
     assert not measured and choice_of(*stored()) == HERE
 
 
@@ -151,7 +156,7 @@ def test_packing_needs_memory(monkeypatch):
     weight, asked = torch.ones(2, 2), {}
     for other, copies in (((1, 0, 1000), 500), ((1, 0, 1000), 501), ((1, 600, 1000), 500)):
         use({"float32": HERE})
-        note = limit_packing(TwoRanks(other), "float32", HERE, copies)
+        note = limit_packing(TwoRanks(other), Options("auto"), HERE, copies)
         asked[other[1], copies] = note, earns_packing(weight, 1e6)
     too_little = "too little memory is free for packed weights on {}: generation is slower there"
     assert asked == {
@@ -160,7 +165,7 @@ def test_packing_needs_memory(monkeypatch):
         (600, 500): (too_little.format("rank 1 (host there)"), True),
     }
     for choice in (None, Choice("linear")):
-        assert limit_packing(OneRank(), "float32", choice, 10**9) == ""
+        assert limit_packing(OneRank(), Options("auto"), choice, 10**9) == ""
 
 
 @pytest.mark.parametrize("values", [3, {}, asdict(HERE) | {"library": "blas"}, asdict(HERE) | {"plain_s": "x"}])
