@@ -151,7 +151,7 @@ CASES = {
     ),
     "ratios that do not add up": Case(
         ("--strategy", "interleaving2", "strategy.ratios=reference=1/2,reward=3/4"),
-        ("strategy interleaving2: ratios of reference, reward sum to 5/4", "sum to 1"),
+        ("strategy interleaving2: ratios of reference, reward sum to 5/4", "not to 1"),
         by_check=True,
     ),
     "ratio that is none": Case(
