@@ -210,14 +210,10 @@ def _zero_problems(placement: Placement, workload: Workload) -> Iterator[tuple[s
         if train is None:
             first = next(c for c in workload.workflow.placed_calls if c.model == call.model)
             there = placement.layouts[first.name]
-            if layout.zero not in (0, 3):
-                text = f"ZeRO {layout.zero} shards gradients or optimizer state, and {call.model} has none; use 0 or 3"
-                yield call.name, text
-            elif (layout.ranks, layout.zero) != (there.ranks, there.zero) and 3 in (layout.zero, there.zero):
-                text = f"{first.name} has {call.model} on ranks {format_ranks(there.ranks)} with ZeRO {there.zero}"
-                yield call.name, f"{text}; use the same ranks and stage for both, or ZeRO 0"
-            elif layout.zero == 3 and layout.offload:
-                yield call.name, "both ZeRO 3 and offload keep weights away between calls; use one of them"
+            differs = (layout.ranks, layout.zero) != (there.ranks, there.zero) and 3 in (layout.zero, there.zero)
+            if layout.zero in (1, 2) or differs or (layout.zero == 3 and layout.offload):
+                text = f"{call.model} does not train: its weights are whole, or ZeRO 3 shards them on the same ranks in"
+                yield call.name, f"{text} all of its calls, without offload; use ZeRO 0, or 3 in all of them"
             continue
         training = placement.layouts[train.name]
         kept = layout.same_shards(training) and layout.zero == training.zero

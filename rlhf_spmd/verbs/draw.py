@@ -24,11 +24,6 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
-from rlhf_spmd.runtime.pictures.palette import styles_of
-from rlhf_spmd.runtime.pictures.picture import Picture
-from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
-from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
 
 MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane
 
@@ -37,9 +32,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Draws the picture and prints a table and a line of JSON -> the exit status. Raises UserError."""
     out = check_out(parsed, ".png")
     config, cluster, calibration = read_calibrated(parsed, required=parsed.only != "map")
+    programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     forecasts: dict[str, Forecast] = {}
     by = ""
-    programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     if parsed.only != "map" and calibration is not None:  # which then is required
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
         by = f"forecast with calibration {calibration.name}"
@@ -76,11 +71,17 @@ def compile_all(
 
 def picture_of(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
-) -> Picture:
-    """Draws maps, if wanted, above the timelines of the forecasts, if there are any.
+) -> Any:
+    """Returns a Picture: maps, if wanted, above the timelines of the forecasts, if there are any.
 
     by: the source of the forecasts.
     """
+    from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
+    from rlhf_spmd.runtime.pictures.palette import styles_of
+    from rlhf_spmd.runtime.pictures.picture import Picture
+    from rlhf_spmd.runtime.pictures.placement_map import Map, add_maps
+    from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
+
     workflow = next(iter(programs.values())).workload.workflow
     picture = Picture()
     what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []

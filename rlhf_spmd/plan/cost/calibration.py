@@ -33,10 +33,10 @@ class Curve:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.amounts) != len(self.seconds):
-            raise UserError(f"a curve has {len(self.amounts)} amounts, but {len(self.seconds)} seconds; give as many")
-        if len(self.amounts) < 2 or any(later <= earlier for earlier, later in pairwise(self.amounts)):
-            raise UserError(f"a curve needs at least two amounts that ascend, not {list(self.amounts)}")
+        ascends = all(earlier < later for earlier, later in pairwise(self.amounts))
+        if not ascends or len(self.amounts) < 2 or len(self.amounts) != len(self.seconds):
+            given = f"{list(self.amounts)} with {len(self.seconds)} seconds"
+            raise UserError(f"a curve needs at least two amounts that ascend, and seconds for each, not {given}")
 
     def at(self, amount: float) -> float:
         """Returns seconds at an amount."""
@@ -227,10 +227,9 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name, source in self.sources.items():
-            if name not in CONSTANTS:
-                raise UserError(f"sources: there is no constant {name!r}; there are {', '.join(CONSTANTS)}")
-            if source not in SOURCES:
-                raise UserError(f"sources: {name} has {source!r}; write one of {', '.join(SOURCES)}")
+            if name not in CONSTANTS or source not in SOURCES:
+                known = f"constants ({', '.join(CONSTANTS)}) to one of {', '.join(SOURCES)}"
+                raise UserError(f"sources: {name!r}: {source!r} is unknown; map {known}")
 
     @property
     def sources_text(self) -> str:
@@ -253,11 +252,10 @@ def fit_link(times_s: Sequence[tuple[int, float, float]]) -> Link:
 
     Least squares of the relative error of (n - 1) latency + (n - 1) / n bytes / bandwidth, the ring of seconds.py.
     """
-    rows = [((n - 1) / s, (n - 1) / n * size / s) for n, size, s in times_s]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    det = aa * bb - ab * ab
-    latency_s, byte_s = ((a * bb - b * ab) / det, (aa * b - ab * a) / det) if det > 0 else (a / aa, 0.0)
+    import numpy as np  # late: `check` starts sooner without it
+
+    rows = np.array([((n - 1) / s, (n - 1) / n * size / s) for n, size, s in times_s])
+    latency_s, byte_s = map(float, np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0])
     if latency_s < 0 or byte_s <= 0:  # noise: the largest message tells the bandwidth, the smallest the latency
         (few, _, least_s), (n, size, most_s) = (f(times_s, key=lambda one: one[1]) for f in (min, max))
         latency_s, byte_s = least_s / (few - 1), most_s / ((n - 1) / n * size)

@@ -299,7 +299,7 @@ class _Branches:
         model, chosen = self.model, [one if i in self.model.trains else None for i, one in enumerate(self.chosen)]
         ways = [(one.where, one.layout.zero == 3) for one in chosen if one]
         places = sorted({place for one in chosen if one for place in (one.first, one.stop % len(model.limits))})
-        costs = model.schedule_s(chosen, model.trains), *(model.bytes_at(chosen, place) for place in places)
+        costs = model.schedule_s(chosen, model.trains), *(model.parts_at(chosen, place).peak for place in places)
         front = self.trained.setdefault(tuple(ways), [])
         if any(all(map(le, before, costs)) for before in front):
             return True

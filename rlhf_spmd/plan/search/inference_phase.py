@@ -58,14 +58,14 @@ class Left:
         edges |= {at for at in range(1, len(model.limits)) if model.limits[at] != model.limits[at - 1]}
         left = cls(tuple(shared), [], [], [], [])
         for first, stop in pairwise(sorted(edges)):
-            free = model.limits[first] - model.bytes_at(chosen, first)
+            parts = model.parts_at(chosen, first)
+            free = model.limits[first] - parts.peak
             if model.ahead and any(one.first <= first < one.stop for i in model.trains if (one := chosen[i])):
                 free = -inf  # the ranks that train have no other calls
-            _, gathered, reduced, activations, cache = model.parts_at(chosen, first)
             left.free_bytes += [free] * (stop - first)
-            left.gathered_bytes += [gathered] * (stop - first)
-            left.activation_bytes += [max(activations, cache - reduced)] * (stop - first)
-            left.segments.append((first, stop, free, free + gathered))
+            left.gathered_bytes += [parts.gathered] * (stop - first)
+            left.activation_bytes += [max(parts.activations, parts.cache - parts.reduced)] * (stop - first)
+            left.segments.append((first, stop, free, free + parts.gathered))
         return left
 
     def covers(self, other: "Left", seconds: float) -> bool:

@@ -9,6 +9,7 @@ waits for no call before it, and shares no rank with any.
 
 from collections.abc import Sequence
 from math import inf, lcm
+from typing import NamedTuple
 
 from rlhf_spmd.plan.cost.memory import most_rows_bytes, num_trained
 from rlhf_spmd.plan.cost.seconds import Cost
@@ -21,6 +22,22 @@ from rlhf_spmd.plan.workflow import Generate, Train, trains
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
 Base = tuple[str, tuple[int, int, int]]  # weights that models have in common, and the copy (Candidate.copy)
+
+
+class Parts(NamedTuple):
+    """Bytes of a rank by kind. resident: static ones, with buckets and all rows; the others: the most that a call
+    needs."""
+
+    resident: float
+    gathered: float
+    reduced: float
+    activations: float
+    cache: float
+
+    @property
+    def peak(self) -> float:
+        """The most that a rank needs at one time, as memory.peak_bytes adds it up."""
+        return self.resident + self.gathered + max(self.activations + self.reduced, self.cache)
 
 
 class CallModel:
@@ -278,19 +295,11 @@ class CallModel:
             return [inf]
         ends = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
         places = ends.union(one.first for one in chosen if one is not None)
-        return [self.bytes_at(chosen, at, stream) - self.limits[at] for at in places if self.limits[at] < inf]
+        return [self.parts_at(chosen, at, stream).peak - self.limits[at] for at in places if self.limits[at] < inf]
 
-    def bytes_at(self, chosen: Assignment, place: int, stream: bool = False) -> float:
-        """Returns the most that a rank needs at one time, as memory.peak_bytes adds it up."""
-        static, gathered, reduced, activations, cache = self.parts_at(chosen, place, stream)
-        return static + gathered + max(activations + reduced, cache)
-
-    def parts_at(
-        self, chosen: Assignment, place: int, stream: bool = False
-    ) -> tuple[float, float, float, float, float]:
-        """Returns the bytes at a place: static (with buckets and all rows), and the most of gathered, reduced,
-        activation and cache bytes. A shard of weights that models have in common counts once, with the largest of their
-        heads.
+    def parts_at(self, chosen: Assignment, place: int, stream: bool = False) -> Parts:
+        """Returns the bytes at a place. A shard of weights that models have in common counts once, with the largest of
+        their heads.
 
         stream: generate calls alternate, so all their caches live at the same time; else one after another.
         """
@@ -332,7 +341,7 @@ class CallModel:
                     copies.add(one.copy)
                     static += held(one, user)
             static += buckets
-        return static + sum(bases.values()), gathered, reduced, activations, cache
+        return Parts(static + sum(bases.values()), gathered, reduced, activations, cache)
 
     def _consistent(self, chosen: Assignment) -> bool:
         """Returns whether all calls of each frozen model keep its weights alike, and one ahead training has ranks of

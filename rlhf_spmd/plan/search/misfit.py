@@ -15,7 +15,7 @@ from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.priors import around, grid_on, least_full, least_memory, least_static, priors
 
-PARTS = ("resident", "gathered", "reduced", "activations", "KV cache")  # of CallModel.parts_at
+PARTS = ("resident", "gathered", "reduced", "activations", "KV cache")  # as in iteration_model.Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ def why_none(space: Space, best: Roomy | None, *, num_steps: int, proved: bool) 
         text = f"no placement of this workload that fits {cluster} was found (in {num_steps:,} steps)"
     if best is None or best.excess_bytes == inf:
         return f"{text}. Its devices cannot be divided among the calls; use more devices"
-    place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])
+    parts = [model.parts_at(best.chosen, place) for place in range(len(model.limits))]
+    place = max(range(len(parts)), key=lambda at: parts[at].peak - model.limits[at])
     rank = next(one.ranks[place - one.first] for one in best.chosen if one.first <= place < one.stop)
     whole, usable = cluster.device_bytes(rank) or 0, cluster.usable_bytes(rank) or 0
-    parts = zip(PARTS, model.parts_at(best.chosen, place), strict=True)
-    sizes = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    sizes = ", ".join(f"{name} {_gib(size)}" for name, size in zip(PARTS, parts[place], strict=True) if size)
     layouts = ", ".join(f"{call.name} {one.layout}" for call, one in zip(model.calls, best.chosen, strict=True))
     text += (
-        f". The least memory that was found is {_gib(model.bytes_at(best.chosen, place))} on rank {rank} ({sizes}), "
+        f". The least memory that was found is {_gib(parts[place].peak)} on rank {rank} ({sizes}), "
         f"{_gib(best.excess_bytes)} more than the {_gib(usable)} of {_gib(whole)} that it may use, with {layouts}. "
     )
     options = ", ".join(_lower(model))

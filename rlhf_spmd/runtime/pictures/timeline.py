@@ -196,27 +196,24 @@ class _Stack:
         self.timelines, self.styles = timelines, styles
         self.width_s = max(timeline.seconds for timeline in timelines)
         num_lanes = sum(len(timeline.lanes) for timeline in timelines)
-        rows = self._shared_rows if most_lanes is not None and num_lanes > most_lanes else self._rows
-        self.rows = [rows(timeline.lanes) for timeline in timelines]
+        together = most_lanes is not None and num_lanes > most_lanes
+        self.rows = [self._rows(timeline.lanes, together) for timeline in timelines]
         self.lane_inch = min(largest_inch, max(LANE_INCH[0], ALL_LANES_INCH / max(1, sum(map(len, self.rows)))))
 
     def style_of(self, span: Span) -> Style:
         return SPANS.get(span.category) or self.styles.get(span.name) or palette.other(span.name)
 
-    def _rows(self, shown: Sequence[Lane]) -> list[Row]:
-        return [Row([lane.rank], lane.host, lane.spans) for lane in shown]
-
-    def _shared_rows(self, shown: Sequence[Lane]) -> list[Row]:
-        """Returns a row for all lanes that do the same at the same time."""
+    def _rows(self, shown: Sequence[Lane], together: bool) -> list[Row]:
+        """Returns a row for each lane, or for all lanes that do the same at the same time."""
         most_s = ALIKE * self.width_s
         rows: list[tuple[list[Run], Row]] = []
         for lane in shown:
             runs = [run for run in self._all_joined(lane.spans) if run[2] - run[1] > most_s]
-            row = next((row for others, row in rows if _are_alike(runs, others, most_s)), None)
-            if row is None:
-                rows.append((runs, Row([lane.rank], "", lane.spans)))
+            alike = [row for others, row in rows if together and _are_alike(runs, others, most_s)]
+            if alike:
+                alike[0].ranks.append(lane.rank)
             else:
-                row.ranks.append(lane.rank)
+                rows.append((runs, Row([lane.rank], "" if together else lane.host, lane.spans)))
         return [row for _, row in rows]
 
     def _all_joined(self, spans: Sequence[Span]) -> list[Run]:

@@ -54,7 +54,7 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ({"actor_train": Layout((0, 1), dp=2, pp=2)}, ["actor_train", "is not the number of ranks, 2"]),
         ({"reward_infer": Layout.data_parallel((1,), recompute=True)}, ["recompute", "only training has"]),
         ({"actor_generate": Layout.data_parallel((1,), offload=True)}, ["offload is for frozen models"]),
-        ({"reward_infer": Layout.data_parallel((1,), offload=True, zero=3)}, ["both ZeRO 3 and offload"]),
+        ({"reward_infer": Layout.data_parallel((1,), offload=True, zero=3)}, ["without offload"]),
         (
             {"reward_infer": Layout.data_parallel((1,), tokens=9, micro_batch=3)},
             ["micro_batch 3 and tokens 9", "give one of them"],
@@ -62,7 +62,7 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ({"reward_infer": Layout((0, 1), dp=-2, pp=-1)}, ["reward_infer on ranks 0-1", "is less than 1"]),
         (
             {"reward_infer": Layout.data_parallel((1,), zero=2)},
-            ["reward_infer on ranks 1: ZeRO 2 shards gradients or optimizer state, and reward has none; use 0 or 3"],
+            ["reward_infer on ranks 1: reward does not train", "use ZeRO 0, or 3 in all"],
         ),
     ],
 )
@@ -114,9 +114,7 @@ def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():
     validate(Placement(layouts | {"reference_infer": Layout.data_parallel((2, 3), zero=3)}), workload, cluster)
     twice = _with_a_second_call("reference")
     second = {"reference_infer": Layout.data_parallel((2, 3), zero=3), "reference_again": EVERYONE}
-    with pytest.raises(
-        UserError, match=r"reference_again on ranks 0-3: reference_infer has reference on ranks 2-3 with"
-    ):
+    with pytest.raises(UserError, match="reference_again on ranks 0-3: .* use ZeRO 0, or 3 in all of them"):
         validate(Placement(layouts | second), twice, cluster)
     validate(Placement(layouts | second | {"reference_again": second["reference_infer"]}), twice, cluster)
 
