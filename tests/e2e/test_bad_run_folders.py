@@ -24,7 +24,7 @@ def put(run: Path, name: str, content: bytes) -> None:
     """Replaces a file of the last checkpoint, in the manifest too: as whoever changes a checkpoint on purpose would."""
     (run / LAST / name).write_bytes(content)
     manifest = json.loads((run / LAST / "manifest.json").read_text(encoding="utf-8"))
-    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"][name] = hashlib.sha256(content).hexdigest()
     (run / LAST / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -76,27 +76,23 @@ def other_shapes(run: Path) -> None:
 
 CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a changed byte": (lambda run: flip(run, RANK_FILE), [RANK_FILE, "is damaged", OLDER]),
-    "a file cut short": (lambda run: cut(run, RANK_FILE), [RANK_FILE, "bytes, not", OLDER]),
+    "a file cut short": (lambda run: cut(run, RANK_FILE), [RANK_FILE, "is damaged", OLDER]),
     "a missing file": (lambda run: (run / RANK_FILE).unlink(), [RANK_FILE, "is missing", OLDER]),
     "a link": (link, [RANK_FILE, "is a link", OLDER]),
     "no safetensors": (lambda run: put(run, "rank-0001.safetensors", b"\x80\x04pickled"), [RANK_FILE, "can't be read"]),
-    "other shapes": (other_shapes, [RANK_FILE, "has the shape", "as placed", OLDER]),
+    "other shapes": (other_shapes, ["can't be read", OLDER]),
     "half a manifest": (lambda run: cut(run, f"{LAST}/manifest.json"), ["manifest.json can't be read", OLDER]),
     "a path outside": (
-        lambda run: edit_manifest(run, lambda values: values["files"].update({"../x": {"bytes": 1, "sha256": ""}})),
-        ["manifest.json names the file '../x', which is outside the folder", OLDER],
-    ),
-    "a later format": (
-        lambda run: edit_manifest(run, lambda values: values.update(format=2)),
-        ["manifest.json is of format 2", OLDER],
+        lambda run: edit_manifest(run, lambda values: values["files"].update({"../x": ""})),
+        ["manifest.json can't be read", OLDER],
     ),
     "an older layout of random numbers": (
-        lambda run: edit_manifest(run, lambda values: values.pop("random_layout")),
-        ["iteration-000002 has layout 1 of the random numbers, this program has 2", "or start a new run"],
+        lambda run: edit_manifest(run, lambda values: values.update(random_layout=1)),
+        ["iteration-000002 was written by another version", "or start a new run"],
     ),
     "another iteration": (
         lambda run: edit_manifest(run, lambda values: values.update(iteration=7)),
-        ["manifest.json is of iteration 7", OLDER],
+        ["manifest.json can't be read", OLDER],
     ),
     "no controller": (
         lambda run: change(run, "state.json", lambda state: state["state"].pop("kl_coef")),
@@ -118,7 +114,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a checkpoint of another run": (
         lambda run: rewrite(run / "config.json", '"seed": 0', '"seed": 1'),
-        ["iteration-000002 is of another run, or", "was made with seed=0, the run has 1"],
+        ["seed=1 would change the results of", "which has 0"],
     ),
     "metrics lost": (
         lambda run: (run / "metrics.jsonl").write_text("", encoding="utf-8"),

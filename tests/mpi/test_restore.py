@@ -19,7 +19,7 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
-from rlhf_spmd.runtime.checkpoint.resume import _state
+from rlhf_spmd.runtime.checkpoint.resume import read_state
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.run import recorded
@@ -95,14 +95,14 @@ class Runs:
         self.world.barrier("a clean folder")
         texts = {"config.json": "{}", "strategy.py": ""}
         saver = Saver(run.job, self.folder, texts)
-        about = {"inputs": recorded.inputs(run.job), "support": run.job.known.count, "ahead": 0}
+        about = {"inputs": recorded.inputs(run.job), "surroundings": {}, "ahead": 0}
         saver.save(run.number, about | recorded.run_state(run.state))
         saver.finish()
 
     def resumed(self, placement: str) -> RunOf:
         run, checkpoint = self.make(placement), newest(self.folder / "checkpoints")
         restore(run.job.models, checkpoint)
-        run.state = recorded.state_after(run.job, checkpoint.iteration, _state(checkpoint, run.config))
+        run.state = recorded.state_after(run.job, checkpoint.iteration, read_state(checkpoint, run.config))
         run.number = checkpoint.iteration
         return run
 

@@ -5,10 +5,10 @@
         drawn-0003.safetensors   this rank's share of the batch in flight (ahead/in_flight.py), if there is one
         state.json               the rest of the run's state
         config.json strategy.py program.json
-        manifest.json            size and SHA-256 of every other file; the run's layout of random numbers
+        manifest.json            SHA-256 of every other file; the run's layout of random numbers
 
-Ranks write into the draft folder `.iteration-000012` beside it, and each leaves a record of its file there. Rank 0
-waits for all records, writes the manifest last and renames the folder, so a crash at any byte leaves the previous
+Ranks write into the draft folder `.iteration-000012` beside it, and each leaves the hash of its file there. Rank 0
+waits for all hashes, writes the manifest last and renames the folder, so a crash at any byte leaves the previous
 checkpoint unchanged. For the same reason a folder is renamed before it is deleted. Nothing is pickled. This file does
 not import torch, because a run is read before torch starts.
 """
@@ -18,16 +18,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
-from rlhf_spmd.files.reading import NO_RIGHT, paths_in, read_bytes, why_no_file
+from rlhf_spmd.files.reading import read_bytes, why_no_file
 from rlhf_spmd.runtime.failure.failures import NO_ROOM, advice
-from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, complete_checkpoints, has_manifest, number_of
+from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, complete_checkpoints, number_of
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
 FORMAT = 1
@@ -36,14 +36,6 @@ CHUNK_BYTES = 16 * 2**20  # hashed and written at a time
 POLL_S = 0.02
 STATE = "state.json"
 DRAWN = "drawn-"  # beginning of the names of files with the batch in flight
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file's entry in the manifest."""
-
-    num_bytes: int
-    sha256: str
 
 
 def checkpoint_folder(root: Path, iteration: int) -> Path:
@@ -68,21 +60,20 @@ def drawn_file(rank: int) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def json_parts(values: object) -> list[bytes]:
-    """Returns values as JSON for `write`."""
-    return [(json.dumps(values, indent=1) + "\n").encode()]
+def write_json(path: Path, values: object) -> str:
+    """Calls `write` with values as JSON."""
+    return write(path, [(json.dumps(values, indent=1) + "\n").encode()])
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
-    """Writes and hashes a new file, which is on disk when this returns. Raises UserError if it can't be written."""
-    digest, num_bytes = hashlib.sha256(), 0
+def write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Writes a new file, which is on disk when this returns -> its SHA-256. Raises UserError if it can't be written."""
+    digest = hashlib.sha256()
     try:
         with path.open("wb", buffering=0) as file:
             for part in parts:
                 for start in range(0, len(part), CHUNK_BYTES):
                     chunk = part[start : start + CHUNK_BYTES]
                     digest.update(chunk)
-                    num_bytes += len(chunk)
                     while len(chunk):
                         chunk = chunk[os.write(file.fileno(), chunk) :]
             os.fsync(file.fileno())
@@ -90,7 +81,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
         with suppress(OSError):
             path.unlink()  # leaves its room to other files
         raise unwritable(path, error) from error
-    return FileRecord(num_bytes, digest.hexdigest())
+    return digest.hexdigest()
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
@@ -120,49 +111,47 @@ def make_draft(root: Path, iteration: int) -> Path:
     return draft
 
 
-def say_written(draft: Path, name: str, record: FileRecord) -> None:
-    """Writes the record of a finished file, which `wait_for` reads."""
-    temporary = draft / f".{name}.record.new"
-    write(temporary, json_parts(asdict(record)))
-    temporary.rename(draft / f".{name}.record")
+def say_written(draft: Path, name: str, sha256: str) -> None:
+    """Writes the hash of a finished file, which `wait_for` reads."""
+    temporary = draft / f".{name}.hash.new"
+    write(temporary, [sha256.encode()])
+    temporary.rename(draft / f".{name}.hash")
 
 
-def wait_for(draft: Path, names: Iterable[str], *, deadline_s: float) -> dict[str, FileRecord]:
-    """Waits for files that other ranks write -> name and record of each. Raises UserError at the deadline."""
-    lacking, found, began = list(names), {}, time.monotonic()
-    while True:
-        for name in list(lacking):
-            with suppress(FileNotFoundError):
-                found[name] = FileRecord(**json.loads((draft / f".{name}.record").read_text(encoding="utf-8")))
-                lacking.remove(name)
-        if not lacking:
-            return found
-        if time.monotonic() - began > deadline_s:
-            raise UserError(
-                f"{draft / lacking[0]} has not been written within {deadline_s:g} s; is the run folder on a disk that "
-                "all hosts share, and fast enough? If it is, raise deadline_s"
-            )
-        time.sleep(POLL_S)
+def wait_for(draft: Path, names: Iterable[str], *, deadline_s: float) -> dict[str, str]:
+    """Waits for files that other ranks write -> name and hash of each. Raises UserError at the deadline."""
+    hashes, began = {}, time.monotonic()
+    for name in names:
+        record = draft / f".{name}.hash"
+        while not record.exists():
+            if time.monotonic() - began > deadline_s:
+                raise UserError(
+                    f"{draft / name} has not been written within {deadline_s:g} s; is the run folder on a disk that "
+                    "all hosts share, and fast enough? If it is, raise deadline_s"
+                )
+            time.sleep(POLL_S)
+        hashes[name] = record.read_text(encoding="utf-8")
+    return hashes
 
 
-def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
-    """Turns a draft, whose files are all written, into the checkpoint. Raises UserError if the disk is full."""
+def commit(root: Path, iteration: int, files: Mapping[str, str]) -> Path:
+    """Turns a draft, whose files are all written, into the checkpoint. Raises UserError if the disk is full.
+
+    files: name and hash of each.
+    """
     draft, folder = draft_folder(root, iteration), checkpoint_folder(root, iteration)
-    for record in draft.glob(".*.record"):
+    for record in draft.glob(".*.hash"):
         record.unlink()
-    manifest: dict[str, object] = {"format": FORMAT, "random_layout": RANDOM_LAYOUT, "iteration": iteration}
-    manifest["files"] = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()}
-    write(draft / MANIFEST, json_parts(manifest))
-    _sync(draft)
+    facts = {"format": FORMAT, "random_layout": RANDOM_LAYOUT, "iteration": iteration, "files": dict(files)}
+    write_json(draft / MANIFEST, facts)
+    sync(draft)
+    if folder.exists():  # this run began before it, so another one wrote it: the disk has no locks
+        raise UserError(f"{folder} exists already: another run writes to this folder, too; end one of them")
     try:
-        if folder.exists():
-            if has_manifest(folder):  # this run began before it, so another one wrote it: the disk has no locks
-                raise UserError(f"{folder} exists already: another run writes to this folder, too; end one of them")
-            _remove(folder)
         draft.rename(folder)
     except OSError as error:
         raise unwritable(folder, error) from error
-    _sync(root)
+    sync(root)
     return folder
 
 
@@ -187,10 +176,10 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(grave, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Makes the names in a folder survive a power failure, if the file system can."""
+def sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power failure, if the file system can."""
     with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -200,83 +189,72 @@ def _sync(folder: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def without_manifest(root: Path) -> list[Path]:
-    """Returns the folders that are named like a checkpoint but are incomplete."""
-    return [path for path in paths_in(root, "iteration-*") if path.is_dir() and not has_manifest(path)]
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint with a valid manifest. Its files are checked by `verify`."""
+    """A checkpoint with a valid manifest. Its files are checked by `verify`. files: name and SHA-256 of each."""
 
     folder: Path
     iteration: int
-    files: Mapping[str, FileRecord]
-    random_layout: int  # as random_streams.RANDOM_LAYOUT
+    files: Mapping[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
         """Raises UserError, naming the file and the fix, if the manifest can't be used."""
         path = folder / MANIFEST
-        if (why := why_no_file(path)) and why != NO_RIGHT:
+        if why := why_no_file(path):
             raise unusable(folder, f"{path} {why}")
-        try:
+        with reading(folder, MANIFEST):
             values = json_value(read_bytes(path))
-            if values["format"] != FORMAT:
-                raise unusable(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
-            iteration, random_layout = values["iteration"], values.get("random_layout", 1)
-            files = {
-                name: FileRecord(int(file["bytes"]), str(file["sha256"])) for name, file in values["files"].items()
-            }
-        except PermissionError:
-            raise UserError(f"{path} {NO_RIGHT}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise unusable(folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
-        if iteration != number_of(folder):
-            raise unusable(folder, f"{path} is of iteration {iteration!r}, but its folder is {folder.name}")
-        for name in files:
-            if name != Path(name).name or name in ("", ".", "..") or "\\" in name:
-                raise unusable(folder, f"{path} names the file {name!r}, which is outside the folder")
-        lacking = [name for name in (STATE, "config.json", "strategy.py") if name not in files]
-        if lacking or not any(name.endswith(".safetensors") for name in files):
-            raise unusable(folder, f"{path} does not name {', '.join(lacking) or 'any rank-*.safetensors'}")
-        return cls(folder, iteration, files, random_layout)
+            versions, files = (values["format"], values["random_layout"]), dict(values["files"])
+            outside = [name for name in files if name != Path(name).name]
+            if values["iteration"] != number_of(folder) or outside:
+                raise ValueError(f"it is not of {folder.name} and files in it")
+        if versions != (FORMAT, RANDOM_LAYOUT):  # would differ from an uninterrupted run
+            raise UserError(
+                f"{folder} was written by another version of rlhf_spmd (format and random numbers {versions}, here "
+                f"{(FORMAT, RANDOM_LAYOUT)}); resume with the version that started the run, or start a new run"
+            )
+        return cls(folder, values["iteration"], files)
 
     def verify(self, names: Iterable[str]) -> None:
-        """Raises UserError for the first of these files that does not match the manifest."""
+        """Raises UserError for the first of these files that is not as it was written."""
         for name in names:
-            path, record = self.folder / name, self.files[name]
+            path = self.folder / name
             if path.is_symlink() or not path.is_file():
-                what = "is a link" if path.is_symlink() else "is missing"
-                raise unusable(self.folder, f"{path} {what}")
-            num_bytes = path.stat().st_size
-            if num_bytes != record.num_bytes:
-                raise unusable(self.folder, f"{path} has {num_bytes:,} bytes, not {record.num_bytes:,} as written")
+                raise unusable(self.folder, f"{path} is {'a link' if path.is_symlink() else 'missing'}")
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != record.sha256:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != self.files[name]:
                 raise unusable(self.folder, f"{path} is damaged: its checksum is not the one that it was written with")
 
     def text(self, name: str) -> str:
         """Reads a small file and verifies it."""
-        self.verify([name])
-        return (self.folder / name).read_text(encoding="utf-8")
+        with reading(self.folder, name):
+            self.verify([name])
+            return (self.folder / name).read_text(encoding="utf-8")
 
     @property
     def tensor_files(self) -> tuple[str, ...]:
         """Names of the files with weights and moments."""
-        names = (name for name in self.files if name.endswith(".safetensors"))
-        return tuple(sorted(name for name in names if not name.startswith(DRAWN)))
+        return tuple(sorted(name for name in self.files if name.startswith("rank-")))
 
 
-def unusable(folder: Path, what: str) -> UserError:
-    """Returns the error for a checkpoint that can't be used.
+@contextmanager
+def reading(folder: Path, name: str) -> Iterator[None]:
+    """Raises UserError if the block, which reads a file of a checkpoint, fails."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise unusable(folder, f"{folder / name} can't be read ({type(error).__name__}: {error})") from None
 
-    what: the problem.
-    """
+
+def unusable(folder: Path, problem: str) -> UserError:
+    """Returns the error for a checkpoint that can't be used."""
     older = [path for path in complete_checkpoints(folder.parent) if number_of(path) < number_of(folder)]
     fix = f"remove {folder} to resume from {older[-1].name}" if older else "there is no older checkpoint; start anew"
-    return UserError(f"{what}; {fix}")
+    return UserError(f"{problem}; {fix}")
 
 
 def newest(root: Path) -> Checkpoint | None:

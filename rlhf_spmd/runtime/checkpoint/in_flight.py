@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_spmd.plan.program.ahead import draws
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import DRAWN, Checkpoint, unusable
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DRAWN, Checkpoint, reading
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 
@@ -31,12 +31,10 @@ def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str
                 rows = data.store.at(key, (ALL, slice(columns.start, columns.stop)))
                 tensors[f"{key}:{columns.start}"] = rows.detach().cpu().clone().contiguous()
     about: dict[str, Any] = {
-        "iteration": data.number,
         "meter": data.meter.to_message(),
-        "sent": (data.num_bytes_sent, data.num_messages_sent),
-        "lag": data.lag,
+        "noted": {name: rows.tolist() for name, rows in data.noted.items()},
+        **{name: getattr(data, name) for name in ("generate_s", "num_bytes_sent", "num_messages_sent", "lag")},
     }
-    about |= {"generate_s": data.generate_s, "noted": {name: rows.tolist() for name, rows in data.noted.items()}}
     return tensors, {name: json.dumps(value) for name, value in about.items()}
 
 
@@ -46,27 +44,20 @@ def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> bool:
 
     data: the iteration that trains it, still empty.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    files = sorted(name for name in checkpoint.files if name.startswith(DRAWN))
-    if not files:
-        return False
-    number = data.number
+    names = sorted(name for name in checkpoint.files if name.startswith(DRAWN))
     with job.world.together("reading the batch in flight"):
-        for name in files:
-            path = checkpoint.folder / name
-            try:
-                with safe_open(path, framework="pt") as file:
-                    about = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
-                    if about["iteration"] != number:
-                        raise ValueError(f"it is of iteration {about['iteration'] + 1}, not {number + 1}")
-                    data.lag = about["lag"]
-                    for key in file.keys():  # noqa: SIM118 - a handle, not a dict
-                        _place(job, data, key, file.get_tensor(key))
-                _count(job, data, int(name.removeprefix(DRAWN).partition(".")[0]), about)
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-                raise unusable(checkpoint.folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
-    return True
+        for name in names:
+            with reading(checkpoint.folder, name), safe_open(checkpoint.folder / name, framework="pt") as file:
+                about = {key: json.loads(text) for key, text in file.metadata().items()}
+                data.lag = about["lag"]
+                for key in file.keys():  # noqa: SIM118 - a handle, not a dict
+                    _place(job, data, key, file.get_tensor(key))
+                rank = int(name.removeprefix(DRAWN).partition(".")[0])
+                if job.world.rank == (rank if rank < job.world.size else 0):
+                    _count(data, about)
+    return bool(names)
 
 
 def _place(job: Job, data: Iteration, name: str, rows: Tensor) -> None:
@@ -79,20 +70,18 @@ def _place(job: Job, data: Iteration, name: str, rows: Tensor) -> None:
             data.store.at(key, (ALL, slice(low, high)))[:] = rows[:, low - start : high - start]
 
 
-def _count(job: Job, data: Iteration, rank: int, about: Mapping[str, Any]) -> None:
-    """Restores what a rank has counted, on that rank or, if this run has fewer, on the first one."""
-    if job.world.rank != (rank if rank < job.world.size else 0):
-        return
+def _count(data: Iteration, about: Mapping[str, Any]) -> None:
+    """Restores what a rank has counted."""
+    meter = data.meter
     for name, (total, weight) in about["meter"]["sums"].items():
-        data.meter.add(name, total, weight)
+        meter.add(name, total, weight)
     for name, value in about["meter"]["maxima"].items():
-        data.meter.maximum(name, value)
+        meter.maximum(name, value)
     for name, value in about["meter"]["minima"].items():
-        data.meter.minimum(name, value)
+        meter.minimum(name, value)
     for name, values in about["noted"].items():
-        rows_MC, mine_MC = np.array(values, dtype=float), data.noted.get(name)
-        data.noted[name] = rows_MC if mine_MC is None else np.where(np.isnan(rows_MC), mine_MC, rows_MC)
+        rows_MC, here_MC = np.array(values, dtype=float), data.noted.get(name)
+        data.noted[name] = rows_MC if here_MC is None else np.where(np.isnan(rows_MC), here_MC, rows_MC)
     data.generate_s += about["generate_s"]
-    num_bytes, num_messages = about["sent"]
-    data.num_bytes_sent += num_bytes
-    data.num_messages_sent += num_messages
+    data.num_bytes_sent += about["num_bytes_sent"]
+    data.num_messages_sent += about["num_messages_sent"]

@@ -18,11 +18,10 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.pages.algorithm import WRONG_VALUES, load_algorithm
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.option_tree import options_of, with_value
 from rlhf_spmd.pages.option_values import parse_value
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
-from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, reading
 
 # Options that change no results of a run, except for rounding: where it computes, and in which portions.
 MAY_CHANGE = (
@@ -97,40 +96,28 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
             raise UserError(
                 f"{folder} is not a run folder: {own} {why}; give the folder of a run, or restore that file"
             )
-    checkpoints = path / "checkpoints"
-    checkpoint = newest(checkpoints)
-    if checkpoint is not None and checkpoint.random_layout != RANDOM_LAYOUT:  # would differ from an uninterrupted run
-        raise UserError(
-            f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
-            f"{RANDOM_LAYOUT} and would sample other tokens; resume with the version of rlhf_spmd that started the "
-            "run, or start a new run"
-        )
+    checkpoint = newest(path / "checkpoints")
     page = str(path / ALGORITHM) if is_file(path / ALGORITHM) else None
     stored = made_with = config_of(read_json(path / CONFIG), str(path / CONFIG), page)
     if checkpoint is not None:
-        made_with = config_of(_object(checkpoint, CONFIG), str(checkpoint.folder / CONFIG), page)
-        refuse_foreign(made_with, stored, checkpoint, path)
+        with reading(checkpoint.folder, CONFIG):
+            made_with = config_of(json_value(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG), page)
     if other_strategy:
         stored = dataclasses.replace(stored, strategy={})
     config = configs.overridden(stored, overrides, file.given if file else ())
     refuse_changes(made_with, config, folder)
     check_options(config)
-    done = checkpoint.iteration if checkpoint else 0
-    refuse_fewer(config, done, folder)
-    notes = [f"{draft} has no manifest, so it is not used" for draft in without_manifest(checkpoints)]
-    if checkpoint is None:
-        notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 1")
-    state = _state(checkpoint, config) if checkpoint else {}
+    notes = [] if checkpoint else [f"{folder} has no checkpoint yet: it starts again at iteration 1"]
+    state = read_state(checkpoint, config) if checkpoint else {}
+    refuse_fewer(config, checkpoint.iteration if checkpoint else 0, folder)
     about = read_json(path / PROGRAM) if is_file(path / PROGRAM) else {}
     functions = foreign_functions(config.reward_function, config.eval.reward_function, config.environment)
     code = [*([] if other_strategy else [STRATEGY]), *([ALGORITHM] if page else []), *functions]
     if code:
         notes.append(f"this runs code that {folder} holds or names: {', '.join(code)}")
     name = str(about.get("strategy", path.name))
-    found = _recorded(path, about, checkpoint, STARTED)
-    started = "" if found is None else str(found[0])
-    products = _recorded(path, about, checkpoint, PRODUCTS)
-    return Resumed(path, config, name, checkpoint, state, tuple(notes), started, products)
+    products = (about[PRODUCTS], str(path / PROGRAM)) if PRODUCTS in about else None
+    return Resumed(path, config, name, checkpoint, state, tuple(notes), str(about.get(STARTED, "")), products)
 
 
 def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) -> None:
@@ -144,40 +131,6 @@ def refuse_other_start(resumed: Resumed, given: Config, *, names_model: bool) ->
             raise UserError(f"{run} was started with {name} {there[name]}, not {here[name]}: give --name a new name")
     if given.algorithm.source != config.algorithm.source:
         raise UserError(f"the file of algorithm {here['algorithm']} has changed since {run} was started: restore it")
-
-
-def _recorded(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> tuple[Any, str] | None:
-    """Reads a value that PROGRAM holds, and the file: of a run's checkpoint or else of its folder; None if neither has
-    it. Raises UserError.
-
-    about: PROGRAM of the folder.
-    """
-    found = {str(path / PROGRAM): about.get(name)}
-    if checkpoint is not None and PROGRAM in checkpoint.files:
-        found = {str(checkpoint.folder / PROGRAM): _object(checkpoint, PROGRAM).get(name)} | found
-    return next(((value, source) for source, value in found.items() if value is not None), None)
-
-
-def _object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Returns the object in a JSON file of a checkpoint. Raises UserError."""
-    try:
-        values = json_value(checkpoint.text(name))
-    except ValueError as error:
-        raise unusable(checkpoint.folder, f"{checkpoint.folder / name} can't be read ({error})") from None
-    if not isinstance(values, dict):
-        raise unusable(checkpoint.folder, f"{checkpoint.folder / name} is not an object")
-    return values
-
-
-def refuse_foreign(before: Config, stored: Config, checkpoint: Checkpoint, path: Path) -> None:
-    """Raises UserError for a checkpoint that was made with other options than the folder's, which no resume writes."""
-    old, new = configs.leaves(before), configs.leaves(stored)
-    for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
-            raise UserError(
-                f"{checkpoint.folder} is of another run, or {path / CONFIG} was edited: the checkpoint was made with "
-                f"{key}={old.get(key) or 'none'}, the run has {new.get(key) or 'none'}; restore what was changed"
-            )
 
 
 def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
@@ -214,17 +167,12 @@ def refuse_older(resumed: Resumed) -> None:
         )
 
 
-def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
-    """Reads state.json of a checkpoint and checks its types."""
-    try:
+def read_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
+    """Reads state.json of a checkpoint. Raises UserError."""
+    with reading(checkpoint.folder, STATE):
         values = json_value(checkpoint.text(STATE))
-        about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
         config.algorithm.read_state(values["state"])
-        numbers = {name: int(values[name]) for name in ("support", "ahead")}
-        return {"state": values["state"], **about, **numbers}
-    except WRONG_VALUES as error:
-        name = checkpoint.folder / STATE
-        raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None
+        return {name: values[name] for name in ("state", "inputs", "surroundings", "ahead")}
 
 
 def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:
@@ -235,22 +183,18 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     """
     if not isinstance(values, Mapping) or "preset" not in values:
         raise UserError(f"{source} is not an object with a preset; restore the file")
-    name, strategy = values.get("algorithm", "ppo"), values.get("strategy", {})
-    if page is None and isinstance(name, str) and name.endswith(".py"):
+    name, strategy = str(values.get("algorithm", "ppo")), values.get("strategy", {})
+    if page is None and name.endswith(".py"):
         raise UserError(
             f"{source} names the algorithm {name}, and a run keeps its page as {ALGORITHM}; restore that file"
         )
-    if not isinstance(name, str) or not isinstance(strategy, Mapping):
-        what = "strategy is not an object" if isinstance(name, str) else "algorithm is not a name"
-        raise UserError(f"{source}: {what}; restore the file")
+    if not isinstance(strategy, Mapping):
+        raise UserError(f"{source}: strategy is not an object; restore the file")
     options = {option: text for option, text in strategy.items() if option != "name"}  # the name is for --config
     algorithm = load_algorithm(page or name, name)
     config = Config(preset=str(values["preset"]), algorithm=algorithm, strategy=options)
     known = options_of(config)
-    groups = {key.partition(".")[0] for key in known if "." in key}
     for key, value in _flat(values).items():
-        if key in groups:
-            raise UserError(f"{source}: {key} is not an object; restore the file")
         if key not in known:
             raise UserError(f"{source} has the option {key}, which this version does not know")
         config = with_value(config, key, parse_value(known[key].annotation, value, f"{source}: {key}"))
@@ -259,12 +203,15 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns grouped options by their dotted keys, without the algorithm and the strategy's options."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in ("algorithm", "strategy"):
-            group = value if isinstance(value, Mapping) else {"": value}
-            found |= {f"{name}.{leaf}" if leaf else name: inner for leaf, inner in group.items()}
-    return found
+        if name in ("algorithm", "strategy"):
+            continue
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{leaf}": inner for leaf, inner in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def refuse_changes(before: Config, after: Config, folder: str) -> None:

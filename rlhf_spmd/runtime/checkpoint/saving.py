@@ -4,10 +4,8 @@ Each rank that trains writes its own file. Rank 0 writes the small files, waits 
 files, and completes the checkpoint. An error in a thread is raised by the next `check`.
 """
 
-import os
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +108,7 @@ class Saver:
                 files.say_written(draft, name, written[name])
         if rank > 0:
             return
-        written[files.STATE] = files.write(draft / files.STATE, files.json_parts(state))
+        written[files.STATE] = files.write_json(draft / files.STATE, state)
         for name, text in self.texts.items():
             written[name] = files.write(draft / name, [text.encode(errors="backslashreplace")])
         self._mine_written.set()
@@ -118,9 +116,6 @@ class Saver:
         others += [files.drawn_file(rank) for rank in self.drawers if rank > 0 and in_flight is not None]
         # a rank that can't write reports it itself, and one that dies ends the job: only a slow disk is left
         written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
-        with suppress(FileNotFoundError):  # the metrics of these iterations must survive if their weights do
-            descriptor = os.open(self.folder / "metrics.jsonl", os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        files.sync(self.folder / "metrics.jsonl")  # these iterations' metrics must survive if their weights do
         files.commit(self.root, iteration, written)
         files.keep_newest(self.root, self.options.keep, best)

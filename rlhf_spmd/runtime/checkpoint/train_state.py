@@ -7,7 +7,7 @@ reader takes the numbers it needs from any number of files, so it may have anoth
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.model.parallel import is_split
-from rlhf_spmd.plan.program.tensors import Range, overlap, rectangles, trained_weights_of
+from rlhf_spmd.plan.program.tensors import Box, Range, overlap, trained_weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint, FileRecord, unusable, write
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint, reading, write
 from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
@@ -37,14 +37,26 @@ class FlatSlice:
     start: int
     stop: int
 
-    def rectangles(self) -> Iterator[tuple[Box2, int]]:
-        """Yields the slice as rectangles of the whole parameter, each with how many numbers of the slice come before
-        it."""
+    @property
+    def rows(self) -> Range:
+        """The rows of the parameter that hold the slice, the first and the last one perhaps in part."""
         (top, _), (left, right) = self.box
-        done = 0
-        for (r0, r1), (c0, c1) in rectangles(self.start, self.stop, width=right - left):
-            yield ((r0 + top, r1 + top), (c0 + left, c1 + left)), done
-            done += (r1 - r0) * (c1 - c0)
+        return top + self.start // (right - left), top - -self.stop // (right - left)
+
+    @property
+    def before(self) -> int:
+        """How many numbers of the first row come before the slice."""
+        (_, _), (left, right) = self.box
+        return self.start % (right - left)
+
+    def blank(self, dtype: torch.dtype) -> Tensor:
+        """Returns a matrix for these rows, in which nothing is known: all NaN."""
+        (top, bottom), (left, right) = self.rows, self.box[1]
+        return torch.full((bottom - top, right - left), math.nan, dtype=dtype)
+
+    def numbers(self, matrix: Tensor) -> Tensor:
+        """Returns the numbers of the slice in a matrix of its rows, [stop - start], with the matrix's memory."""
+        return matrix.view(-1)[self.before : self.before + self.stop - self.start]
 
 
 def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
@@ -82,8 +94,9 @@ def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {"places": json.dumps(places), "steps": json.dumps(steps)}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> FileRecord:
-    """Writes a safetensors file: a header, then the numbers. tensors: contiguous, on the CPU. Raises UserError."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """Writes a safetensors file: a header, then the numbers -> its SHA-256. tensors: contiguous, on the CPU. Raises
+    UserError."""
     header: dict[str, object] = {"__metadata__": dict(about)}
     start = 0
     for name, tensor in tensors.items():
@@ -108,99 +121,47 @@ def _train_shard(models: RankModels, model: str) -> Shard:
 class Reader:
     """All masters and moments of a verified checkpoint, whichever ranks wrote them."""
 
-    def __init__(self, checkpoint: Checkpoint, shapes: Mapping[str, ModelShape]):
-        """shapes: of the models in training. Raises UserError if the files do not fit them."""
-        from safetensors import SafetensorError, safe_open
+    def __init__(self, checkpoint: Checkpoint):
+        """Raises UserError if a file can't be read."""
+        from safetensors import safe_open
 
         self.checkpoint = checkpoint
-        self.files: dict[str, Any] = {}  # open ones, of safetensors
         self.steps: dict[str, int] = {}
-        self.slices: dict[tuple[str, str], list[tuple[str, FlatSlice]]] = {}  # model, parameter -> file and slice
-        whole = {model: boxes_of(shape, Shard()) for model, shape in shapes.items()}
-        for file in checkpoint.tensor_files:
-            path = checkpoint.folder / file
-            try:
-                self.files[file] = safe_open(path, framework="pt")
-                about = self.files[file].metadata() or {}
-                places = {model: dict(found) for model, found in json.loads(about["places"]).items()}
-                steps = {model: int(num) for model, num in json.loads(about["steps"]).items()}
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise unusable(checkpoint.folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
-            for model, found in places.items():
-                for name, place in found.items():
-                    held = self._slice(path, place, whole.get(model, {}).get(name), f"{model}: {name}")
-                    self.slices.setdefault((model, name), []).append((file, held))
-            for model, num in steps.items():
-                if self.steps.setdefault(model, num) != num:
-                    raise unusable(
-                        checkpoint.folder, f"{path} has {num} optimizer steps of {model}, not {self.steps[model]}"
-                    )
-
-    def _slice(self, path: Path, place: object, whole: Box2 | None, what: str) -> FlatSlice:
-        if whole is None:
-            raise unusable(self.checkpoint.folder, f"{path} holds {what}, which the model does not have")
-        if isinstance(place, list) and len(place) == 6 and all(isinstance(number, int) for number in place):
-            r0, r1, c0, c1, start, stop = place
-            inside = 0 <= r0 < r1 <= whole[0][1] and 0 <= c0 < c1 <= whole[1][1]
-            if inside and 0 <= start < stop <= (r1 - r0) * (c1 - c0):
-                return FlatSlice(((r0, r1), (c0, c1)), start, stop)
-        shape = f"{whole[0][1]} x {whole[1][1]}"
-        raise unusable(self.checkpoint.folder, f"{path} places {what} at {place!r}, but the parameter is {shape}")
+        self.slices: dict[tuple[str, str], list[tuple[Any, FlatSlice]]] = {}  # model, parameter -> files and slices
+        for name in checkpoint.tensor_files:
+            with reading(checkpoint.folder, name):
+                file = safe_open(checkpoint.folder / name, framework="pt")
+                about = {key: json.loads(text) for key, text in file.metadata().items()}
+                self.steps |= about["steps"]
+                for model, places in about["places"].items():
+                    for parameter, (r0, r1, c0, c1, start, stop) in places.items():
+                        held = FlatSlice(((r0, r1), (c0, c1)), start, stop)
+                        self.slices.setdefault((model, parameter), []).append((file, held))
 
     def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
         """Reads the numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
-        out, num_found = None, 0
-        for file, held in self.slices.get((model, name), ()):
-            shared = list(_shared(held, wanted))
-            if not shared:
-                continue
-            stored = self._stored(file, f"{model}.{kind}.{name}", held)
-            if out is None:
-                out = torch.full((wanted.stop - wanted.start,), math.nan, dtype=stored.dtype)
-            for there, here, common in shared:
-                source = _part(stored, *there, common)
-                _part(out, *here, common).copy_(source)
-                num_found += source.numel()
-        num_wanted = wanted.stop - wanted.start
-        has_gaps = out is None or bool(out.isnan().any())
-        twice = num_found > num_wanted or (num_found == num_wanted and has_gaps)
-        if out is None or num_found != num_wanted or twice:
-            raise unusable(
-                self.checkpoint.folder,
-                f"{self.checkpoint.folder} has {num_found:,} of the {num_wanted:,} numbers "
-                f"that this rank needs of {model}.{kind}.{name}" + ", some of them twice" * twice,
-            )
-        return out
-
-    def _stored(self, file: str, key: str, held: FlatSlice) -> Tensor:
-        path = self.checkpoint.folder / file
-        try:
-            tensor = self.files[file].get_tensor(key)
-        except Exception as error:  # SafetensorError for an unknown name
-            raise unusable(self.checkpoint.folder, f"{path} has no tensor {key} ({error})") from None
-        if tensor.shape != (held.stop - held.start,) or not tensor.is_floating_point():
-            wanted = f"[{held.stop - held.start}]"
-            raise unusable(
-                self.checkpoint.folder, f"{path}: {key} has the shape {list(tensor.shape)}, not {wanted} as placed"
-            )
-        return tensor
+        key, out = f"{model}.{kind}.{name}", wanted.blank(torch.float32)
+        with reading(self.checkpoint.folder, key):
+            for file, held in self.slices.get((model, name), ()):
+                common = overlap(((0, 1), held.rows, held.box[1]), ((0, 1), wanted.rows, wanted.box[1]))
+                if common is None:
+                    continue
+                stored = file.get_tensor(key)
+                source, out = held.blank(stored.dtype), out.to(stored.dtype)
+                held.numbers(source)[:] = stored
+                part, target = _part(source, held, common), _part(out, wanted, common)
+                target.copy_(torch.where(part.isnan(), target, part))
+            numbers = wanted.numbers(out)
+            if bool(numbers.isnan().any()):
+                raise ValueError("numbers that this rank needs are missing")
+        return numbers
 
 
-def _shared(one: FlatSlice, other: FlatSlice) -> Iterator[tuple[tuple[Box2, int], tuple[Box2, int], Box2]]:
-    """Yields pairs of rectangles of two slices (see FlatSlice.rectangles) that overlap, with the overlap."""
-    for mine in one.rectangles():
-        for theirs in other.rectangles():
-            common = overlap(((0, 1), *mine[0]), ((0, 1), *theirs[0]))
-            if common is not None:
-                yield mine, theirs, common[1:]
-
-
-def _part(flat: Tensor, rectangle: Box2, before: int, part: Box2) -> Tensor:
-    """Returns a part of a rectangle of a slice, as a matrix that shares the slice's memory."""
-    (top, bottom), (left, right) = rectangle
-    (r0, r1), (c0, c1) = part
-    whole = flat[before : before + (bottom - top) * (right - left)].view(bottom - top, right - left)
-    return whole[r0 - top : r1 - top, c0 - left : c1 - left]
+def _part(matrix: Tensor, of: FlatSlice, box: Box) -> Tensor:
+    """Returns a box of a parameter in the matrix of a slice's rows, with the matrix's memory."""
+    (top, _), (left, _) = of.rows, of.box[1]
+    _, (r0, r1), (c0, c1) = box
+    return matrix[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
 def restore(models: RankModels, checkpoint: Checkpoint) -> None:
@@ -210,12 +171,9 @@ def restore(models: RankModels, checkpoint: Checkpoint) -> None:
     with world.together("checking the checkpoint"):
         checkpoint.verify(sorted(checkpoint.files)[world.rank :: world.size])  # each file once
     with world.together("reading the checkpoint"):
-        shapes = {model: shape for model, shape in models.program.workload.models.items() if shape is not None}
-        reader = Reader(checkpoint, shapes)
+        reader = Reader(checkpoint)
         for model, engine in models.engines.items():
-            if model not in reader.steps:
-                raise unusable(checkpoint.folder, f"{checkpoint.folder} holds nothing of the {model}")
-            boxes = boxes_of(shapes[model], _train_shard(models, model))
+            boxes = boxes_of(models.program.workload.shape(model), _train_shard(models, model))
 
             def read(kind: str, interval: Interval, model: str = model, boxes: Mapping[str, Box2] = boxes) -> Tensor:
                 name, start, stop = interval

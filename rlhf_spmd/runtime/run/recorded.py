@@ -13,10 +13,9 @@ from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.merge import bit_sum
 from rlhf_spmd.model.adapters.unmerged import save_adapter
+from rlhf_spmd.files.reading import fingerprint
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.model.parallel import is_split
-from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, named_templates
-from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import (
     BASE,
@@ -28,7 +27,6 @@ from rlhf_spmd.runtime.checkpoint.resume import (
     refuse_other_inputs,
 )
 from rlhf_spmd.runtime.checkpoint.train_state import restore
-from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.profile.machine import processor
 from rlhf_spmd.runtime.records.run_files import headlines_of
@@ -38,6 +36,9 @@ from rlhf_spmd.runtime.run.inputs import functions_fingerprints
 from rlhf_spmd.runtime.run.rollouts import forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
+
+
+READ = (".safetensors", ".json", ".jinja", ".model", ".txt")  # ends of the names of a model's and a tokenizer's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +87,12 @@ def inputs(job: Job) -> dict[str, str]:
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
     found |= {f"{BASE}{role}": text for role, text in job.base_sums.items()}
-    every = [config.files(role) for role in config.algorithm.roles]
-    folders = [files.folder for files in every if files.folder]
-    for folder in dict.fromkeys(files.adapter for files in every if files.adapter):
-        found[f"adapter in {folder}"] = folder_fingerprint(Path(folder))
-    for folder in dict.fromkeys(folders):
-        found[f"model in {folder}"] = folder_fingerprint(Path(folder))
-    for folder in dict.fromkeys(filter(None, [*folders, config.files().tokenizer])):
-        others = [name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
-        for kind, names in (("tokenizer files", others), ("named chat templates", named_templates(Path(folder)))):
-            paths = [Path(folder) / name for name in names]
-            parts = [f"{path.name} ".encode() + path.read_bytes() for path in paths if path.is_file()]
-            found |= {f"{kind} in {folder}": hashlib.sha256(b"\0".join(parts)).hexdigest()} if names else {}
+    folders = [config.files().tokenizer]
+    for files in (config.files(role) for role in config.algorithm.roles):
+        folders += [files.folder, files.adapter]
+    for folder in filter(None, dict.fromkeys(folders)):
+        paths = [*Path(folder).glob("*"), *Path(folder).glob("additional_chat_templates/*")]
+        found[f"model in {folder}"] = fingerprint(sorted(path for path in paths if path.suffix in READ))
     return found
 
 
@@ -125,45 +120,21 @@ def base_sums(job: Job) -> dict[str, str]:
     return {role: str(sum(theirs.get(role, 0) for theirs in every) % 2**64) for role in roles}
 
 
-def refuse_other_support(job: Job, folder: Path, before: int) -> None:
-    """Raises UserError if the run in a folder drew from other tokens. before: how many its checkpoint says."""
-    if before != job.known.count:
-        raise UserError(
-            f"{folder} sampled from {before} tokens, and the tokenizer of {job.config.main_folder} now has "
-            f"{job.known.count}; restore the tokenizer's files, or start a new run"
-        )
-
-
 def surroundings(job: Job) -> dict[str, str]:
-    """Returns the environment that the last bits of a run's numbers depend on: name -> value, or the values with their
-    ranks if they differ. Collective."""
-    mine = {
-        "stable program": job.program.fingerprint,
+    """Returns what the last bits of a run's numbers depend on, by name: the program and, of this rank, the rest."""
+    device = job.world.computes.index
+    return {
+        "program": job.program.fingerprint,
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
-        "device": "CPU" if job.world.computes.index is None else torch.cuda.get_device_name(job.world.computes.index),
+        "device": "CPU" if device is None else torch.cuda.get_device_name(device),
     }
-    every, found = job.world.allgather(mine, "the surroundings"), {}
-    for name in mine:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(every):
-            ranks_of.setdefault(theirs[name], []).append(rank)
-        parts = [f"{value} (ranks {format_ranks(tuple(ranks))})" for value, ranks in ranks_of.items()]
-        found[name] = ", ".join(parts) if len(parts) > 1 else mine[name]
-    return found
 
 
 def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Returns a note for a run that is resumed in another environment than its checkpoint was made in; else empty."""
-    parts = []
-    for name in now:
-        if before.get(name, now[name]) != now[name]:
-            parts.append(
-                "another program (other ranks, strategy or layouts)"
-                if name == "stable program"
-                else f"{name} {now[name]} instead of {before[name]}"
-            )
+    """Returns a note for a run that is resumed in other surroundings than its checkpoint was made in; else empty."""
+    parts = [f"{name} {now[name]} instead of {before[name]}" for name in now if now[name] != before.get(name, now[name])]
     return f"resumed with {', '.join(parts)}: from here on, results may differ by rounding" if parts else ""
 
 
@@ -208,7 +179,6 @@ def start_or_resume(
         return history, before
     with world.together("comparing with the checkpoint"):
         refuse_other_inputs(inputs(job), resumed)
-        refuse_other_support(job, resumed.folder, resumed.state["support"])
         ahead, before = job.program.placement.ahead, resumed.state["ahead"]
         if ahead != before:
             raise UserError(

@@ -12,7 +12,6 @@ from rlhf_spmd.runtime.checkpoint import checkpoint_files
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import (
     MANIFEST,
     Checkpoint,
-    FileRecord,
     checkpoint_folder,
     newest,
     rank_file,
@@ -202,12 +201,6 @@ def test_any_changed_byte_is_found(root):
     assert verified(root).iteration == 10
 
 
-def test_a_shorter_file_is_found(root):
-    path = checkpoint_folder(root, 10) / rank_file(0)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert f"{path} has 209 bytes, not 210" in refused(root)
-
-
 def test_a_missing_file_is_found(root):
     (checkpoint_folder(root, 10) / rank_file(1)).unlink()
     assert "rank-0001.safetensors is missing" in refused(root)
@@ -220,28 +213,24 @@ def test_a_link_is_refused(root):
     assert "state.json is a link" in refused(root)
 
 
-@pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", "a/b", "..", "", "..\\state.json"])
-def test_a_path_out_of_the_folder_is_refused(root, name):
-    path = edit(root, lambda values: values["files"].update({name: values["files"]["state.json"]}))
-    assert f"{path} names the file {name!r}, which is outside the folder" in refused(root)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda values: values.update(format=2), "of format 2"),
-        (lambda values: values.update(iteration=11), "of iteration 11, but its folder is iteration-000010"),
+        (lambda values: values["files"].update({"../x": "0"}), "can't be read (ValueError: it is not of iteration-"),
+        (lambda values: values["files"].update({"..": "0"}), "/.. is missing"),
+        (lambda values: values.update(iteration=11), "can't be read (ValueError: it is not of iteration-000010"),
         (lambda values: values.pop("files"), "can't be read (KeyError"),
-        (lambda values: values.update(files=[]), "can't be read (AttributeError"),
-        (lambda values: values["files"].pop("state.json"), "does not name state.json"),
-        (lambda values: [values["files"].pop(rank_file(rank)) for rank in (0, 1)], "any rank-*.safetensors"),
-        (lambda values: values["files"]["state.json"].update(bytes="many"), "can't be read (ValueError"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(root, change, words):
-    path = edit(root, change)
+    edit(root, change)
     message = refused(root)
-    assert str(path) in message and words in message and "iteration-000005" in message
+    assert words in message and "iteration-000005" in message
+
+
+def test_another_version_is_refused(root):
+    edit(root, lambda values: values.update(random_layout=1))
+    assert "was written by another version of rlhf_spmd" in refused(root)
 
 
 def test_half_a_manifest_is_refused(root):
@@ -252,33 +241,10 @@ def test_half_a_manifest_is_refused(root):
 
 def test_without_a_manifest_it_is_no_checkpoint(root):
     (checkpoint_folder(root, 10) / MANIFEST).unlink()
-    assert verified(root).iteration == 5 and checkpoint_files.without_manifest(root) == [checkpoint_folder(root, 10)]
-
-
-@pytest.mark.parametrize(("kind", "says"), [("folder", "is a folder"), ("pipe", "is a pipe"), ("link", "does not")])
-def test_a_manifest_that_is_no_file_is_refused(kind, says, root):
-    path = checkpoint_folder(root, 10) / MANIFEST
-    path.unlink()
-    {"folder": Path.mkdir, "pipe": os.mkfifo, "link": lambda path: path.symlink_to("nothing")}[kind](path)
-    message = refused(root)
-    assert f"{path} {says}" in message and "to resume from iteration-000005" in message
-    assert checkpoint_files.without_manifest(root) == []
+    assert verified(root).iteration == 5
 
 
 def test_the_only_checkpoint_has_another_mend(root):
     checkpoint_files._remove(checkpoint_folder(root, 5))
     (checkpoint_folder(root, 10) / rank_file(0)).unlink()
     assert "there is no older checkpoint; start anew" in refused(root)
-
-
-def test_a_folder_without_a_manifest_makes_way(root):
-    (checkpoint_folder(root, 10) / MANIFEST).unlink()
-    write(root, 10)
-    assert verified(root).iteration == 10 and checkpoint_files.without_manifest(root) == []
-
-
-def test_records_survive_as_json(tmp_path):
-    draft = checkpoint_files.make_draft(tmp_path, 1)
-    record = FileRecord(3, "abc")
-    checkpoint_files.say_written(draft, "x", record)
-    assert checkpoint_files.wait_for(draft, ["x"], deadline_s=1.0) == {"x": record}

@@ -1,5 +1,6 @@
 """Masters and moments as runs of numbers: whatever layout wrote them, any other finds what it needs, and no more."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_slices_are_read_by_others(before, tmp_path):
                 del places[name]
             once.add((name, place))
 
-    reader = Reader(write(tmp_path, before, first_only), {"actor": SHAPE})
+    reader = Reader(write(tmp_path, before, first_only))
     for shard, mine in shares((2, 3, 1, False)):
         for name, part in mine.items():
             wanted = FlatSlice(boxes_of(SHAPE, shard)[name], *part)
@@ -105,7 +106,7 @@ def test_slices_are_read_by_others(before, tmp_path):
 def roundtrip(before, after, folder: Path) -> None:
     found = write(folder, before)
     found.verify(found.files)
-    reader = Reader(found, {"actor": SHAPE})
+    reader = Reader(found)
     assert reader.steps == {"actor": 7}
     for shard, mine in shares(after):
         for name, part in mine.items():
@@ -121,7 +122,7 @@ def test_the_file_is_safetensors(tmp_path):
     record = write_tensors(tmp_path / "x.safetensors", tensors, {"about": "x"})
     loaded = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items()) and len(loaded) == 3
-    assert record.num_bytes == (tmp_path / "x.safetensors").stat().st_size
+    assert record == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
 
 
 NORM = "norm.weight"
@@ -130,50 +131,15 @@ NORM = "norm.weight"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda places, tensors: places.update({NORM: [0, 7, 0, 1, 0, 7]}), "but the parameter is 6 x 1"),
-        (lambda places, tensors: places.update({NORM: [0, 6, 0, 1, 0, 7]}), "places actor: norm.weight at"),
-        (lambda places, tensors: places.update({NORM: [0, 6, 0, 1, -1, 6]}), "places actor: norm.weight at"),
-        (lambda places, tensors: places.update({NORM: "here"}), "places actor: norm.weight at 'here'"),
-        (lambda places, tensors: places.update(other=[0, 1, 0, 1, 0, 1]), "holds actor: other, which the model"),
-        (lambda places, tensors: places.pop(NORM), "has 0 of the 6 numbers that this rank needs of actor.exp_avg."),
-        (lambda places, tensors: places.update({NORM: [0, 6, 0, 1, 0, 5]}), "has the shape [6], not [5]"),
-        (lambda places, tensors: tensors.pop(f"actor.exp_avg.{NORM}"), "has no tensor actor.exp_avg.norm.weight"),
-        (
-            lambda places, tensors: tensors.update({f"actor.exp_avg.{NORM}": torch.zeros(2, 3)}),
-            "actor.exp_avg.norm.weight has the shape [2, 3], not [6]",
-        ),
+        (lambda places, tensors: places.pop(NORM), "actor.exp_avg.norm.weight can't be read (ValueError: numbers that"),
+        (lambda places, tensors: places.update({NORM: [0, 6, 0, 1, 0, 5]}), "actor.exp_avg.norm.weight can't be read"),
+        (lambda places, tensors: places.update({NORM: "here"}), "rank-0000.safetensors can't be read"),
+        (lambda places, tensors: tensors.pop(f"actor.exp_avg.{NORM}"), "actor.exp_avg.norm.weight can't be read"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, words, tmp_path):
     with pytest.raises(UserError) as error:
-        reader = Reader(write(tmp_path, (1, 1, 1, False), change), {"actor": SHAPE})
+        reader = Reader(write(tmp_path, (1, 1, 1, False), change))
         reader.read("actor", "exp_avg", NORM, FlatSlice(((0, 6), (0, 1)), 0, 6))
     assert words in str(error.value) and "iteration-000001" in str(error.value)
     assert "start anew" in str(error.value)
-
-
-def test_ranks_that_counted_other_steps_are_refused(tmp_path):
-    found = write(tmp_path, (2, 1, 1, False))
-    path = found.folder / rank_file(1)
-    path.write_bytes(path.read_bytes().replace(b'{\\"actor\\": 7}', b'{\\"actor\\": 8}'))
-    with pytest.raises(UserError, match="8 optimizer steps of actor, not 7"):
-        Reader(found, {"actor": SHAPE})
-
-
-def test_what_comes_twice_does_not_stand_for_what_is_missing(tmp_path):
-    """Two files with the first half of a parameter have as many numbers as the whole."""
-    half = FlatSlice(((0, 6), (0, 1)), 0, 3)
-    reader = Reader(write(tmp_path, (1, 1, 1, False)), {"actor": SHAPE})
-    file, _ = reader.slices["actor", NORM][0]
-    reader.slices["actor", NORM] = [(file, half), (file, half)]
-    reader._stored = lambda *_: torch.ones(3)
-    with pytest.raises(UserError, match="has 6 of the 6 numbers .* some of them twice"):
-        reader.read("actor", "exp_avg", NORM, FlatSlice(((0, 6), (0, 1)), 0, 6))
-
-
-@pytest.mark.parametrize("places", ["[]", "3", '{"actor": 1}', "null"])
-def test_places_that_are_no_table_are_refused(tmp_path, places):
-    found = write(tmp_path, (1, 1, 1, False))
-    write_tensors(found.folder / rank_file(0), {}, {"places": places, "steps": "{}"})
-    with pytest.raises(UserError, match="can't be read"):
-        Reader(found, {"actor": SHAPE})
