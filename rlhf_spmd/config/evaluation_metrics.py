@@ -4,7 +4,7 @@
 `right/mean@1`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import comb, fsum
 from typing import Any
 
@@ -54,10 +54,9 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def without_passes(metrics: Mapping[str, Any], kept: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the metrics without pass@k, over all prompts and of each source. kept: what is before the names of those
-    that stay, such as `right/`."""
-    return {name: value for name, value in metrics.items() if PASS not in name or name.partition(PASS)[0] in kept}
+def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metrics without pass@k, over all prompts and of each source."""
+    return {name: value for name, value in metrics.items() if PASS not in name}
 
 
 def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:

@@ -108,10 +108,6 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda run: (run / "strategy.py").write_text("def place(workload, cluster:\n", encoding="utf-8"),
         ["strategy", "SyntaxError"],
     ),
-    "metrics without seconds": (
-        lambda run: rewrite(run / "metrics.jsonl", '"iteration_s"', '"seconds"'),
-        ["metrics.jsonl, line 1 has no number as iteration_s"],
-    ),
     "a checkpoint of another run": (
         lambda run: rewrite(run / "config.json", '"seed": 0', '"seed": 1'),
         ["seed=1 would change the results of", "which has 0"],

@@ -98,23 +98,3 @@ def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[int, int]:
     lost = (update != 0) & (rounded == weight)
     weight.copy_(rounded)
     return int((update != 0).sum()), int(lost.sum())
-
-
-def bit_sum(*tensors: Tensor) -> int:
-    """Returns the sum of the bit patterns of all numbers, modulo 2^64.
-
-    It does not depend on the order of numbers and tensors, nor on how they are cut: the sums of parts add up to that of
-    the whole (modulo 2^64), if every number is in one part. So a frozen base has one sum under every layout, and
-    another one once a bit has flipped.
-    """
-    total = 0
-    for tensor in tensors:
-        bits = tensor.detach().view(_PATTERNS[tensor.element_size()])
-        for part in bits.reshape(-1).split(_AT_ONCE):  # sums are of 8 bytes for each number
-            wide = part.long() & ((1 << 8 * tensor.element_size()) - 1) if tensor.element_size() < 8 else part
-            total += int(wide.sum())
-    return total % 2**64
-
-
-_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 2**24

@@ -53,7 +53,6 @@ CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.jso
 PRODUCTS = "products"  # in PROGRAM: the library of matrix products of the run
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
-BASE = "base below the adapters of the "  # an input: the sum of all bits of a frozen base
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,6 @@ class Job:
     products: Mapping[str, Any] = field(default_factory=dict)  # facts of the library of products, if it was chosen
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
-    base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
     environments: RunEnvironments | None = None  # of this rank; None: responses have one turn
     # What answers to the turns of a call's responses, for the rows of some columns, one mini-batch after the other.
     # None: responses have one turn

@@ -15,7 +15,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import finite, json_text
 from rlhf_spmd.runtime.data.readers import Record, read_records
 
-DEEPEST = 20  # levels of a Parquet type
 AS_JSON = {b"rlhf_spmd": b"JSON"}  # metadata of a column
 OWN_TYPES = {  # of the columns that a run adds -> Arrow's
     "int": lambda arrow: arrow.int64(),
@@ -30,97 +29,63 @@ OWN_TYPES = {  # of the columns that a run adds -> Arrow's
 Types = Mapping[str, Any]  # column of the data set -> its Arrow type; None: there is none
 
 
-def pyarrow_modules() -> tuple[Any, Any]:
-    """Imports pyarrow and its module for Parquet. Raises UserError if they are missing."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("rollouts.format=parquet needs pyarrow: pip install pyarrow, or use jsonl") from None
-    return pyarrow, parquet
+def named(columns: Mapping[str, Any], own: Iterable[str]) -> Record:
+    """Returns columns of the data set by what they are called in rollouts: another name where a run has such a column
+    of its own."""
+    taken = {*own}
+    return {f"data.{name}" if name in taken else name: value for name, value in columns.items()}
 
 
-def other_names(columns: Iterable[str], own: Iterable[str]) -> dict[str, str]:
-    """Returns, for columns of the data set whose name is that of one of a run's own, or not text (half a surrogate
-    pair), what they are called in rollouts."""
-    columns, own = list(columns), {*own}
-    taken, found = own | {*columns}, {}
-    for name in columns:
-        other = name.encode(errors="backslashreplace").decode()
-        if other == name and name not in own:
-            continue
-        while other in taken:
-            other = f"data.{other}"
-        found[name] = other
-        taken.add(other)
-    return found
+def types_of(rows: Sequence[Record], names: Sequence[str]) -> Types:
+    """Returns the types of the columns of a data set."""
+    return {name: _type_of(finite([row.get(name) for row in rows])) for name in names}
 
 
-def types_of(parts: Iterable[Sequence[Record]], names: Sequence[str]) -> Types:
-    """Returns the types of the columns of a data set. parts: of its rows, some at a time."""
-    arrow, _ = pyarrow_modules()
-    found: dict[str, Any] = dict.fromkeys(names, arrow.null())
-    for rows in parts:
-        for name in [name for name, known in found.items() if known is not None]:
-            kind = _type_of(arrow, [row.get(name) for row in rows])
-            if kind != arrow.null():
-                found[name] = kind if found[name] in (arrow.null(), kind) else None
-    return found
-
-
-def _type_of(arrow: Any, values: list[Any]) -> Any:
+def _type_of(values: list[Any]) -> Any:
     """Returns the Arrow type that holds these values, none of which it changes; None if there is none."""
+    import pyarrow
+
     try:
-        array = arrow.array(values)
-    except (arrow.ArrowException, ValueError, TypeError, OverflowError):
+        array = pyarrow.array(values)
+    except (pyarrow.ArrowException, ValueError, TypeError, OverflowError):
         return None
-    kind, back = array.type, array.to_pylist()
-    if kind == arrow.float64() and not any(isinstance(value, bool) for value in values):
-        is_same = all(one == other or one != one for one, other in zip(values, back, strict=True))  # 1 beside 1.5
-    else:
-        is_same = json.dumps(values) == json.dumps(back)
-    is_deep = str(kind).count("<") > DEEPEST  # readers refuse types that are nested deeper than some limit
-    return kind if is_same and not is_deep and "struct<>" not in str(kind) else None
+    has_type = array.to_pylist() == values and "struct<>" not in str(array.type)
+    return array.type if has_type else None
 
 
 def write_part(
-    path: Path,
-    rows: Iterator[tuple[Record, Record]],
-    form: str,
-    own: Mapping[str, str],
-    types: Types,
-    renamed: Mapping[str, str],
+    path: Path, rows: Iterator[tuple[Record, Record]], form: str, own: Mapping[str, str], types: Types
 ) -> None:
     """Writes rows: what the run adds to each, and its columns of the data set. Raises OSError.
 
     form: `jsonl` or `parquet`.
     own, types: of both, for Parquet (OWN_TYPES, types_of).
-    renamed: from other_names.
     """
     if form == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             for added, record in rows:
-                columns = {renamed.get(name, name): finite(one) for name, one in record.items()}
-                file.write(json_text(added | columns) + "\n")
+                file.write(json_text(added | named(finite(record), own)) + "\n")
         return
-    arrow, parquet = pyarrow_modules()
+    import pyarrow
+    from pyarrow import parquet
+
     whole, fields, arrays = list(rows), [], []
 
     def add(name: str, kind: Any, values: Iterable[Any], metadata: Mapping[bytes, bytes] | None = None) -> None:
         name = name.encode(errors="backslashreplace").decode()  # a reward function may name its numbers anything
-        fields.append(arrow.field(name, kind, metadata=metadata))
-        arrays.append(arrow.array(values, type=kind))
+        fields.append(pyarrow.field(name, kind, metadata=metadata))
+        arrays.append(pyarrow.array(values, type=kind))
 
     for name, kind in own.items():
-        add(name, OWN_TYPES[kind](arrow), (added.get(name) for added, _ in whole))
-    for name, kind in types.items():
+        add(name, OWN_TYPES[kind](pyarrow), (added.get(name) for added, _ in whole))
+    for (name, kind), shown in zip(types.items(), named(types, own), strict=True):
         values = [finite(record.get(name)) for _, record in whole]
         if kind is None:
             texts = (None if value is None else json_text(value) for value in values)
-            add(renamed.get(name, name), arrow.string(), texts, AS_JSON)
+            add(shown, pyarrow.string(), texts, AS_JSON)
         else:
-            add(renamed.get(name, name), kind, values)
-    parquet.write_table(arrow.Table.from_arrays(arrays, schema=arrow.schema(fields)), path)
+            add(shown, kind, values)
+    parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields)), path)
 
 
 def read_part(path: Path) -> Iterator[Record]:
@@ -129,7 +94,8 @@ def read_part(path: Path) -> Iterator[Record]:
     if path.suffix != ".parquet":
         yield from records
         return
-    _, parquet = pyarrow_modules()
+    from pyarrow import parquet
+
     texts = [field.name for field in parquet.read_schema(path) if (field.metadata or {}).items() >= AS_JSON.items()]
     for number, record in enumerate(records, start=1):
         try:

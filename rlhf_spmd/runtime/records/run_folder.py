@@ -17,6 +17,7 @@ Only a resumed run writes into an existing folder, and only into its own.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -49,10 +50,7 @@ FIND_S = 10.0  # after which a shared file system shows a new folder on all host
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to one prompt before training and, at the end of a run, after it.
-
-    late_before, late_after: whether a reward function ran out of time for it.
-    """
+    """A response to one prompt before training and, at the end of a run, after it."""
 
     prompt_index: int
     prompt: str
@@ -60,16 +58,10 @@ class Sample:
     reward_before: float | None  # None: a resumed run has read NaN, which JSON does not have
     after: str | None = None
     reward_after: float | None = None
-    late_before: bool = False
-    late_after: bool = False
     by_turns: bool = False  # whether the responses are episodes, whose texts have lines (episode_text.py)
 
-    @property
-    def num_late(self) -> int:
-        return self.late_before + self.late_after
 
-
-Shown = tuple[str, float | None, bool]  # a response, its reward, and whether a reward function ran out of time for it
+Shown = tuple[str, float | None]  # a response and its reward
 
 
 class RunFolder:
@@ -79,9 +71,7 @@ class RunFolder:
         # absolute, so that user code may change the working folder; shown: as the user wrote it
         self.shown, self.path, self.writes = Path(path), Path(path).absolute(), writes
         self.notes: list[str] = []  # files that could not be written and why; the console prints them at the end
-        self._metrics: TextIO | None = None
         self._lock: TextIO | None = None
-        self._identity: tuple[int, int] | None = None  # device and inode of the locked folder
         self.curves = Curves(self.path, self.notes)
 
     @classmethod
@@ -91,39 +81,37 @@ class RunFolder:
         root = Path(root)
         if name is not None and (name != Path(name).name or name in ("", ".", "..")):
             raise UserError(f"run name {name!r} is not a plain folder name: leave out slashes (the parent is {root})")
+        stem = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
         try:
             if not root.is_dir():
                 root.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
-            if name is not None:
-                made = cls(root / name)
+            for number in itertools.count(1):
+                made = cls(root / (stem if number == 1 else f"{stem}-{number}"))
                 try:
                     made.path.mkdir(DIRECTORY_MODE)
                 except FileExistsError:
-                    if not _begun_only(made.path):
-                        raise
-                    made.lock()  # another run may begin there now
-                    for entry in filter(lambda one: _is_draft(one.name), made.path.iterdir()):
-                        entry.unlink()
+                    if name is None:
+                        continue
+                    made._take()
                 return made
-            stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
-            path, number = root / stem, 1
-            while True:
-                try:
-                    path.mkdir(DIRECTORY_MODE)
-                except FileExistsError:
-                    number += 1
-                    path = root / f"{stem}-{number}"
-                else:
-                    return cls(path)
-        except FileExistsError:
-            path = root / (name or "")
-            if (path / ".lock").is_file():
-                cls(path).lock()  # says so if that run goes on
-            raise UserError(
-                f"{path} exists already and is never overwritten: give another name, or go on with --resume {path}"
-            ) from None
         except OSError as error:
             raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None
+        raise AssertionError("the loop has no end")
+
+    def _take(self) -> None:
+        """Takes over a folder in which a run was killed before it wrote config.json, which is written last. Raises
+        UserError if there is more in it."""
+        names = {path.name for path in self.path.iterdir()} - {*BEFORE_CONFIG}
+        drafts = {name for name in names if name.startswith(".") and name.rpartition(".")[2].isdigit()}
+        if names == drafts or (self.path / ".lock").is_file():
+            self.lock()  # another run may begin there now, or go on
+        if names != drafts:
+            raise UserError(
+                f"{self.shown} exists already and is never overwritten: give another name, or go on with --resume "
+                f"{self.shown}"
+            )
+        for draft in drafts:
+            (self.path / draft).unlink()
 
     def find(self) -> None:
         """Raises UserError if this rank's host does not show the folder that rank 0 has made."""
@@ -141,8 +129,6 @@ class RunFolder:
         if not self.writes:
             return
         self._lock = (self.path / ".lock").open("w", encoding="utf-8")
-        found = os.stat(self.path)
-        self._identity = found.st_dev, found.st_ino
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,42 +141,14 @@ class RunFolder:
         paths = [self.path / name for name in DESCRIPTION if self.writes]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
-    def metrics(self, num_iterations: int, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Reads the rows of the first iterations in metrics.jsonl, with NaN for null. Raises UserError for a line that
-        is not one.
+    def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
+        """Reads the rows of the first iterations in metrics.jsonl, with NaN for null."""
+        rows = [row for row in self.rows("metrics.jsonl") if row.get("iteration") in range(num_iterations)]
+        return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
 
-        needed: numbers that all have.
-        """
-        rows, path = [], self.path / "metrics.jsonl"
-        for number, row in numbered_values(path):
-            if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
-                continue
-            row = {name: math.nan if value is None else value for name, value in row.items()}
-            odd = [name for name in needed if name not in row]
-            odd += [name for name, value in row.items() if name not in TEXTS and not isinstance(value, float | int)]
-            if odd:
-                raise UserError(
-                    f"{path}, line {number} has no number as {odd[0]}, so it is not of this run; restore the file"
-                )
-            rows.append(row)
-        return rows
-
-    def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
-        """Reads the evaluations before or right after the last of so many iterations. Raises UserError for a line that
-        is not one.
-
-        metrics: that all have.
-        """
-        rows, path = [], self.path / EVALUATIONS
-        for number, row in numbered_values(path):
-            is_row = isinstance(row, dict) and type(row.get("iteration")) is int
-            is_row = is_row and all(isinstance(row.get(name), float | int) for name in metrics)
-            if not is_row:
-                raise UserError(
-                    f"{path}, line {number} is not an evaluation of this run; restore the file, or delete it"
-                )
-            rows.append(row)
-        return [row for row in rows if row["iteration"] <= num_iterations]
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Returns the objects of a file of lines; none if there is no file."""
+        return [row for _, row in numbered_values(self.path / name) if isinstance(row, dict)]
 
     def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces evaluations.jsonl, and adds a point of the last row to each curve."""
@@ -204,20 +162,6 @@ class RunFolder:
         """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
         self.curves.purge_step = len(rows)
         self.write("metrics.jsonl", "".join(json.dumps(finite(row)) + "\n" for row in rows))
-
-    def samples_before(self) -> list[Shown]:
-        """Reads the response before training of each sample, which an earlier part of this run wrote. Raises UserError
-        for a line that is not one."""
-        found, path = [], self.path / "samples.jsonl"
-        for number, row in numbered_values(path):
-            is_row = isinstance(row, dict) and isinstance(row.get("before"), str)
-            if not (is_row and isinstance(row.get("reward_before", ""), float | int | None)):
-                raise UserError(
-                    f"{path}, line {number} is not a sample of this run; restore the file, or delete it (the run then "
-                    "shows no samples)"
-                )
-            found.append((row["before"], row["reward_before"], bool(row.get("late_before", False))))
-        return found
 
     def write_metrics(
         self,
@@ -234,13 +178,9 @@ class RunFolder:
         """
         if not self.writes:
             return
-        with writing(self.path / "metrics.jsonl"):
-            if self._metrics is None:
-                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self.check()
-            row = {"iteration": iteration} | finite(metrics)
-            self._metrics.write(json.dumps(row) + "\n")
-            self._metrics.flush()
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": iteration} | finite(metrics)) + "\n")
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
         named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
         self.curves.add(iteration, {**named, **more})
@@ -261,22 +201,8 @@ class RunFolder:
         with writing(self.path / "timeline.png"):
             write_png(self.path / "timeline.png", records, title=title, workflow=workflow)
 
-    def check(self) -> None:
-        """Raises UserError if the folder or metrics.jsonl was deleted or replaced. Open files could still be written,
-        but their contents would be lost."""
-        try:
-            found = os.stat(self.path)
-        except FileNotFoundError:
-            raise gone(self.path) from None
-        replaced = self._identity is not None and (found.st_dev, found.st_ino) != self._identity
-        if replaced or (self._metrics is not None and os.fstat(self._metrics.fileno()).st_nlink == 0):
-            raise gone(self.path)
-
     def close(self) -> None:
-        """Closes the files that stay open during a run."""
-        if self._metrics is not None:
-            self._metrics.close()
-        self._metrics = None
+        """Finishes the curves."""
         self.curves.close()
 
     def write_values(self, name: str, values: Mapping[str, Any]) -> None:
@@ -294,17 +220,6 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())  # the same after a power failure
             temporary.replace(self.path / name)
-
-
-def _begun_only(path: Path) -> bool:
-    """Returns whether a run was killed in this folder before it wrote config.json, which is written last."""
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {CONFIG}
-    return all(name in BEFORE_CONFIG or _is_draft(name) for name in names)
-
-
-def _is_draft(name: str) -> bool:
-    """Returns whether this is a file that `write` has not renamed, of those written before config.json."""
-    return name.startswith(tuple(f".{whole}." for whole in (CONFIG, *BEFORE_CONFIG)))
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from rlhf_spmd.files.json_text import json_object
-
 CHECKOUT = Path(__file__).resolve().parents[3]  # where the package is, if it is not installed
 CODE = ("rlhf_spmd", "kernels", "strategies")  # of the package, in its checkout
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "mpi4py", "numpy")
@@ -16,9 +14,9 @@ LIMIT_S = 10.0  # for git, which may wait for a file system
 
 def software() -> dict[str, str]:
     """Returns commit and versions, without what is not known or not installed."""
-    own = {"commit": commit() or installed_commit(), "rlhf_spmd": version_of("rlhf_spmd")}
-    found = own | {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
-    return {name: text for name, text in found.items() if text}
+    versions = {name: version_of(name) for name in ("rlhf_spmd", *PACKAGES)}
+    known = {"commit": commit(), "python": platform.python_version()} | versions
+    return {name: text for name, text in known.items() if text}
 
 
 def version_of(package: str) -> str | None:
@@ -36,16 +34,6 @@ def commit(checkout: Path = CHECKOUT, code: Sequence[str] = CODE) -> str:
         return ""
     found = _git(checkout, "rev-parse", "--short", "HEAD")
     return f"{found}-dirty" if found and _git(checkout, "status", "--porcelain", "--", *code) else found
-
-
-def installed_commit() -> str:
-    """Returns the short hash of the commit from which pip has installed the package; empty if it came otherwise."""
-    version = version_of("rlhf_spmd")
-    if version is None:
-        return ""
-    folder = metadata.distribution("rlhf_spmd").locate_file(f"rlhf_spmd-{version}.dist-info")
-    source = json_object(Path(str(folder)) / "direct_url.json").get("vcs_info")
-    return str(source.get("commit_id", ""))[:7] if isinstance(source, dict) else ""
 
 
 def _git(checkout: Path, *words: str) -> str:

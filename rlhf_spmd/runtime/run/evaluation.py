@@ -5,9 +5,8 @@ All ranks compute the same metrics from the scores of all responses, so they agr
 of the run without a further message. The rows are in evaluations.jsonl; a run without eval.prompts has none.
 
 pass@k says something only where a response is right or wrong. So an evaluation with another score than 0 and 1 has
-none, unless the user asks for it (`wants_passes`). All rows of a run have it or none has: the first such evaluation
-takes it from the rows before it, and later ones do not bring it back. Where the score is a sum, this holds for each
-function; of the sum pass@k is only given where it is asked for.
+none, unless the user asks for it (`wants_passes`). Where the score is a sum, this holds for each function; of the sum
+pass@k is only given where it is asked for.
 """
 
 # M mini-batches (one), C columns, N prompts
@@ -41,7 +40,7 @@ from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.records.evaluation_text import told
-from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
 from rlhf_spmd.runtime.run.prepare import given_rows, prepare
@@ -168,12 +167,6 @@ def wants_passes(config: Config, before: str = "") -> bool:
     return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(f"{before}{PASS}")
 
 
-def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of a run's evaluations, all without pass@k (of a function) if one has none."""
-    kept = set.intersection(*({name.partition(PASS)[0] for name in row if PASS in name} for row in rows))
-    return [without_passes(row, kept) for row in rows]
-
-
 class Evaluator:
     """The evaluations of one run. All ranks call the same methods after the same iterations."""
 
@@ -191,22 +184,23 @@ class Evaluator:
         self.rows: list[dict[str, Any]] = []  # of evaluations.jsonl
         if not self.is_wanted:
             return
-        generates = bool(self.job.program.workload.workflow.generate_calls)
-        always = metric_names(self.options.samples_per_prompt, passes=False) if generates else []
-        is_pass = PASS in self.best
-        metrics = dict.fromkeys([*always, *filter(None, [self.best] if not is_pass else [])])
         with self.job.world.together("reading the evaluations so far"):
-            found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
-            if is_pass and not all(self.best in row for row in found):
-                raise UserError(
-                    f"checkpoint.best={self.best}: the evaluations of {folder.shown} have no such number, because not "
-                    "all of their scores are 0 or 1; choose another metric"
-                )
-        self.rows = self.job.world.bcast(found, what="the evaluations so far")
+            rows = folder.rows(EVALUATIONS) if num_done and folder.writes else []
+            rows = [row for row in rows if row.get("iteration", 0) <= num_done]
+            self._check(rows)
+        self.rows = self.job.world.bcast(rows, what="the evaluations so far")
         folder.write_evaluations(self.rows)
         self.evaluation = Evaluation(self.job)
         training.begin()
         self.rollouts = Rollouts(self.job, folder.path, "evaluation")
+
+    def _check(self, rows: Sequence[Mapping]) -> None:
+        """Raises UserError if rows of evaluations lack the metric that decides which model is the best."""
+        if self.best and not all(self.best in row for row in rows):
+            raise UserError(
+                f"checkpoint.best={self.best}: evaluations of {self.folder.shown} have no such number; they have "
+                f"{', '.join(self._names(rows[-1]))} (pass@k only where all scores are 0 or 1)"
+            )
 
     def evaluate(self, num_done: int) -> str:
         """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
@@ -218,7 +212,8 @@ class Evaluator:
         metrics, data = self.evaluation.run(num_done)
         self.training.begin()
         self.rollouts.write(data)
-        self.rows = alike([*self.rows, {"iteration": num_done} | metrics])
+        self.rows = [*self.rows, {"iteration": num_done} | metrics]
+        self._check(self.rows)
         self.folder.write_evaluations(self.rows)
         return self._line(num_done, self.rows[-1])
 
@@ -254,21 +249,19 @@ class Evaluator:
 
     def ends(self) -> dict[str, tuple[float, float]]:
         """Returns the first and the last value of each metric over all prompts."""
-        names = [name for name in self._names if name in self.rows[0]] if self.rows else []
+        names = [name for name in self._names(self.rows[-1]) if name in self.rows[0]] if self.rows else []
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
 
-    @property
-    def _names(self) -> list[str]:
-        """The metrics that are shown."""
-        if self.evaluation.scores:
-            functions = function_labels(self.job.config)
-            return [name for name in metric_names(self.options.samples_per_prompt, functions) if name in self.rows[-1]]
-        shown = self.job.config.algorithm.metrics.items()
-        return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
+    def _names(self, row: Mapping) -> list[str]:
+        """Returns the metrics of an evaluation that are shown."""
+        known = [name for name, metric in self.job.config.algorithm.metrics.items() if metric.headline is not None]
+        if self.job.program.workload.workflow.generate_calls:
+            known = metric_names(self.options.samples_per_prompt, function_labels(self.job.config))
+        return [name for name in known if name in row]
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """Returns a line for the console."""
-        texts = {name: formatted(metrics[name]) for name in self._names}
+        texts = {name: formatted(metrics[name]) for name in self._names(metrics)}
         for name in [name for name in texts if name.endswith(next(iter(texts)))]:
             of_each = [
                 f"{key.removeprefix(f'{name}/')} {formatted(metrics[key])}"

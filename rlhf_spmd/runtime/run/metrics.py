@@ -16,7 +16,6 @@ from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation.episodes import REASONS
-from rlhf_spmd.runtime.records.run_folder import Sample
 from rlhf_spmd.runtime.world.metric_sums import combine
 
 EXPLODED = 10.0  # times the largest value so far
@@ -129,20 +128,20 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return metrics
 
 
-def num_timeouts(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> int:
+def num_timeouts(rows: Sequence[Mapping]) -> int:
     """Counts the responses for which a reward function ran out of time.
 
     rows: metrics of iterations and evaluations.
     """
-    return int(sum(row.get(TIMEOUTS, 0.0) for row in rows)) + sum(sample.num_late for sample in samples)
+    return int(sum(row.get(TIMEOUTS, 0.0) for row in rows))
 
 
-def timeouts_note(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> str:
+def timeouts_note(rows: Sequence[Mapping]) -> str:
     """Says what time limits that were reached mean for a run; empty if none was.
 
-    rows, samples: as in num_timeouts.
+    rows: as in num_timeouts.
     """
-    if num := num_timeouts(rows, samples):
+    if num := num_timeouts(rows):
         late = f"a reward function ran out of reward_timeout_s for {num} responses"
     elif any(row[name] for row in rows for name in row if name.endswith(OF_EPISODES)):
         late = "responses reached episode.tool_timeout_s or episode.timeout_s"

@@ -11,14 +11,11 @@ import torch
 
 from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.adapters.merge import bit_sum
-from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.files.reading import fingerprint
+from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import save_state
-from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import (
-    BASE,
     PRODUCTS,
     PROGRAM,
     STARTED,
@@ -36,7 +33,6 @@ from rlhf_spmd.runtime.run.inputs import functions_fingerprints
 from rlhf_spmd.runtime.run.rollouts import forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
-
 
 READ = (".safetensors", ".json", ".jinja", ".model", ".txt")  # ends of the names of a model's and a tokenizer's files
 
@@ -86,7 +82,6 @@ def inputs(job: Job) -> dict[str, str]:
     found |= functions_fingerprints(config)
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
-    found |= {f"{BASE}{role}": text for role, text in job.base_sums.items()}
     folders = [config.files().tokenizer]
     for files in (config.files(role) for role in config.algorithm.roles):
         folders += [files.folder, files.adapter]
@@ -94,30 +89,6 @@ def inputs(job: Job) -> dict[str, str]:
         paths = [*Path(folder).glob("*"), *Path(folder).glob("additional_chat_templates/*")]
         found[f"model in {folder}"] = fingerprint(sorted(path for path in paths if path.suffix in READ))
     return found
-
-
-def base_sums(job: Job) -> dict[str, str]:
-    """Returns the sum of all bits of the base of each model that trains adapters, the same in any layout.
-    Collective."""
-    workflow, rank, mine = job.program.workload.workflow, job.world.rank, dict[str, int]()
-    for call in workflow.train_calls:
-        layout = job.layout(call)
-        if job.program.workload.shape(call.model).adapters is None or rank not in layout.ranks or layout.dp_index(rank):
-            continue
-        model = job.models.engines[call.model].model
-        shard, trained = model.parallel.shard, model.trained_names()
-        mine[call.model] = bit_sum(
-            *(
-                weight
-                for name, weight in model.named_parameters()
-                if name not in trained
-                and (shard.tp_index == 0 or is_split(name))
-                and not (shard.stage and name == "embed_tokens.weight")  # the copy of tied ones
-            )
-        )
-    every = job.world.allgather(mine, "the sums of the bases")
-    roles = [call.model for call in workflow.train_calls if any(call.model in theirs for theirs in every)]
-    return {role: str(sum(theirs.get(role, 0) for theirs in every) % 2**64) for role in roles}
 
 
 def surroundings(job: Job) -> dict[str, str]:
@@ -134,7 +105,8 @@ def surroundings(job: Job) -> dict[str, str]:
 
 def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     """Returns a note for a run that is resumed in other surroundings than its checkpoint was made in; else empty."""
-    parts = [f"{name} {now[name]} instead of {before[name]}" for name in now if now[name] != before.get(name, now[name])]
+    names = [name for name in now if now[name] != before.get(name, now[name])]
+    parts = [f"{name} {now[name]} instead of {before[name]}" for name in names]
     return f"resumed with {', '.join(parts)}: from here on, results may differ by rounding" if parts else ""
 
 
@@ -166,11 +138,7 @@ def start_or_resume(
     history: list[dict[str, Any]] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
-            needed = [
-                "iteration_s",
-                *(["gen_tokens", "generate_s"] if job.program.workload.workflow.generate_calls else []),
-            ]
-            history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
+            history = folder.metrics(resumed.iteration) if world.rank == 0 else []
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
         describe(job, folder, origin, summary, history)
@@ -193,10 +161,10 @@ def start_or_resume(
     restore(job.models, resumed.checkpoint)
     job.state = state_after(job, resumed.iteration, resumed.state)
     with world.together("reading the samples"):
-        before = folder.samples_before() if world.rank == 0 else []
+        rows = folder.rows("samples.jsonl") if world.rank == 0 else []
+        before = [(str(row.get("before")), row.get("reward_before")) for row in rows]
     describe(job, folder, origin, summary, history)
-    before = [(text, score, late) for text, score, late in world.bcast(before, what="the samples")]
-    return history, before
+    return history, [(text, score) for text, score in world.bcast(before, what="the samples")]
 
 
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
@@ -206,8 +174,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
     options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
         if job.config.wandb and folder.writes:  # first, since it may fail
-            at = job.config.logging
-            place = folder.curves.start_wandb(job.config.wandb, options, entity=at.entity, group=at.group, tags=at.tags)
+            place = folder.curves.start_wandb(job.config, options)
             folder.notes += [f"Weights & Biases: {place}"] if place else []
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")

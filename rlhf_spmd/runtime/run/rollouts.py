@@ -8,7 +8,6 @@ A rank writes the rows that it has. Only single numbers that another rank has, s
 
 # M mini-batches, C columns
 
-import json
 import math
 import os
 import shutil
@@ -26,54 +25,34 @@ from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation.episodes import REASONS
-from rlhf_spmd.runtime.records.rollout_files import other_names, pyarrow_modules, types_of, write_part
+from rlhf_spmd.runtime.records.rollout_files import types_of, write_part
 from rlhf_spmd.runtime.records.run_folder import writing
 
 FOLDER = "rollouts"
 DRAWN = "drawn"  # of an episode: 1 for each token of the response that the model drew, 0 for those of answers
 TURNS = "turns"  # of an episode: what was said, by turns (environments/transcript.py)
 PLACE = ("iteration", "prompt_index", "sample")
-ROWS_AT_ONCE = 100_000  # of a data set, while its columns are given types
-NUMBER = np.dtype([("name", "<u4"), ("row", "<u4"), ("value", "<f8")])  # one number of a row
 
 
 class Rollouts:
     """Writes the samples of a run's iterations or evaluations. All ranks call `write` after the same ones."""
 
     def __init__(self, job: Job, folder: Path, kind: str = "iteration"):
-        """folder: that of the run. kind: `iteration`, or `evaluation`, of which all are written. Raises UserError if
-        Parquet files are wanted and pyarrow is missing."""
+        """folder: that of the run. kind: `iteration`, or `evaluation`, of which all are written."""
         self.job, self.root, self.kind = job, folder / FOLDER, kind
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
         self.call = _call_with_rows(job.program)
         self.actions = actions_of(self.call.responses[0])
         self.end = self.call.responses[0].removesuffix(RESPONSES) + END
         self.types: Mapping[str, Any] = {}
-        if self.every and self.format == "parquet":
-            pyarrow_modules()
-            if self._writes:
-                every = range(len(job.prompts))
-                parts = (every[start : start + ROWS_AT_ONCE] for start in every[::ROWS_AT_ONCE])
-                self.types = types_of(map(job.prompts.records, parts), job.prompts.column_names)
+        if self.every and self.format == "parquet" and self._writes:
+            self.types = types_of(job.prompts.records(range(len(job.prompts))), job.prompts.column_names)
 
     @property
     def _writes(self) -> bool:
         """Whether this rank writes a part."""
         layout, rank = self.job.program.placement.layouts[self.call.name], self.job.world.rank
         return rank in layout.ranks and layout.reports(rank)
-
-    @property
-    def note(self) -> str:
-        """What to say at the start about columns of the data set that can't keep their names; empty without any."""
-        workflow = self.job.program.workload.workflow
-        made = [key for call in workflow.calls for key in call.outputs if workflow.shapes[key] == "row"]
-        found = other_names(self.job.prompts.column_names, self._own(made, self.call.inputs)) if self.every else {}
-        names = ", ".join(f"{name!r} as {other!r}" for name, other in found.items())
-        return (
-            f"note: rollouts write columns of the data set under other names, because theirs are taken: {names}"
-            if found
-            else ""
-        )
 
     def write(self, data: Iteration) -> None:
         """Writes the samples of an iteration, if that is due. Collective; raises UserError."""
@@ -90,29 +69,22 @@ class Rollouts:
                 folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
                 draft = folder / f".{part}.{os.getpid()}"
                 keys = [key for key in self.call.inputs if key in data.store]
-                own = self._own(numbers, keys)
-                renamed = other_names(self.job.prompts.column_names, own)
-                write_part(draft, self._rows(data, numbers), self.format, own, self.types, renamed)
+                write_part(draft, self._rows(data, numbers), self.format, self._own(numbers, keys), self.types)
                 draft.replace(folder / part)
 
     def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:
         """Exchanges, by name, the number of every row [M, C], from the ranks that made it: results of calls that are
         one number of each row, and those of the reward functions. NaN: the row has none."""
-        mine = dict(_made_here(self.job.program, self.job.world.rank, data)) | data.noted
-        found = []
-        for index, values_MC in enumerate(mine.values()):
-            (rows,) = np.nonzero(~np.isnan(values_MC.flatten()))
-            found.append(np.zeros(len(rows), NUMBER))
-            found[-1]["name"], found[-1]["row"], found[-1]["value"] = index, rows, values_MC.flatten()[rows]
-        message = json.dumps(list(mine)).encode() + b"\n" + b"".join(part.tobytes() for part in found)
+        made = dict(_made_here(self.job.program, self.job.world.rank, data)) | data.noted
+        message = {}
+        for name, values_MC in made.items():
+            places = np.flatnonzero(~np.isnan(values_MC))
+            message[name] = places.tolist(), values_MC.reshape(-1)[places].tolist()
         whole: dict[str, np.ndarray] = {}
-        for said in self.job.world.allgather_bytes(message, "the numbers of the rollouts"):
-            names, _, values = said.partition(b"\n")
-            theirs = np.frombuffer(values, NUMBER)
-            for index, name in enumerate(json.loads(names)):
+        for of_rank in self.job.world.allgather(message, "the numbers of the rollouts"):
+            for name, (places, values) in of_rank.items():
                 values_MC = whole.setdefault(name, np.full(data.prompt_MC.shape, np.nan))
-                of_name = theirs[theirs["name"] == index]
-                values_MC.reshape(-1)[of_name["row"]] = of_name["value"]
+                values_MC.reshape(-1)[places] = values
         return whole
 
     def _own(self, numbers: Iterable[str], keys: Sequence[str]) -> dict[str, str]:

@@ -48,20 +48,19 @@ def sample_responses(job: Job) -> list[Shown]:
                 found = _episodes(job, model, num, free)
     everyone = job.world.allgather(asdict(found) if rank == first else {}, "the samples")
     found = _Drawn(**next(one for one in everyone if one))
-    scored: tuple[list[float], list[int]] = [], []  # and rows that ran out of time
+    scored: list[float] = []
     if scoring is not None and rank in layouts[scoring.name].ranks:
         prompts_BP = pad(found.prompts).to(device)
         responses_BG = torch.tensor(found.tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
         judged = infer.scores(job, scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
-        scored = scored if judged is None else (judged.scores_B.tolist(), sorted(judged.late))
-    everyone = job.world.allgather(scored, "the samples' scores")
-    scores = next((found for found, _ in everyone if found), [math.nan] * num)
-    late = {row for _, rows in everyone for row in rows}
+        scored = [] if judged is None else judged.scores_B.tolist()
+    every = job.world.allgather(scored, "the samples' scores")
+    scores = next(filter(None, every), [math.nan] * num)
     if found.rewards:
         scores = [score + reward for score, reward in zip(scores, found.rewards, strict=True)]
-    return [(text, score, row in late) for row, (text, score) in enumerate(zip(found.texts, scores, strict=True))]
+    return list(zip(found.texts, scores, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,8 @@ def _episode_texts(
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
     """Returns the responses before and, if there are any, after training, by prompt."""
-    later: Sequence[tuple[str | None, float | None, bool]] = after or [(None, None, False)] * len(before)
+    later: Sequence[tuple[str | None, float | None]] = after or [(None, None)] * len(before)
     return [
-        Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2], job.environments is not None)
+        Sample(index, job.prompts.texts[index], *old, *new, job.environments is not None)
         for index, (old, new) in enumerate(zip(before, later, strict=True))
     ]

@@ -68,7 +68,7 @@ def train(
     elif phases:
         folder, config = precompute_at_start(config, program, world, phases, origin, summary)
     job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
-    config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
+    config = job.config  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
@@ -117,9 +117,9 @@ def train(
     compared = _compared(running, folder, title, calibration)
     folder.close()
     rows = [*history, *running.evaluator.rows]
-    folder.notes += filter(None, [timeouts_note(rows, samples)])
+    folder.notes += filter(None, [timeouts_note(rows)])
     wall_s = time.time() - psutil.Process().create_time()
-    result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_timeouts(rows, samples))
+    result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_timeouts(rows))
     result = replace(result, evaluation=running.evaluator.ends())
     progress.stop()
     console.closing(result, folder, run_text.next_command(folder))
@@ -156,7 +156,6 @@ class Running:
         executor = Executor(job, self.recorder, asked)
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
-        console.note(self.rollouts.note)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(known, history)
         self.has_warned = bool(timeouts_note([*history, *self.evaluator.rows]))

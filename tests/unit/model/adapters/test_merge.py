@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.config import AdapterConfig
 from rlhf_spmd.model.adapters.files import PREFIX, read_adapter, write_adapter
-from rlhf_spmd.model.adapters.merge import bit_sum, merge, merge_into
+from rlhf_spmd.model.adapters.merge import merge, merge_into
 from rlhf_spmd.model.adapters.uniform import model_files
 from rlhf_spmd.model.texts.tokenizer_files import tokenizer_files
 from tests.folders import write_all, write_model, write_tokenizer
@@ -183,17 +183,3 @@ def test_the_merged_model_has_what_lies_beside_the_adapter(tmp_path):
     assert hf.read_config(base, model_files(str(folder), str(base)).texts).eos_token_ids == (1, 7), (
         "also where it is not merged"
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_sum_of_bits_does_not_depend_on_cuts(dtype):
-    one, other = torch.randn(12, 10).to(dtype), torch.randn(7).to(dtype)
-    whole = bit_sum(one, other)
-    assert whole == bit_sum(other, one.T) == bit_sum(*one.split(5, dim=1), *other.split(2))
-    parts = [bit_sum(one[:3]), bit_sum(one[3:, ::2]), bit_sum(one[3:, 1::2], other)]
-    assert whole == sum(parts) % 2**64 and bit_sum() == 0
-    flipped = one.clone()
-    flipped.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()])[4, 4] ^= 1
-    assert abs(bit_sum(flipped, other) - whole) in (1, 2**64 - 1)
-    width = 8 * one.element_size()
-    assert bit_sum(torch.tensor([-0.0], dtype=dtype)) == 2 ** (width - 1)

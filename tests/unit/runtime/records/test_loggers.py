@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,8 @@ def nobody(monkeypatch, tmp_path_factory):
 
 def draw(folder: Path, *steps: int) -> str:
     curves = Curves(folder, [])
-    place = curves.start_wandb("a-project", {"seed": 3}, entity="a-team", group="a-group", tags=("one tag", "two"))
+    logging = SimpleNamespace(entity="a-team", group="a-group", tags=("one tag", "two"))
+    place = curves.start_wandb(SimpleNamespace(wandb="a-project", logging=logging), {"seed": 3})
     for step in steps:
         curves.add(step, {"reward/reward": step / 4})
     curves.close()
@@ -74,13 +76,13 @@ def test_a_run_goes_on_without_curves(tmp_path):
     notes: list[str] = []
     curves = Curves(tmp_path, notes)
     curves.add(0, {"reward/reward": 1.0})
-    (events,) = tmp_path.glob("events.out.tfevents.*")
-    curves._tensorboard._file.close()
-    curves._tensorboard._file, curves._wandb = RecordWriter(open("/dev/full", "wb")), Broken()  # noqa: SIM115
+    assert [*tmp_path.glob("events.out.tfevents.*")]
+    curves._writers["TensorBoard"]._file.close()
+    curves._writers["TensorBoard"]._file = RecordWriter(open("/dev/full", "wb"))  # noqa: SIM115
+    curves._writers["Weights & Biases"] = Broken()
     for iteration in (1, 2):
         curves.add(iteration, {"reward/reward": 1.0})
     curves.close()
     assert len(notes) == 2, notes
-    told = f"no TensorBoard events since iteration 2, because {events} can't be written: No space left on device"
-    assert notes[0] == told
-    assert notes[1] == "nothing at Weights & Biases since iteration 2: ConnectionError: the service has gone"
+    assert notes[0].startswith("no curves for TensorBoard since iteration 2: OSError: [Errno 28] No space left")
+    assert notes[1] == "no curves for Weights & Biases since iteration 2: ConnectionError: the service has gone"

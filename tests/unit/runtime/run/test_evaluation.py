@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.runtime.execute.response_hashes import ROW
-from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluation, alike
+from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluation
 
 
 def metrics_of(*scores: float, right_at: float = 1.0, best: str = "") -> dict:
@@ -41,15 +41,3 @@ def test_pass_is_of_scores_0_and_1_or_asked_for(scores, asked, is_given):
     """It was a copy of the mean, or a number without meaning."""
     found = metrics_of(*scores, **asked)
     assert ("pass@1" in found) == ("pass@2" in found) == is_given and "mean@2" in found and "best@2" in found
-
-
-def test_all_rows_of_a_run_have_it_or_none_has():
-    both = [{"mean@1": 0.0, "pass@1": 0.0, "pass@1/a": 0.0}, {"mean@1": 1.0, "pass@1": 1.0, "pass@1/a": 1.0}]
-    assert alike(both) == both
-    for rows in ([*both, {"mean@1": 0.5}], [{"mean@1": 0.5}, *both]):
-        assert [set(row) for row in alike(rows)] == [{"mean@1"}] * 3
-
-
-def test_a_function_keeps_it_where_another_one_loses_it():
-    rows = [{"a/pass@1": 0.0, "b/pass@1": 0.0, "b/pass@1/x": 0.0}, {"b/pass@1": 1.0, "b/pass@1/x": 1.0}]
-    assert [set(row) for row in alike(rows)] == [{"b/pass@1", "b/pass@1/x"}] * 2
