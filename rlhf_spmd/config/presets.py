@@ -263,12 +263,6 @@ def _ten_times(rate: float) -> float:
     return float(f"{10 * rate:.12g}")  # 0.003 rather than 0.0029999999999999996
 
 
-def has_adapter_rate(config: Config, role: str) -> bool:
-    """Returns whether the learning rate of a role is ten times that of full training in the run's preset."""
-    usual = PRESETS[config.preset](config.algorithm).optimizer.lr if config.preset in PRESETS else {}
-    return role in usual and config.optimizer.lr[role] == _ten_times(usual[role])
-
-
 def _shapes(config: Config, default: str) -> str:
     """Returns the shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown
     names, and for a role that has both a shape and a folder."""

@@ -87,17 +87,11 @@ def read_loss(
     total, log = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     who = f"algorithm {job.config.algorithm.name}: {call.function}()"
     needs_gradient = torch.is_grad_enabled()  # not where a loss is only measured
-    if not isinstance(total, Tensor) or total.dim() or (needs_gradient and not total.requires_grad):
-        what = f"a {type(total).__name__}"
-        if isinstance(total, Tensor):
-            what = f"a tensor of shape {list(total.shape)}" if total.dim() else "a number without gradient"
+    is_loss = isinstance(total, Tensor) and not total.dim() and (total.requires_grad or not needs_gradient)
+    if not is_loss or not isinstance(log, Mapping):
         raise UserError(
-            f"{who} returned {what}; return the sum of the loss over the mask, a tensor without dimensions that "
-            "depends on the model's output, and, if you like, sums for the log after it"
-        )
-    if not isinstance(log, Mapping):
-        raise UserError(
-            f"{who} returned a {type(log).__name__} after the loss; return a dict of sums for the log there"
+            f"{who} returned {_kinds(made)}; return the sum of the loss over the mask, a tensor without dimensions that "
+            "depends on the model's output, and, if you like, a dict of sums for the log after it"
         )
     _check_log(who, log, scalars=True)
     return total, log, outputs
@@ -115,23 +109,31 @@ def results_of(
     log = made[-1] if isinstance(made[-1], Mapping) else {}
     results = made[: len(made) - isinstance(made[-1], Mapping)]
     who = f"algorithm {job.config.algorithm.name}: {_name(call, companion)}()"
-    if len(results) != len(shapes):
+    fits = [
+        isinstance(result, Tensor) and not result.is_complex() and tuple(result.shape) == shape
+        for result, shape in zip(results, shapes.values(), strict=False)
+    ]
+    if len(results) != len(shapes) or not all(fits):
+        wanted = ", ".join(f"{key} of shape {list(shape)}" for key, shape in shapes.items())
         raise UserError(
-            f"{who} returned {len(results)} results, but the workflow makes {', '.join(shapes)} of them; return as "
-            "many, and sums for the log after them"
+            f"{who} returned {_kinds(made)}; return tensors of real numbers, {wanted}, and, if you like, a dict of sums "
+            "for the log after them"
         )
-    for (key, shape), result in zip(shapes.items(), results, strict=True):
-        if not isinstance(result, Tensor) or result.is_complex():
-            kind = "complex numbers" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-            raise UserError(f"{who} returned {kind} for {key}; return a tensor of real numbers of shape {list(shape)}")
-        if tuple(result.shape) != shape:
-            raise UserError(f"{who} returned {key} of shape {list(result.shape)}; return it in shape {list(shape)}")
     _check_log(who, log)
     return dict(zip(shapes, results, strict=True)), log
 
 
 def _name(call: LossCall | Compute, companion: str) -> str:
     return f"{call.function}_{companion}" if companion else call.function
+
+
+def _kinds(made: Any) -> str:
+    """Describes what a function returned."""
+    kinds = []
+    for value in made if isinstance(made, tuple) else (made,):
+        is_tensor = isinstance(value, Tensor)
+        kinds.append(f"a tensor {value.dtype} {list(value.shape)}" if is_tensor else f"a {type(value).__name__}")
+    return ", ".join(kinds)
 
 
 def _check_log(who: str, log: Mapping, *, scalars: bool = False) -> None:

@@ -172,7 +172,7 @@ class Console:
         for line in format_samples(samples, width).removesuffix("\n").split("\n"):
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
-    def closing(self, result: Result, folder: RunFolder, next_command: Sequence[str] = ()) -> None:
+    def closing(self, result: Result, folder: RunFolder) -> None:
         """Prints what was learned, where it is, what to do next and, where that is wanted, the result as JSON."""
         path = folder.shown
         facts: dict[str, object] = {}
@@ -202,9 +202,9 @@ class Console:
         self._print_facts(facts)
         for text in folder.notes:
             self._print(f"  note: {text}")
-        if next_command:
-            text = command_lines(list(map(shlex.quote, next_command)), self.room, before=len(NEXT))
-            self._print(output.Styled.joined(self._style(NEXT, BOLD), text))
+        report = ["python", "-m", "rlhf_spmd", "report", str(path), "--out", str(path / "report.html")]
+        text = command_lines(list(map(shlex.quote, report)), self.room, before=len(NEXT))
+        self._print(output.Styled.joined(self._style(NEXT, BOLD), text))
         if self.room is None if self.as_json is None else self.as_json:
             self._print(result.to_json())
 

@@ -2,12 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.config.options import function_labels
-from rlhf_spmd.config.presets import has_adapter_rate
-from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
@@ -16,53 +13,38 @@ from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.records.console import Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.rewards.response_scores import reads_text
-from rlhf_spmd.runtime.run.forecast_report import CallSeconds, Compared
+from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.world.devices import describe_device
 
 
 def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     """Returns the heading of a run. Collective."""
-    config, shapes = job.config, job.program.workload.models
-    sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
-    by_function = config.reward_function
-    both = by_function and config.reward_function_mode == "add"
-    judged = {
-        role: (f"{role} model + {by_function}" if both else by_function or f"{role} model")
-        + (" (has another tokenizer, so it is given text)" if reads_text(config, role) else "")
-        for role in shapes
-        if config.algorithm.roles[role].judge
-    }
-    return {
-        "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
-        **({"adapters": text} if (text := _adapters(job)) else {}),
-        **judged,
-        **({"names": notes} if (notes := _names_of_functions(job)) else {}),
-        "device": describe_device(job.world.computes, job.world.size),
-        **({"products": f"by {job.products['library']}, in {config.dtype}"} if job.products else {}),
-        "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
-        + _lost(job.prompts),
-        "iteration": _iteration(job),
-        **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
-        "run folder": str(folder.shown),
-    }
+    config, shapes, prompts = job.config, job.program.workload.models, job.prompts
+    sizes = [f"{name} {format_count(shape.num_params)}" for name, shape in shapes.items() if shape]
+    texts = {"models": f"{', '.join(sizes)} parameters, {config.dtype}", "adapters": _adapters(job)}
+    for role in shapes:
+        if config.algorithm.roles[role].judge:
+            model, function = f"{role} model", config.reward_function
+            both = f"{model} + {function}" if config.reward_function_mode == "add" else function
+            read = " (has another tokenizer, so it is given text)" if reads_text(config, role) else ""
+            texts[role] = f"{both if function else model}{read}"
+    texts |= {"names": _names_of_functions(job), "device": describe_device(job.world.computes, job.world.size)}
+    texts["products"] = f"by {job.products['library']}, in {config.dtype}" if job.products else ""
+    rows = "rows" if config.algorithm.responses else "prompts"
+    texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}
+    texts |= {"streaming": "; ".join(vain_streaming(job.program)), "run folder": str(folder.shown)}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _adapters(job: Job) -> str:
-    """Describes, for each model with adapters, these and its learning rate; and which models have a base in common."""
-    config, workload, texts = job.config, job.program.workload, []
-    for name, shape in workload.models.items():
-        if shape is None or (own := shape.adapters) is None:
-            continue
-        numbers = sum(weight.layers * weight.rows * weight.columns for weight in trained_weights_of(shape))
-        layers = ALL_LINEAR if own.targets == LINEAR_LAYERS else ", ".join(own.targets)
-        rate = f"learning rate {config.optimizer.lr[name]:g}" if name in config.optimizer.lr else "frozen"
-        rate += ", ten times that of full training" if has_adapter_rate(config, name) else ""
-        rate += f"; from {folder}" if (folder := config.files(name).adapter) else ""
-        texts.append(f"{name} rank {own.rank}, scale {own.scale:g}, {layers}: {format_count(numbers)} numbers; {rate}")
-    texts += ["generation with copies of the weights that have them"] if workload.adds_adapters else []
-    for base in dict.fromkeys(workload.bases.values()):
-        names = [name for name in workload.bases if workload.bases[name] == base]
-        texts += [f"{' and '.join(names)} have their frozen weights in common"] if len(names) > 1 else []
+    """Describes the adapters of each model, and its learning rate."""
+    config, texts = job.config, []
+    for name, shape in job.program.workload.models.items():
+        if shape is not None and shape.adapters is not None:
+            numbers = sum(weight.layers * weight.rows * weight.columns for weight in trained_weights_of(shape))
+            rate = f"learning rate {config.optimizer.lr[name]:g}" if name in config.optimizer.lr else "frozen"
+            rank, scale = shape.adapters.rank, shape.adapters.scale
+            texts.append(f"{name} rank {rank}, scale {scale:g}: {format_count(numbers)} numbers; {rate}")
     return "; ".join(texts)
 
 
@@ -77,25 +59,15 @@ def _names_of_functions(job: Job) -> str:
 
 def _iteration(job: Job) -> str:
     """Describes what an iteration trains on, for the heading."""
-    config = job.config
-    epochs = config.options.epochs
-    steps = f"mini-batches of {config.mini_batch}, {epochs} epoch{'s' * (epochs > 1)}"
-    length = length_of(config, len(job.prompts))
+    config, sizes = job.config, f"{job.config.rollout_batch} rows"
     if job.program.workload.workflow.generate_calls:
-        samples = config.samples_per_prompt
-        sizes = f"{config.rollout_batch} prompts x {samples} sample{'s' * (samples > 1)}"
-        longest = f"at most {config.generation.max_new_tokens} new tokens"
-        if config.environment:
-            longest += f", {config.row_tokens} with answers; old logprobs by one more pass of the actor"
-        return "; ".join(filter(None, [f"{sizes}, {steps}, {longest}", length]))
-    if config.mini_batch_tokens:
-        num = config.rollout_batch // config.mini_batch
-        sizes = f"{num} step{'s' * (num > 1)} of at most {config.mini_batch} rows and {config.mini_batch_tokens} tokens"
-        return f"{sizes}; {f'{length}: ' * bool(length)}{config.iterations} iterations"
-    if length:
-        return f"{config.rollout_batch} rows, {steps}; {length}"
-    passes = config.iterations * config.rollout_batch / len(job.prompts)
-    return f"{config.rollout_batch} rows, {steps}; all {config.iterations} iterations read the set {passes:.3g} times"
+        sizes = f"{config.rollout_batch} prompts x {config.samples_per_prompt} of at most "
+        sizes += f"{config.generation.max_new_tokens} new tokens"
+        sizes += f" ({config.row_tokens} with answers)" if config.environment else ""
+    budget = f" and at most {config.mini_batch_tokens} tokens" if config.mini_batch_tokens else ""
+    steps = f"mini-batches of {config.mini_batch}{budget}, epochs: {config.options.epochs}"
+    length = length_of(config, len(job.prompts)) or f"{config.iterations} iterations"
+    return f"{sizes}, {steps}; {length}"
 
 
 def _lost(prompts: PromptSet) -> str:
@@ -129,12 +101,6 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def next_command(folder: RunFolder) -> list[str]:
-    """Returns the arguments of the command to try after a run."""
-    page = folder.shown / "report.html"
-    return ["python", "-m", "rlhf_spmd", "report", str(folder.shown), "--out", str(page)]
-
-
 def result(
     job: Job,
     strategy: str,
@@ -153,6 +119,7 @@ def result(
     headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
     generates = "gen_tokens" in last
     seconds = sum(metrics["generate_s"] for metrics in history) if generates else math.nan
+    whole, scaled_by = (compared.whole, compared.scaled_by) if compared else (None, None)
     return Result(
         strategy=strategy,
         ranks=job.world.size,
@@ -160,19 +127,11 @@ def result(
         headlines={name: (first.get(name, math.nan), last[name]) for name in headlines},
         gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds if generates else math.nan,
         parity_max_abs=max((metrics.get("parity_max_abs", math.nan) for metrics in history), default=math.nan),
-        **forecast_seconds(compared),
+        iteration_s=math.nan if whole is None else whole.measured_s,
+        forecast_s=math.nan if whole is None or whole.forecast_s is None else whole.forecast_s,
+        scaled_by=math.nan if scaled_by is None else scaled_by,
         wall_s=wall_s,
         run_dir=str(folder.shown),
         reward_timeouts=num_late,
         saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
     )
-
-
-def forecast_seconds(compared: Compared | None) -> dict[str, Any]:
-    """Returns the fields of a Result that compare a run with its forecast; NaN without one."""
-    whole, scaled_by = (compared.whole, compared.scaled_by) if compared else (CallSeconds("", None, math.nan), None)
-    return {
-        "iteration_s": whole.measured_s,
-        "forecast_s": math.nan if whole.forecast_s is None else whole.forecast_s,
-        "scaled_by": math.nan if scaled_by is None else scaled_by,
-    }

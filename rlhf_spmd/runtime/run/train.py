@@ -122,7 +122,7 @@ def train(
     result = run_text.result(job, origin.strategy, history, wall_s, folder, compared, num_timeouts(rows))
     result = replace(result, evaluation=running.evaluator.ends())
     progress.stop()
-    console.closing(result, folder, run_text.next_command(folder))
+    console.closing(result, folder)
     return result
 
 

@@ -31,7 +31,9 @@ def test_a_run_of_a_page(tmp_path):
 def test_a_compute_that_returns_too_little_is_told(tmp_path):
     path = write_page(tmp_path, ("    return mask_BG * weights_B[:, None], {", "    return {"))
     run = run_of(path, write_all(tmp_path))
-    with pytest.raises(UserError, match=r"algorithm mine: token_weights\(\) returned 0 results, but .* makes weights"):
+    with pytest.raises(
+        UserError, match=r"algorithm mine: token_weights\(\) returned a dict; return tensors .*weights of shape"
+    ):
         run.iteration()
 
 
@@ -40,25 +42,31 @@ LOSS = '    return loss, {"surrogate": (loss.detach().double(), mask_BG.sum())}'
 MISTAKES = {
     "too short": (
         (RESULT, "    return mask_BG[:, :1] * weights_B[:, None], {"),
-        r"token_weights\(\) returned weights of shape",
+        r"token_weights\(\) returned a tensor .*; return tensors .*weights of shape",
     ),
     "no tensor": (
         (RESULT, "    return (mask_BG * weights_B[:, None]).tolist(), {"),
-        r"returned a list for weights; return a tensor",
+        r"returned a list, a dict; return tensors",
     ),
-    "complex": ((RESULT, "    return mask_BG * weights_B[:, None] * 1j, {"), r"returned complex numbers for weights"),
+    "complex": ((RESULT, "    return mask_BG * weights_B[:, None] * 1j, {"), r"returned a tensor torch.complex"),
     "a function that raises": (
         ("    weights_B = scale", "    [][3]\n    weights_B = scale"),
         r"token_weights\(\) raised IndexError: .*mine.py, line \d+: \[\]\[3\]\); fix the page",
     ),
     "a loss of each token": (
         (LOSS, "    return -(logprobs_BG * weights_BG)"),
-        r"surrogate\(\) returned a tensor of shape",
+        r"surrogate\(\) returned a tensor torch.float",
     ),
-    "a loss without gradient": ((LOSS, "    return loss.detach()"), r"returned a number without gradient"),
+    "a loss without gradient": (
+        (LOSS, "    return loss.detach()"),
+        r"returned a tensor torch.float32 \[\]; return the sum",
+    ),
     "a loss that is none": ((LOSS, "    return None"), r"surrogate\(\) returned a NoneType; return the sum"),
     "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"the sum surrogate as 1.0; return \(sum, weight\)"),
-    "a list of sums": ((LOSS, '    return loss, ["surrogate"]'), r"returned a list after the loss; return a dict"),
+    "a list of sums": (
+        (LOSS, '    return loss, ["surrogate"]'),
+        r"returned a tensor .*, a list; return the sum of the loss .*dict",
+    ),
     "a name that is taken": (
         (LOSS, '    return loss, {"iteration": (1.0, 1)}'),
         r"named 'iteration' .* is taken; rename it",

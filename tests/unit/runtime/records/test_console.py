@@ -50,7 +50,7 @@ def test_console_of_rank_0(tmp_path):
     console.iteration(1, 10, {"reward": -0.5, "kl": 0.001, "gen_tokens_per_s": 12345.6})
     console.iteration(10, 10, {"reward": 0.25, "gen_tokens_per_s": 1.0, "unknown": 3})
     console.samples(SAMPLES)
-    console.closing(result(), folder, ["python", "chat.py"])
+    console.closing(result(), folder)
     text = stream.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
@@ -64,7 +64,7 @@ def test_console_of_rank_0(tmp_path):
         "The film was",
         "note: no picture",
         "timeline.png",
-        "\nNext: python chat.py\n",
+        f"\nNext: python -m rlhf_spmd report {tmp_path}",
         "(forecast: 0.4 s), 7.5 s in all\n",
         f"  trained actor  {tmp_path / 'actor'} (a Hugging Face folder)",
         "  reward         -0.5000 -> +0.2500\n",

@@ -1,7 +1,6 @@
 """A run compared with its forecast."""
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from rlhf_spmd.plan.workload import Answers, ResponseLengths
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run import run_text
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from tests.unit.plan.cost.test_seconds import machine
 from tests.unit.verbs.test_plan import example
@@ -82,10 +80,6 @@ def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
     assert {row["forecast_s"] for row in written["rows"]} == {None} and written["why_not"] == why
     assert written["scaled_by"] is written["as_given_s"] is None
     assert compared.notes == [f"no forecast beside the seconds: {why}"]
-    seconds = run_text.forecast_seconds(compared)
-    assert [math.isnan(one) for one in seconds.values()] == [False, True, True]
-    assert not any(math.isnan(one) for one in run_text.forecast_seconds(shown).values())
-    assert all(math.isnan(one) for one in run_text.forecast_seconds(None).values())
 
 
 def test_episodes_that_forecasts_cannot_assume():
