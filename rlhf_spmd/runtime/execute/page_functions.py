@@ -90,8 +90,8 @@ def read_loss(
     is_loss = isinstance(total, Tensor) and not total.dim() and (total.requires_grad or not needs_gradient)
     if not is_loss or not isinstance(log, Mapping):
         raise UserError(
-            f"{who} returned {_kinds(made)}; return the sum of the loss over the mask, a tensor without dimensions that "
-            "depends on the model's output, and, if you like, a dict of sums for the log after it"
+            f"{who} returned {_kinds(made)}; return the sum of the loss over the mask, a tensor without dimensions "
+            "that depends on the model's output, and, if you like, a dict of sums for the log after it"
         )
     _check_log(who, log, scalars=True)
     return total, log, outputs
@@ -116,8 +116,8 @@ def results_of(
     if len(results) != len(shapes) or not all(fits):
         wanted = ", ".join(f"{key} of shape {list(shape)}" for key, shape in shapes.items())
         raise UserError(
-            f"{who} returned {_kinds(made)}; return tensors of real numbers, {wanted}, and, if you like, a dict of sums "
-            "for the log after them"
+            f"{who} returned {_kinds(made)}; return tensors of real numbers, {wanted}, and, if you like, a dict of "
+            "sums for the log after them"
         )
     _check_log(who, log)
     return dict(zip(shapes, results, strict=True)), log

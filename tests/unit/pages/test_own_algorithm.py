@@ -31,9 +31,7 @@ def test_a_run_of_a_page(tmp_path):
 def test_a_compute_that_returns_too_little_is_told(tmp_path):
     path = write_page(tmp_path, ("    return mask_BG * weights_B[:, None], {", "    return {"))
     run = run_of(path, write_all(tmp_path))
-    with pytest.raises(
-        UserError, match=r"algorithm mine: token_weights\(\) returned a dict; return tensors .*weights of shape"
-    ):
+    with pytest.raises(UserError, match=r"algorithm mine: token_weights\(\) returned a dict; return tensors"):
         run.iteration()
 
 
@@ -59,13 +57,13 @@ MISTAKES = {
     ),
     "a loss without gradient": (
         (LOSS, "    return loss.detach()"),
-        r"returned a tensor torch.float32 \[\]; return the sum",
+        r"returned a tensor torch.float32 \[\]",
     ),
     "a loss that is none": ((LOSS, "    return None"), r"surrogate\(\) returned a NoneType; return the sum"),
     "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"the sum surrogate as 1.0; return \(sum, weight\)"),
     "a list of sums": (
         (LOSS, '    return loss, ["surrogate"]'),
-        r"returned a tensor .*, a list; return the sum of the loss .*dict",
+        r"returned a tensor .*, a list; return the sum",
     ),
     "a name that is taken": (
         (LOSS, '    return loss, {"iteration": (1.0, 1)}'),
