@@ -143,8 +143,7 @@ def read_prompts(config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_i
 
 
 def functions_fingerprints(config: Config) -> dict[str, str]:
-    """Returns hashes of the files of the user's reward functions and environment, by name. A host that does not score
-    need not have them."""
+    """Returns hashes of the files of the user's reward functions and environment, by name."""
     specs = [("reward function", spec) for spec in split_functions(config.reward_function)]
     if config.eval.prompts:
         specs += [("reward function", spec) for spec in split_functions(config.eval.reward_function)]
@@ -160,21 +159,6 @@ def sources_of(prompts: PromptSet, num: int) -> list[str]:
     """Returns where each of the first prompts is from, by its column data_source; empty where it has none."""
     found = (record.get(SOURCE) for record in prompts.records(range(num)))
     return ["" if source is None else str(source) for source in found]
-
-
-def check_best(config: Config, prompts: PromptSet, num: int) -> None:
-    """Raises UserError if checkpoint.best names a source that the prompts of the evaluation do not have. num: of
-    them."""
-    number, slash, source = config.checkpoint.best.partition("@")[2].partition("/")
-    if not slash:
-        return
-    sources = set(sources_of(prompts, num))
-    if len(sources) < 2 or source not in sources:
-        names = ", ".join(sorted(sources - {""})) or "none"
-        raise UserError(
-            f"checkpoint.best={config.checkpoint.best}: the column {SOURCE} of {config.eval.prompts} names {names}; "
-            f"choose one of several, or checkpoint.best={config.checkpoint.best.removesuffix(f'/{source}')}"
-        )
 
 
 def check_context(config: Config, model: ModelConfig, option: str = "generation.max_new_tokens") -> None:

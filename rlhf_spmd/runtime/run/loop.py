@@ -1,4 +1,4 @@
-"""The loop of a run: one iteration after another. Folder, console, evaluations and checkpoints listen to it.
+"""The loop of a run: one iteration after another. train.py writes, shows, evaluates and saves each.
 
 An iteration executes the program on new data, sums up what all ranks counted, and updates the algorithm's state from
 these global numbers alone, so that it stays the same on every rank. One iteration ahead, an iteration trains one batch
@@ -6,7 +6,7 @@ and draws the next one.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,13 +48,11 @@ class Loop:
         self.now: Iteration | None = None  # the current one
         self.in_flight: Iteration | None = None  # the next one, if it is or has been drawn ahead
         self.began_s = time.perf_counter()  # when it did
-        self.listeners: list[Callable[[Done], None]] = []  # called after each iteration, in this order, on every rank
 
-    def run(self, is_over: Callable[[], bool]) -> None:
-        """Runs all iterations that are left, and what listens to each. Collective. is_over: asked before each, on every
-        rank alike."""
+    def iterations(self) -> Iterator[Done]:
+        """Runs the iterations that are left, and yields each one. Collective."""
         job = self.job
-        while (number := len(self.history)) < job.config.iterations and not is_over():
+        while (number := len(self.history)) < job.config.iterations:
             self.began_s = time.perf_counter()
             self.now = data = self.begin(number)
             answers = self.executor.iteration(data, self.in_flight)
@@ -65,8 +63,7 @@ class Loop:
             self.history.append(metrics)
             signals = frozenset(name for answer in answers for name in answer["signals"])
             self.last = Done(number, data, metrics, answers, signals)
-            for listener in self.listeners:
-                listener(self.last)
+            yield self.last
 
     def begin(self, number: int) -> Iteration:
         """Returns the data of an iteration. Ahead they have been drawn, by the prologue if need be, and the next ones

@@ -23,12 +23,10 @@ from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job, RunState
-from rlhf_spmd.runtime.failure.failures import name_ranks
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.profile.products import Recorded, choose, limit_packing
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.run.inputs import (
-    check_best,
     check_context,
     check_responses_end,
     functions_fingerprints,
@@ -79,7 +77,6 @@ def prepare(
                     f"eval.prompts={config.eval.prompts}: {num - len(held_out)} of its rows have nothing to evaluate "
                     "(conversations without an answer, pairs that are equal once they are cut); remove them"
                 )
-            check_best(config, held_out, evaluation.workload.rollout_batch)
     shapes = program.workload.models.values()
     library, note = choose(world, config, shapes, products)
     with world.together("loading models"):
@@ -91,8 +88,7 @@ def prepare(
             except UserError as error:  # about columns of its prompts, or a function of its own
                 raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
     read = prompts.fingerprints("data.prompts") | (held_out.fingerprints("eval.prompts") if held_out else {})
-    world.agree("the start", read)
-    _agree_on_functions(config, world)
+    world.agree("the start", read | functions_fingerprints(config))
     models.start()
     copied = working_bytes(program, world.rank)["copies with adapters"] + packed_bytes(program, world.rank)
     notes += filter(None, (note, limit_packing(world, config, library, copied)))
@@ -158,19 +154,6 @@ def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSe
         columns=program.held(job.world.rank),
         stream=random_streams.EVALUATION,
     )
-
-
-def _agree_on_functions(config: Config, world: World) -> None:
-    """Raises the same UserError on every rank if hosts have different copies of a reward function. Collective."""
-    every = world.allgather(functions_fingerprints(config), "the files of reward functions")
-    for name in sorted({name for theirs in every for name in theirs}):
-        first, *others = [rank for rank, theirs in enumerate(every) if name in theirs]
-        wrong = [rank for rank in others if every[rank][name] != every[first][name]]
-        if wrong:
-            raise UserError(
-                f"the {name} is another one on {name_ranks(wrong, world.hosts)} than on "
-                f"{name_ranks([first], world.hosts)}: copy one of them to all hosts"
-            )
 
 
 def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:

@@ -1,19 +1,18 @@
 """The train subcommand on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
-from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.config.metric_aliases import Alias, aliased, aliases_of
+from rlhf_spmd.config.metric_aliases import aliased, aliases_of
 from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.files import output, progress
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer
+from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
@@ -74,8 +73,6 @@ def train(
             refuse_fewer(config, resumed.iteration, resumed.folder)
     folder = folder or recorded.open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
-    named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
-    aliases = aliases_of(*named, parts=bool(function_labels(config)))
     console = Console(known, columns_of(known, config, job.workload.workflow), enabled=world.rank == 0, as_json=as_json)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts = run_text.facts(job, folder)
@@ -89,19 +86,17 @@ def train(
         console.note(f"note: {note}")
     history, before = recorded.start_or_resume(job, folder, origin, summary)
     inputs, surroundings = recorded.inputs(job), recorded.surroundings(job)
-    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": inputs}
-    about |= {"surroundings": surroundings, "support": job.known.count}
+    about = {"inputs": inputs, "surroundings": surroundings, "ahead": program.placement.ahead}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Running(job, folder, console, known, aliases, about, history, asked, resumed)
+    running = Running(job, folder, console, history, about, asked)
+    if resumed and resumed.checkpoint:
+        console.note(running.loop.resume(resumed.checkpoint))
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
     progress.say(running.doing)
-    running.evaluate()  # before training, or what an interrupted run has left out
-    running.find_best()
-    running.loop.run(running.is_over)
-    if running.is_told_to_end and len(history) < config.iterations:
+    if running.run() and len(history) < config.iterations:
         _ended(running)
         return None
     console.note(running.evaluator.why_over)
@@ -127,51 +122,52 @@ def train(
 
 
 class Running:
-    """The loop of a run on this rank, and what listens to it: folder, console, alarms, evaluations and checkpoints."""
+    """The loop of a run on this rank, and what each iteration is given to: folder, console, alarms, evaluations and
+    checkpoints."""
 
     def __init__(
         self,
         job: Job,
         folder: RunFolder,
         console: Console,
-        known: Mapping[str, Metric],
-        aliases: Sequence[Alias],
-        about: dict[str, Any],
         history: list[dict[str, Any]],
+        about: dict[str, Any],
         asked: Asked | None,
-        resumed: Resumed | None,
     ):
-        """Prepares what listens to the iterations. Arguments that are not explained are as in `train`.
+        """Prepares the loop.
 
-        known: the metrics of the run.
-        aliases: names of another program for them.
-        about: facts for checkpoints.
         history: the metrics of the iterations so far.
+        about: facts for checkpoints.
+        asked: as in `train`.
         """
-        world = job.world
-        about["ahead"] = job.program.placement.ahead
-        self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
-        self.aliases, self.history = aliases, history
+        world, config = job.world, job.config
+        self.job, self.folder, self.console, self.history, self.about = job, folder, console, history, about
+        parts = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
+        self.aliases = aliases_of(*parts, parts=bool(function_labels(config)))
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
         executor = Executor(job, self.recorder, asked)
         self.evaluator = Evaluator(job, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         self.saver = Saver(job, folder.path, folder.texts())
-        self.alarm = Alarm(known, history)
-        self.has_warned = bool(timeouts_note([*history, *self.evaluator.rows]))
+        self.alarm = Alarm(console.metrics, history)
         self.loop = Loop(job, executor, history)
-        if resumed and resumed.checkpoint:
-            console.note(self.loop.resume(resumed.checkpoint))
-        self.loop.listeners = [self.write, self.evaluate_after, self.save, self.forget]
 
-    @property
-    def is_told_to_end(self) -> bool:
-        """Whether SIGTERM has arrived on some rank."""
-        return self.loop.last is not None and END.name in self.loop.last.signals
-
-    def is_over(self) -> bool:
-        """Returns whether the run ends before its last iteration."""
-        return self.is_told_to_end or bool(self.evaluator.why_over)
+    def run(self) -> bool:
+        """Runs the iterations that are left -> whether SIGTERM has ended them. Collective."""
+        self.evaluate()  # before training, or what an interrupted run has left out
+        if self.history and self.evaluator.best_iteration == len(self.history):  # of this evaluation
+            recorded.save_models(self.job, self.folder, "best")
+        iterations = iter(()) if self.evaluator.why_over else self.loop.iterations()
+        for done in iterations:
+            self.write(done)
+            is_told_to_end = END.name in done.signals
+            if not is_told_to_end:  # else there is no time, and the resumed run evaluates
+                self.evaluate()
+            self.save(done)
+            self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
+            if is_told_to_end or self.evaluator.why_over:
+                return is_told_to_end
+        return False
 
     def doing(self) -> str:
         """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
@@ -198,46 +194,15 @@ class Running:
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
         self.console.note(self.evaluator.evaluate(len(self.history)))
-        self._warn()
-
-    def _warn(self) -> None:
-        """Says once that responses ran out of time."""
-        text = timeouts_note([*self.history, *self.evaluator.rows])
-        if text and not self.has_warned:
-            self.console.note(f"warning: {text}")
-        self.has_warned = bool(text)
-
-    def find_best(self) -> None:
-        """Writes the best model so far if it is the one that a resumed run begins with, and says so if it is gone: its
-        evaluation may have been left out before, and checkpoint.best may be new. Collective."""
-        done, best = len(self.history), self.evaluator.best_iteration
-        if not best:  # there is no evaluation yet, or the model before training is the best
-            return
-        is_kept = self.job.world.bcast((self.folder.path / "best").is_dir(), what="whether the best model is kept")
-        if best == done:
-            recorded.save_models(self.job, self.folder, "best")
-        elif not is_kept:
-            self.console.note(
-                f"note: checkpoint.best={self.evaluator.best}: the best model so far, after {best} of {done} "
-                "iterations, was not written to best/; the next better one will be"
-            )
-
-    # ---- listeners --------------------------------------------------------------------------------------------------
 
     def write(self, done: Done) -> None:
         """Writes samples and metrics, and shows the metrics."""
         self.rollouts.write(done.data)
-        groups = {name: metric.group for name, metric in self.known.items()}
+        groups = {name: metric.group for name, metric in self.console.metrics.items()}
         self.folder.write_metrics(done.number, done.metrics, groups, aliased(self.aliases, done.metrics))
         self.console.iteration(done.number + 1, self.job.config.iterations, done.metrics)
         for text in self.alarm.notes(done.metrics):
             self.console.note(text)
-        self._warn()
-
-    def evaluate_after(self, done: Done) -> None:
-        """Evaluates, if that is due."""
-        if END.name not in done.signals:  # then there is no time, and the resumed run evaluates
-            self.evaluate()
 
     def save(self, done: Done) -> None:
         """Writes a checkpoint and the best model, if they are due."""
@@ -251,10 +216,6 @@ class Running:
         if is_best:
             recorded.save_models(self.job, self.folder, "best")
         self.saver.check()
-
-    def forget(self, done: Done) -> None:
-        """Keeps the spans of the last iterations alone."""
-        self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
 
 
 def _ended(running: Running) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
 from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
@@ -18,7 +17,6 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import run_text
-from rlhf_spmd.runtime.run.prepare import _agree_on_functions
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
 from tests.runs import OneRank, compiled
@@ -111,17 +109,6 @@ def test_the_hash_is_that_of_hashes_in_order():
     ordered = [[9, 9, 9], [], [5, 6], [2**31 - 1]]  # prompts 1, 1, 3, 70,000; samples 0, 1, 0, 2
     whole = b"".join(hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).digest() for tokens in ordered)
     assert tokens_sha256([rows[2:], rows[:0], rows[:2]]) == hashlib.sha256(whole).hexdigest()
-
-
-def test_hosts_with_different_reward_functions_are_told():
-    def agree(*of_rank):
-        world = SimpleNamespace(allgather=lambda *_: of_rank, hosts=["a", "b", "c"])
-        _agree_on_functions(presets.load("tiny"), world)
-
-    name = "reward function in r.py"
-    agree({name: "1"}, {}, {name: "1"})  # a host that does not score need not have the file
-    with pytest.raises(UserError, match=r"function in r.py is another one on rank 2 \(host c\) than on rank 0"):
-        agree({name: "1"}, {}, {name: "2"})
 
 
 @pytest.mark.parametrize(
