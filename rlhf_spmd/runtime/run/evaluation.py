@@ -49,8 +49,6 @@ from rlhf_spmd.runtime.world.metric_sums import combine
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.world.world import World
 
-SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
-
 
 class Evaluation:
     """The evaluation of all prompts of a job, whose program generates and scores responses, or measures losses."""
@@ -75,13 +73,13 @@ class Evaluation:
         self.executor.begin()
         data = self._iteration(num_done)
         answers = self.executor.iteration(data)
-        metrics = self._metrics(self._scored(data), answers)
+        metrics = self._metrics(self._scores(data), answers)
         if not self.scores:
             check_finite(metrics, data.title)
         functions = function_labels(self.job.config) if self.scores else []
         metrics = without_passes(metrics) if functions and not wants_passes(self.job.config) else metrics
         for function in functions:
-            metrics |= _measured(self.job, self.sources, self._scored(data, function), f"{function}/")
+            metrics |= _measured(self.job, self.sources, self._scores(data, function), f"{function}/")
         return metrics | {"evaluation_s": time.perf_counter() - began}, data
 
     def _iteration(self, num_done: int) -> Iteration:
@@ -103,37 +101,44 @@ class Evaluation:
             first=0,
         )
 
-    def _scored(self, data: Iteration, function: str = "") -> np.ndarray:
-        """Returns the scores of all ranks, or those of one function, which may not apply to each response.
+    def _scores(self, data: Iteration, function: str = "") -> np.ndarray:
+        """Returns the scores of all ranks, or those of one function, [prompts, samples]; NaN where there is none.
         Collective."""
-        said = self.job.world.allgather_bytes(self._reported(data, function).tobytes(), "the scores of an evaluation")
-        return np.concatenate([np.frombuffer(part, SCORED) for part in said])
+        workload = self.job.program.workload
+        scores = np.full((workload.rollout_batch, workload.samples_per_prompt), np.nan)
+        every = self.job.world.allgather(self._reported(data, function), "the scores of an evaluation")
+        for prompts, samples, values in every:
+            scores[prompts, samples] = values
+        return scores
 
-    def _reported(self, data: Iteration, function: str) -> np.ndarray:
-        """Returns the scores that this rank reports."""
+    def _reported(self, data: Iteration, function: str) -> tuple[list[int], list[int], list[float]]:
+        """Returns prompt, sample and score of the rows that this rank reports, of a function NaN where it has none."""
         program, rank = self.job.program, self.job.world.rank
         call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
         if call is None or not self.scores:
-            return np.empty(0, SCORED)
+            return [], [], []
         layout = program.placement.layouts[call.name]
-        if rank not in layout.ranks or not layout.reports(rank):
-            return np.empty(0, SCORED)
-        columns = layout.columns(rank, program.workload.mini_batch)
+        columns = layout.columns(rank, program.workload.mini_batch) if rank in layout.ranks else range(0)
+        if not columns or not layout.reports(rank):
+            return [], [], []
         place = ALL, slice(columns.start, columns.stop)
-        found = np.zeros(len(columns), SCORED)
-        found["prompt"], found["sample"] = data.prompt_MC[place][0], data.sample_MC[place][0]
-        name, unknown_MC = call.outputs[0], np.full(data.prompt_MC.shape, np.nan)
-        of_function_MC = data.noted.get(f"{name.removesuffix('s')}_{function}", unknown_MC)
-        found["score"] = of_function_MC[place][0] if function else data.store.at(name, place)[0].cpu().numpy()
+        name = call.outputs[0]
+        if function:
+            unknown_MC = np.full(data.prompt_MC.shape, np.nan)
+            score_C = data.noted.get(f"{name.removesuffix('s')}_{function}", unknown_MC)[place][0]
+        else:
+            score_C = data.store.at(name, place)[0].double().cpu().numpy()
+        rows = data.prompt_MC[place][0], data.sample_MC[place][0], score_C
         kept_C = kept_of({key: data.store.at(key, place)[0] for key in call.inputs}, call.inputs)
-        found = found if kept_C is None else found[kept_C.cpu().numpy()]
-        return found[~np.isnan(found["score"])] if function else found
+        kept = slice(None) if kept_C is None else kept_C.cpu().numpy()
+        prompts, samples, scores = (values_C[kept].tolist() for values_C in rows)
+        return prompts, samples, scores
 
-    def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
+    def _metrics(self, scores: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
         """Returns the metrics of one evaluation, from the scores of all ranks."""
         if not self.scores:
             return dict(combine(answers)[0])
-        metrics: dict[str, float | str] = dict(_measured(self.job, self.sources, scored))
+        metrics: dict[str, float | str] = dict(_measured(self.job, self.sources, scores))
         if not metrics:
             raise UserError(f"an evaluation has no prompt all of whose episodes count: {ALL_BROKE}")
         logged, weights = combine(answers)
@@ -144,22 +149,23 @@ class Evaluation:
         return metrics
 
 
-def _measured(job: Job, sources: Sequence[str], scored: np.ndarray, before: str = "") -> dict[str, float]:
+def _measured(job: Job, sources: Sequence[str], scores: np.ndarray, before: str = "") -> dict[str, float]:
     """Returns the metrics of scores, with pass@k where it is asked for or says something; none without a prompt.
 
     sources: of the prompts.
-    scored: of all ranks. Prompts without one, such as those whose episodes are dropped, count nowhere.
+    scores: of all ranks, [prompts, samples]. Prompts without one, such as those whose episodes are dropped, count
+        nowhere.
     before: what is before the names of metrics: `FUNCTION/`, or nothing for the score of the run.
     """
-    workload = job.program.workload
-    scores = np.full((workload.rollout_batch, workload.samples_per_prompt), np.nan)
-    scores[scored["prompt"], scored["sample"]] = scored["score"]
-    if not len(kept := np.unique(scored["prompt"])):
+    is_known = ~np.isnan(scores)
+    (kept,) = np.nonzero(is_known.any(1))
+    if not len(kept):
         return {}
     right_at = float(np.float32(job.config.eval.right_at))  # scores are float32
-    found = measure_by_source(scores[kept].tolist(), [sources[prompt] for prompt in kept], right_at)
-    is_asked = wants_passes(job.config, before) or np.isin(scored["score"], (0.0, 1.0)).all()
-    return {f"{before}{name}": value for name, value in (found if is_asked else without_passes(found)).items()}
+    metrics = measure_by_source(scores[kept].tolist(), [sources[prompt] for prompt in kept.tolist()], right_at)
+    if not wants_passes(job.config, before) and not np.isin(scores[is_known], (0.0, 1.0)).all():
+        metrics = without_passes(metrics)
+    return {f"{before}{name}": value for name, value in metrics.items()}
 
 
 def wants_passes(config: Config, before: str = "") -> bool:

@@ -65,7 +65,7 @@ def test_without_the_package(tmp_path, monkeypatch):
 class Broken:
     """Fails at everything, as a service may."""
 
-    def __getattr__(self, name):
+    def add(self, step, values):
         raise ConnectionError("the service has gone")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.runtime.execute.response_hashes import ROW
-from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluation
+from rlhf_spmd.runtime.run.evaluation import Evaluation
 
 
 def metrics_of(*scores: float, right_at: float = 1.0, best: str = "") -> dict:
@@ -15,7 +15,7 @@ def metrics_of(*scores: float, right_at: float = 1.0, best: str = "") -> dict:
     config = SimpleNamespace(eval=SimpleNamespace(right_at=right_at), checkpoint=SimpleNamespace(best=best))
     job = SimpleNamespace(program=SimpleNamespace(workload=workload), config=config)
     evaluation = SimpleNamespace(job=job, scores=True, sources=[""])
-    scored = np.array([(0, sample, np.float32(score)) for sample, score in enumerate(scores)], SCORED)
+    scored = np.array([scores], np.float32).astype(float)
     answer = {"sums": {}, "maxima": {}, "minima": {}, "rows": np.zeros(0, ROW)}
     return Evaluation._metrics(evaluation, scored, [answer])
 
