@@ -14,10 +14,10 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -54,47 +54,30 @@ AHEAD = 2  # windows queued
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
-class OutputFile(AbstractContextManager):
-    """Rank 0's file. Lines are written to FILE.part, which is renamed at the end of the context, or deleted on an
-    error."""
+def check_out(path: Path, prompts: Path, *, overwrite: bool) -> None:
+    """Raises UserError if the file must not or cannot be written."""
+    if is_folder(path) or not os.access(path.parent, os.W_OK):
+        raise UserError(f"--out {path} is a folder, or there is no folder for it that can be written to; name a file")
+    if is_file(path) and any(is_file(file) and path.samefile(file) for file in files_of(prompts)):
+        raise UserError(f"--out {path} is the prompt file; name another one")
+    if is_file(path) and not overwrite:
+        raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
 
-    def __init__(self, path: Path):
-        self.path = path.absolute()  # a function of best_of may change the working folder
-        self.part = self.path.with_name(path.name + ".part")
-        self._begun = False
 
-    @staticmethod
-    def check(path: Path, prompts: Path, *, overwrite: bool) -> None:
-        """Raises UserError if the file must not or cannot be written."""
-        if is_folder(path) or not is_folder(path.parent):
-            what = "is a folder: name a file" if is_folder(path) else f"can't be made: there is no folder {path.parent}"
-            raise UserError(f"--out {path} {what}")
-        if is_file(path) and any(is_file(file) and path.samefile(file) for file in files_of(prompts)):
-            raise UserError(f"--out {path} is the prompt file; name another one")
-        if is_file(path) and not overwrite:
-            raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
-        if not os.access(path.parent, os.W_OK):
-            raise UserError(f"--out {path}: the folder {path.parent} cannot be written to")
-
-    def write(self, lines: Sequence[Mapping]) -> None:
-        """Appends lines; the first call creates the file."""
-        mode, self._begun = "a" if self._begun else "w", True
-        try:
-            with self.part.open(mode, encoding="utf-8") as file:
-                file.write(json_lines(lines))
-        except OSError as error:
-            raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
-
-    def __exit__(self, kind: type | None, *_) -> None:
-        try:
-            if self._begun and kind is None:
-                self.part.replace(self.path)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
-        finally:
-            if self._begun:
-                with suppress(OSError):
-                    self.part.unlink()
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Opens FILE.part, which is renamed at the end of the block, or deleted on an error. Raises UserError."""
+    path = path.absolute()  # a function of best_of may change the working folder
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+        part.replace(path)
+    except OSError as error:
+        raise UserError(f"{part} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
 class Estimate:
@@ -253,7 +236,7 @@ def generate_file(
     options = replace(options, started=world.bcast(time_of_start(), what="the time of the start"))
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
-            OutputFile.check(out, prompts, overwrite=overwrite)
+            check_out(out, prompts, overwrite=overwrite)
         has_judge = options.best_of and is_folder(options.best_of)
         files = model_files(model, option=BASE_HERE)
         whole, texts = files.folder, files.tokenizer
@@ -277,24 +260,25 @@ def generate_file(
     world.barrier("the start of generation")
     started = time.perf_counter()
     totals: Counter[str] = Counter()
-    scores = dict.fromkeys(("score", "mean_score"), 0.0)  # sums
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
     num = len(asked) * options.samples_per_prompt
     kept = 1 if options.best_of else options.samples_per_prompt  # lines of a prompt
     estimate = Estimate(num, share)
     progress.say(estimate.text)  # on rank 0, which alone shows it
-    with OutputFile(out) as file:
+    with replacing(out) if world.rank == 0 else nullcontext() as file:
         for start in range(0, len(asked), window_of(options) * layout.dp):
             window = replica.next_window(estimate) if replica else []
             answers = world.allgather(window if layout.reports(world.rank) else [], f"the responses from {start}")
-            if world.rank == 0:
+            if file is not None:
                 of_copies = [answers[rank] for rank in layout.ranks if layout.reports(rank)]
                 lines = merge_in_order(of_copies, kept)
-                file.write(lines)
+                file.write(json_lines(lines))
+                file.flush()
                 for line in lines:
                     totals.update(sequences=1, tokens=line["num_tokens"], ended=line["finish"] != "length")
-                    scores = {name: total + line.get(name, 0.0) for name, total in scores.items()}
+                    totals.update({name: line[name] for name in ("score", "mean_score") if name in line})
         seconds = time.perf_counter() - started
+    num_lines = max(totals["sequences"], 1)
     result = {
         "out": str(out),
         "ranks": world.size,
@@ -302,14 +286,13 @@ def generate_file(
         "tokens": totals["tokens"],
         "seconds": round(seconds, 3),
         "tokens_per_s": round(totals["tokens"] / seconds, 1),
-        "mean_length": round(totals["tokens"] / max(totals["sequences"], 1), 2),
-        "ended_share": round(totals["ended"] / max(totals["sequences"], 1), 4),
+        "mean_length": round(totals["tokens"] / num_lines, 2),
+        "ended_share": round(totals["ended"] / num_lines, 4),
         "device": describe_device(world.computes, world.size),
         "ok": True,
     }
     if options.best_of:
-        means = {name: total / max(totals["sequences"], 1) for name, total in scores.items()}
-        result |= {name: round(mean, 4) for name, mean in means.items()}
+        result |= {name: round(totals[name] / num_lines, 4) for name in ("score", "mean_score")}
     if world.rank == 0:
         print_summary(result, layout)
     return result

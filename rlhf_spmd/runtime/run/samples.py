@@ -6,19 +6,16 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
-from rlhf_spmd.runtime.environments.episodes import Row
-from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.execute.handlers import infer
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
-from rlhf_spmd.runtime.generation.rollout import Rollout, generate_rows
+from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
@@ -42,10 +39,8 @@ def sample_responses(job: Job) -> list[Shown]:
         release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
             free = job.config.generation.cache_fraction * free_bytes(device, job.world.computes.num_ranks)
-            if job.environments is None:
-                found = _responses(job, model, num, free)
-            elif rank == first:  # tools are called once
-                found = _episodes(job, model, num, free)
+            if job.environments is None or rank == first:  # tools are called once
+                found = _drawn(job, model, num, free)
     everyone = job.world.allgather(asdict(found) if rank == first else {}, "the samples")
     found = _Drawn(**next(one for one in everyone if one))
     scored: list[float] = []
@@ -78,30 +73,21 @@ class _Drawn:
     rewards: list[float] = field(default_factory=list)
 
 
-def _bits(job: Job, num: int) -> Tensor:
-    rows, width = (np.arange(num), np.zeros(num, int)), job.config.row_tokens
-    return torch.from_numpy(random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width))
-
-
-def _responses(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
-    device, prompts = job.world.device, job.prompts.prompts[:num]
-    bits_BG = _bits(job, num).to(device)
-    responses_BG, *_ = generate_rows(model, pad(prompts).to(device), bits_BG, free_bytes=free, **job.drawing)
-    tokens = responses_BG.tolist()
-    texts = [job.tokenizer.decode_pair(prompt, row)[1] for prompt, row in zip(prompts, tokens, strict=True)]
-    return _Drawn([*prompts], tokens, texts)
-
-
-def _episodes(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
-    assert job.environments is not None
-    device, everything = job.world.device, slice(0, 1)
-    rows = job.environments.rows(job, range(num), [0] * num, range(num))
-    episodes = job.environments.episodes(rows, 0, "samples")
-    opened = episodes.openings()
+def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
+    """Draws the responses to the first prompts with one copy of the model."""
+    device, everything, environments = job.world.device, slice(0, 1), job.environments
+    prompts, rows, episodes = job.prompts.prompts[:num], [], None
+    if environments is not None:
+        rows = environments.rows(job, range(num), [0] * num, range(num))
+        episodes = environments.episodes(rows, 0, "samples")
+        prompts = episodes.openings()
+    bits_BG = random_bits(
+        job.config.seed, random_streams.SAMPLES, 0, np.arange(num), np.zeros(num, int), job.config.row_tokens
+    )
     rollout = Rollout(
         model,
-        pad(opened).to(device)[None],
-        _bits(job, num).to(device)[None],
+        pad(prompts).to(device)[None],
+        torch.from_numpy(bits_BG).to(device)[None],
         episodes=episodes,
         max_new_tokens=job.config.generation.max_new_tokens,
         max_sequences=num,
@@ -109,28 +95,19 @@ def _episodes(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
         **job.drawing,
     )
     responses_BG, *_ = rollout.of(everything)
+    responses = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
+    if environments is None or episodes is None:
+        pairs = zip(prompts, responses, strict=True)
+        return _Drawn([*prompts], responses_BG.tolist(), [job.tokenizer.decode_pair(*pair)[1] for pair in pairs])
     actions_BG, rewards_BG = rollout.of_turns(everything)
-    texts = _episode_texts(job.environments, rows, responses_BG, actions_BG, rollout.reasons(everything))
+    texts = []
+    for row, tokens, drawn_G, reason in zip(rows, responses, actions_BG > 0, rollout.reasons(everything), strict=True):
+        turns = environments.transcript(row.columns, tokens, drawn_G[: len(tokens)].tolist())
+        texts.append(episode_text(turns, reason))
     rewards = [
         math.nan if episodes.is_dropped(row) else reward for row, reward in enumerate(rewards_BG.sum(1).tolist())
     ]
-    return _Drawn(opened, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
-
-
-def _episode_texts(
-    environments: RunEnvironments,
-    rows: Sequence[Row],
-    responses_BG: Tensor,
-    actions_BG: Tensor,
-    reasons: Sequence[str],
-) -> list[str]:
-    """Returns episodes by turns."""
-    texts = []
-    for row, tokens_G, drawn_G, reason in zip(rows, responses_BG, actions_BG > 0, reasons, strict=True):
-        ids = [token for token in tokens_G.tolist() if token >= 0]
-        turns = environments.transcript(row.columns, ids, drawn_G[: len(ids)].tolist())
-        texts.append(episode_text(turns, reason))
-    return texts
+    return _Drawn(prompts, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
 
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:

@@ -10,7 +10,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline import generate_file
-from rlhf_spmd.runtime.offline.generate_file import OutputFile, deal, line_of, merge_in_order
+from rlhf_spmd.runtime.offline.generate_file import check_out, deal, line_of, merge_in_order, replacing
 from rlhf_spmd.runtime.offline.options import load_options
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from tests.folders import write_model
@@ -80,25 +80,14 @@ def test_how_a_response_ended(tokenizer, response, stop, finish):
 
 
 def test_the_file_gets_its_name_at_the_end(tmp_path):
-    with pytest.raises(ZeroDivisionError), OutputFile(tmp_path / "out.jsonl"):
-        raise ZeroDivisionError  # nothing was written yet
-    with OutputFile(tmp_path / "out.jsonl") as file:
-        for number in range(2):
-            file.write([{"a": number, "b": "é"}])
-            assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
-    with pytest.raises(ZeroDivisionError), OutputFile(tmp_path / "other.jsonl") as file:
-        file.write([{}])
+    (tmp_path / "out.jsonl.part").write_text("half\n", encoding="utf-8")  # of a broken run
+    with replacing(tmp_path / "out.jsonl") as file:
+        file.write("é")
+        assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "é"
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "other.jsonl") as file:
         raise ZeroDivisionError
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-
-
-def test_a_file_of_a_broken_run_is_begun_anew(tmp_path):
-    (tmp_path / "out.jsonl.part").write_text("half\n", encoding="utf-8")
-    with OutputFile(tmp_path / "out.jsonl") as file:
-        file.write([{"a": 1}])
-    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 1}\n'
 
 
 def test_where_the_file_must_not_go(tmp_path):
@@ -106,18 +95,16 @@ def test_where_the_file_must_not_go(tmp_path):
     prompts.write_text("", encoding="utf-8")
     (tmp_path / "link.jsonl").symlink_to(prompts)
     for name, overwrite, message in (
-        ("p.jsonl", False, "is the prompt file"),
         ("link.jsonl", True, "is the prompt file"),
         (".", True, "is a folder"),
         ("no/out.jsonl", True, "there is no folder"),
     ):
         with pytest.raises(UserError, match=message):
-            OutputFile.check(tmp_path / name, prompts, overwrite=overwrite)
+            check_out(tmp_path / name, prompts, overwrite=overwrite)
     (tmp_path / "old.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="exists.*--overwrite"):
-        OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=False)
-    OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=True)
-    OutputFile.check(tmp_path / "new.jsonl", prompts, overwrite=False)
+        check_out(tmp_path / "old.jsonl", prompts, overwrite=False)
+    check_out(tmp_path / "old.jsonl", prompts, overwrite=True)
 
 
 class OneRank:
