@@ -20,7 +20,7 @@ PAGE = REPOSITORY / "docs" / "one_iteration.md"
 OWN = tuple(f"{REPOSITORY / folder}{os.sep}" for folder in ("rlhf_spmd", "kernels", "strategies"))
 RANKS, ON_A_RANK = 4, "--on-a-rank"
 SMALL = ("rollout_batch=16", "mini_batch=8", "generation.max_new_tokens=8", "num_samples=0")  # the ways are the same
-FORK, IN_LOOP = "InstructionLoop.iteration", "Loop.run"  # where most ways part; a frame of all of them
+FORK, IN_LOOP = "InstructionLoop.iteration", "Loop.iterations"  # where most ways part; a frame of all of them
 # heading -> a function, and one through which the way there leads
 WAYS = {
     "A token is drawn": ("sample", "generate"),

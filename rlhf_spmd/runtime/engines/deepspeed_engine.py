@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import all_reduced, is_split
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import REDUCE_NUMEL
-from rlhf_spmd.runtime.engines import deepspeed_state
 from rlhf_spmd.runtime.engines.adamw import MOMENTS, EngineOptions, Interval, ReadState, Share, read_into, state_of
 from rlhf_spmd.runtime.engines.flat_engine import Groups, Through
 
@@ -230,13 +229,13 @@ class DeepSpeedEngine:
         """Implements `TrainEngine.publish`."""
         with self._as_world():
             if self._zero == 3:
-                deepspeed_state.publish_parts(self.engine.optimizer)
+                publish_parts(self.engine.optimizer)
             else:
-                deepspeed_state.publish_flat(self.engine.optimizer, group=self._group)
+                publish_flat(self.engine.optimizer, group=self._group)
 
     def _shares(self) -> list[Share]:
         """Returns the intervals of weights that this rank updates, and where they are stored."""
-        of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
+        of_stage = shares_of_parts if self._zero == 3 else shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
         return of_stage(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())
 
@@ -299,3 +298,61 @@ def _config(weights: list[Tensor], options: EngineOptions) -> dict[str, Any]:
             "stage3_param_persistence_threshold": min(100_000, numel // 10_000),
         },
     }
+
+
+# ---- state by parameter ----------------------------------------------------------------------------------------------
+
+States = Mapping[Tensor, Mapping[str, Tensor]]  # of the inner AdamW, by master
+
+
+def shares_of_flat(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
+    """Returns the shares of ZeRO 2: the weights of each group concatenated; each rank has one part.
+
+    zero: DeepSpeed's optimizer.
+    names: by id(weight).
+    """
+    shares, groups = [], (zero.bit16_groups_flat, zero.bit16_groups, zero.single_partition_of_fp32_groups)
+    for flat, weights, master in zip(*groups, strict=True):
+        first, last = rank * master.numel(), (rank + 1) * master.numel()
+        for p in weights:
+            begin = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
+            start, stop = max(first, begin), min(last, begin + p.numel())
+            if start < stop:
+                interval = names[id(p)], start - begin, stop - begin
+                shares.append(Share(interval, _values(master, states), start - first))
+    return shares
+
+
+def shares_of_parts(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
+    """Returns the shares of ZeRO 3: each rank has a part of every weight. Arguments as in `shares_of_flat`."""
+    shares = []
+    for weights, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        offset = 0
+        for p in weights:
+            size = p.partition_numel()
+            start, stop = rank * size, min((rank + 1) * size, p.ds_numel)
+            if start < stop:
+                shares.append(Share((names[id(p)], start, stop), _values(master, states), offset))
+            offset += size
+    return shares
+
+
+def _values(master: Tensor, states: States) -> dict[str, Tensor]:
+    return {"master": master} | {kind: states[master][kind] for kind in MOMENTS}
+
+
+@torch.no_grad()
+def publish_flat(zero: Any, *, group: dist.ProcessGroup) -> None:
+    """Copies, for ZeRO 2, every rank's masters to the weights, which are views of a flat tensor for each group."""
+    groups = zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups
+    for parts, master in zip(*groups, strict=True):
+        dist.all_gather(list(parts), master.detach().to(parts[0].dtype, copy=True), group=group)
+
+
+def publish_parts(zero: Any) -> None:
+    """Copies, for ZeRO 3, masters to the weights in the compute dtype, and gathers small weights everywhere.
+    Collective."""
+    for number in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

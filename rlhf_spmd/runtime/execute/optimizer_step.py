@@ -13,7 +13,7 @@ weights nor the optimizer's state move. Only the schedule of the learning rate c
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,16 +27,17 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS
-from rlhf_spmd.plan.workflow import Train
+from rlhf_spmd.plan.workflow import DIVISORS, LossCall, Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute import iteration
-from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
 from rlhf_spmd.runtime.execute.iteration import ALL, NUMBER, Iteration, Rows, Store, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import called, read_loss, stored_arguments
 from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.world.metric_sums import Meter
+
+CANCELLED = 1e-6  # times the sum of their sizes: a smaller sum of numbers is what rounding leaves of them
 
 
 def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | None":
@@ -247,3 +248,36 @@ def _micro_batches(job: Job, call: Train, run: Run, rows: Rows, prepared: Rows) 
         chunks.append(blank)
         made.append(zeros)
     return chunks, made
+
+
+def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
+    """Returns the divisor of the loss of these rows, float64 [1]: response tokens, responses that have tokens, or rows;
+    or [2]: the sum of the numbers of a key, and that of their sizes.
+
+    rows: data key -> [B, ...].
+    """
+    if call.divisor not in DIVISORS:
+        numbers = rows[call.divisor].double()
+        return torch.stack([numbers.sum(), numbers.abs().sum()])
+    masks = [mask_of(rows, key) for key in call.responses]
+    if call.divisor == "rows":
+        return masks[0].new_tensor([len(masks[0])], dtype=torch.float64)
+    counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]
+    return torch.stack(counts).sum().double()[None]
+
+
+def checked_divisor(found: Sequence[float], call: LossCall, page: str) -> float:
+    """Returns the divisor of a global mini-batch, positive, or 0 where there is no row. Raises UserError for a sum by
+    which a loss cannot be divided, also for one of numbers that cancel each other.
+
+    found: of divisor_of, summed over ranks.
+    page: the algorithm's name.
+    """
+    divisor, size = found[0], found[-1]
+    if (divisor == 0 == size) or CANCELLED * size < divisor < math.inf:
+        return divisor
+    raise UserError(
+        f"algorithm {page}: {call.name} divides the loss of a mini-batch by the sum of {call.divisor}, which is "
+        f"{divisor:g}, of numbers whose sizes sum to {size:g}; give rows numbers of at least 0 (the mini-batch is left "
+        "out where all are 0), or the call another divisor"
+    )
