@@ -145,7 +145,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
         (["eval.prompts=nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
         (["eval.prompts=HERE/empty.jsonl"], "empty.jsonl holds no prompt; add some, or drop eval.prompts"),
         (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
-        (["checkpoint.best=mean@3/z"], "names x, y; choose one of several, or checkpoint.best=mean@3\n"),
+        (["checkpoint.best=mean@3/z"], "names x, y; choose one of several\n"),
         (["eval.reward_function=nowhere.py:f"], "held_out.jsonl: reward function 'nowhere.py:f'"),
     ],
 )

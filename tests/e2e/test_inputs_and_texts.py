@@ -84,8 +84,8 @@ def test_rollouts_hold_every_column_in_both_formats(folder, capsys):
         return capsys.readouterr().out.split("\n")[:-1]
 
     found = [{row["prompt_index"]: row for row in map(json.loads, lines(number, "--json"))} for number in (1, 2)]
-    renamed = [{"response": "data.response", "scores": "data.scores"}] * 2
-    renamed[1] |= {"half \ud83d": "half \\ud83d"}
+    taken = {"response": "data.response", "scores": "data.scores"}
+    renamed = [taken, taken | {"half \ud83d": "half \\ud83d"}]
     for index, columns in enumerate(COLUMNS):
         for of_file, names in zip(found, renamed, strict=True):
             got = {name: of_file[index].get(names.get(name, name)) for name in columns}

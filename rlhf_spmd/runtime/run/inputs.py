@@ -161,6 +161,18 @@ def sources_of(prompts: PromptSet, num: int) -> list[str]:
     return ["" if source is None else str(source) for source in found]
 
 
+def check_best(config: Config, prompts: PromptSet, num: int) -> None:
+    """Raises UserError if checkpoint.best names a source that the prompts of the evaluation do not have. num: of
+    them."""
+    _, slash, source = config.checkpoint.best.partition("@")[2].partition("/")
+    sources = {*sources_of(prompts, num)}
+    if slash and (len(sources) < 2 or source not in sources):
+        raise UserError(
+            f"checkpoint.best={config.checkpoint.best}: the column {SOURCE} of {config.eval.prompts} names "
+            f"{', '.join(sorted(sources - {''})) or 'none'}; choose one of several"
+        )
+
+
 def check_context(config: Config, model: ModelConfig, option: str = "generation.max_new_tokens") -> None:
     """Raises UserError if prompts and responses together may be longer than the context of the first role's model.
     option: that says how long responses may be."""

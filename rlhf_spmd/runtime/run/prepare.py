@@ -27,6 +27,7 @@ from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.profile.products import Recorded, choose, limit_packing
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.run.inputs import (
+    check_best,
     check_context,
     check_responses_end,
     functions_fingerprints,
@@ -77,6 +78,7 @@ def prepare(
                     f"eval.prompts={config.eval.prompts}: {num - len(held_out)} of its rows have nothing to evaluate "
                     "(conversations without an answer, pairs that are equal once they are cut); remove them"
                 )
+            check_best(config, held_out, evaluation.workload.rollout_batch)
     shapes = program.workload.models.values()
     library, note = choose(world, config, shapes, products)
     with world.together("loading models"):
