@@ -59,13 +59,6 @@ def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if PASS not in name}
 
 
-def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:
-    """Returns whether the last row has a larger value of a metric than every earlier one; less: whether a smaller
-    one."""
-    sign = -1 if less else 1
-    return all(sign * rows[-1][metric] > sign * row[metric] for row in rows[:-1])
-
-
 def best_row(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> int:
     """Returns the first of the rows with the largest value of a metric; less: with the smallest."""
     sign = -1 if less else 1

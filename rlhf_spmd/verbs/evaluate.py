@@ -12,7 +12,6 @@ from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.files.output import print_json
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.records.evaluation_text import titled
 
 
 def run(world: Any, parsed: argparse.Namespace) -> None:
@@ -39,7 +38,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         print(note)
     metrics = evaluate_once(config, program, world, parsed.after)
     if world.rank == 0:
-        shown = {name: value for name, value in titled(metrics).items() if isinstance(value, int | float)}
-        for name, value in shown.items():
-            print(f"{name:24} {value:.6g}")
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                print(f"{name:24} {value:.6g}")
         print_json(metrics | {"ok": True}, parsed.json)

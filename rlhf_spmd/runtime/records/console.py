@@ -23,7 +23,6 @@ from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.files import output, progress
 from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import command_lines, formatted
-from rlhf_spmd.runtime.records.evaluation_text import told
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -180,8 +179,8 @@ class Console:
             form, unit = self.metrics[name].form, self.metrics[name].headline
             facts[name] = f"{formatted(first, form).strip()} -> {formatted(last, form).strip()} {unit}".rstrip()
         if result.evaluation:
-            ends = result.evaluation.items()
-            facts["evaluation"] = told({name: " -> ".join(map(formatted, values)) for name, values in ends})
+            ends = [f"{name} {' -> '.join(map(formatted, values))}" for name, values in result.evaluation.items()]
+            facts["evaluation"] = ", ".join(ends)
         generated = math.isfinite(result.gen_tokens_per_s)
         speed = [f"{result.gen_tokens_per_s:,.0f} tokens/s generated"] if generated else []
         if math.isfinite(result.iteration_s):

@@ -37,7 +37,6 @@ from rlhf_spmd.files.printing import formatted, on_one_line
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.failure.failures import advice
-from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
 from rlhf_spmd.runtime.world.trace import write_chrome
 
@@ -155,7 +154,7 @@ class RunFolder:
         if rows or (self.path / EVALUATIONS).is_file():
             self.write(EVALUATIONS, "".join(json.dumps(finite(row)) + "\n" for row in rows))
         if self.writes and rows:
-            values = {f"eval/{name}": value for name, value in titled(rows[-1]).items() if isinstance(value, float)}
+            values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
             self.curves.add(rows[-1]["iteration"], values)
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:

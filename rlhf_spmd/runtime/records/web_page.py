@@ -22,7 +22,6 @@ from rlhf_spmd.runtime.pictures.curves import Series, curves, finite_points
 from rlhf_spmd.runtime.pictures.palette import run_colours, styles_of_names
 from rlhf_spmd.runtime.pictures.picture import Picture, svg_of
 from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack
-from rlhf_spmd.runtime.records.evaluation_text import titled
 from rlhf_spmd.runtime.records.run_files import Reported, Row, read_config, read_rows, reported
 from rlhf_spmd.runtime.records.run_folder import CONFIG, EVALUATIONS
 from rlhf_spmd.runtime.world.trace import read_chrome
@@ -178,7 +177,7 @@ def read(path: Path) -> RunFiles:
         raise UserError(f"{path} is not a run folder: {CONFIG} {why}; give the folder that train printed")
     metrics, evaluations, samples = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
     records = read_chrome(path / "timeline.json")
-    return RunFiles(path, config, reported(path, config), metrics, [*map(titled, evaluations)], samples, records)
+    return RunFiles(path, config, reported(path, config), metrics, evaluations, samples, records)
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:

@@ -23,7 +23,6 @@ import torch
 from rlhf_spmd.config.evaluation_metrics import (
     PASS,
     best_row,
-    is_better,
     measure_by_source,
     metric_names,
     without_passes,
@@ -39,7 +38,6 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.records.evaluation_text import told
 from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
@@ -226,18 +224,15 @@ class Evaluator:
     def is_best(self, num_done: int) -> bool:
         """Returns whether the evaluation after so many iterations is better than every earlier one, by
         checkpoint.best."""
-        return (
-            bool(self.best and self.rows)
-            and self.rows[-1]["iteration"] == num_done
-            and is_better(self.rows, self.best, less=self.less)
-        )
+        return self.best_iteration == num_done
 
     @property
     def best_iteration(self) -> int | None:
         """After how many iterations the best evaluation was made; None without checkpoint.best."""
-        return (
-            self.rows[best_row(self.rows, self.best, less=self.less)]["iteration"] if self.best and self.rows else None
-        )
+        if not (self.best and self.rows):
+            return None
+        iteration: int = self.rows[best_row(self.rows, self.best, less=self.less)]["iteration"]
+        return iteration
 
     @property
     def why_over(self) -> str:
@@ -245,9 +240,9 @@ class Evaluator:
         if not (self.options.patience and self.rows):
             return ""
         index = best_row(self.rows, self.best, less=self.less)
-        if len(self.rows) - 1 - index < self.options.patience:
-            return ""
         num, best = len(self.rows) - 1 - index, self.rows[index]
+        if num < self.options.patience:
+            return ""
         return (
             f"ended early, because {self.best} has not improved in {num} evaluations; it was "
             f"{best[self.best]:.4g} after {_iterations(best['iteration'])}"
@@ -267,19 +262,14 @@ class Evaluator:
 
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """Returns a line for the console."""
-        texts = {name: formatted(metrics[name]) for name in self._names(metrics)}
-        for name in [name for name in texts if name.endswith(next(iter(texts)))]:
-            of_each = [
-                f"{key.removeprefix(f'{name}/')} {formatted(metrics[key])}"
-                for key in metrics
-                if key.startswith(f"{name}/")
-            ]
-            texts[name] += f" ({', '.join(of_each)})" if of_each else ""
+        shown = self._names(metrics)
+        of_sources = [name for name in metrics if name.startswith(f"{shown[0]}/")] if shown else []
+        text = ", ".join(f"{name} {formatted(metrics[name])}" for name in (*shown, *of_sources))
         num = self.job.program.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
         rows = "prompts" if self.evaluation.scores else "rows"
-        line = f"evaluation {when}: {told(texts)}; {num} {rows}, {metrics['evaluation_s']:.1f} s"
-        is_long = any("/" in name for name in texts)  # of several functions
+        line = f"evaluation {when}: {text}; {num} {rows}, {metrics['evaluation_s']:.1f} s"
+        is_long = any("/" in name for name in shown)  # of several functions
         return textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) if is_long else line
 
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.config.epochs import length_of
-from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
@@ -87,9 +86,6 @@ def notes(job: Job, resumed: Resumed | None) -> list[str]:
     found = list(resumed.notes) if resumed else []
     if job.evaluation is not None:
         found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
-        best, functions = job.config.checkpoint.best, function_labels(job.evaluation.config)
-        if functions and "@" in best.partition("/")[0]:
-            found.append(f"checkpoint.best={best} is of the weighted sum; {functions[0]}/{best} is of one function")
     return found
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_spmd.config.evaluation_metrics import (
     best_row,
-    is_better,
     measure,
     measure_by_source,
     metric_names,
@@ -56,5 +55,3 @@ def test_sources_are_told_apart_if_there_are_several():
 def test_the_first_of_equal_rows_is_the_best():
     rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
     assert best_row(rows, "x") == 1 and best_row(rows, "x", less=True) == 0
-    assert [is_better(rows[: num + 1], "x", less=True) for num in range(4)] == [True, False, False, False]
-    assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]
