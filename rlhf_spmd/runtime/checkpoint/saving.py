@@ -5,7 +5,7 @@ files, and completes the checkpoint. An error in a thread is raised by the next 
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,17 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
         self.check()
-        tensors, about = collect(self.job.models)
+        rank = self.world.rank
+        parts: dict[str, Tensors] = {}
+        if rank in self.writers:
+            parts[files.rank_file(rank)] = collect(self.job.models)
+        others = [files.rank_file(other) for other in self.writers if other > 0]
+        if in_flight is not None:
+            parts |= {files.drawn_file(rank): in_flight} if rank in self.drawers else {}
+            others += [files.drawn_file(other) for other in self.drawers if other > 0]
         self.last = iteration
         self._mine_written.clear()
-        arguments = (iteration, tensors, about, dict(state), best, in_flight)
+        arguments = (iteration, parts, others, dict(state), best)
         self._thread = threading.Thread(target=self._guarded, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -90,19 +97,19 @@ class Saver:
     def _write(
         self,
         iteration: int,
-        tensors: Mapping,
-        about: Mapping[str, str],
+        parts: Mapping[str, Tensors],
+        others: Sequence[str],
         state: Mapping[str, Any],
         best: int | None,
-        in_flight: Tensors | None,
     ) -> None:
+        """Writes a checkpoint.
+
+        parts: this rank's files of tensors.
+        others: names of those of all ranks but 0.
+        """
         rank, draft = self.world.rank, files.make_draft(self.root, iteration)
-        written, mine = {}, {}
-        if rank in self.writers:
-            mine[files.rank_file(rank)] = tensors, about
-        if in_flight is not None and rank in self.drawers:
-            mine[files.drawn_file(rank)] = in_flight
-        for name, part in mine.items():
+        written = {}
+        for name, part in parts.items():
             written[name] = write_tensors(draft / name, *part)
             if rank > 0:
                 files.say_written(draft, name, written[name])
@@ -112,8 +119,6 @@ class Saver:
         for name, text in self.texts.items():
             written[name] = files.write(draft / name, [text.encode(errors="backslashreplace")])
         self._mine_written.set()
-        others = [files.rank_file(rank) for rank in self.writers if rank > 0]
-        others += [files.drawn_file(rank) for rank in self.drawers if rank > 0 and in_flight is not None]
         # a rank that can't write reports it itself, and one that dies ends the job: only a slow disk is left
         written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
         files.sync(self.folder / "metrics.jsonl")  # these iterations' metrics must survive if their weights do

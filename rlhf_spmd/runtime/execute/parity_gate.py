@@ -18,7 +18,6 @@ from rlhf_spmd.runtime.world.metric_sums import Meter
 # 0.125, so rounding moves one token in a thousand by half a nat (bench/LOG.md); a fault moves the mean by nats.
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0}
 MEAN_TOLERANCE = {"bfloat16": 0.5}
-LARGEST = sys.float_info.max
 MEAN_TOKENS = 256  # the mean of fewer tokens is not checked
 
 
@@ -38,38 +37,32 @@ def parity_gate(
     corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that is
         not a number.
     """
-    limit = PARITY_TOLERANCE[config.dtype] if config.parity_tolerance is None else config.parity_tolerance
+    given = config.parity_tolerance
+    limit, mean_limit = PARITY_TOLERANCE[config.dtype], MEAN_TOLERANCE.get(config.dtype, math.inf)
     found = parity(old_BG, new_BG, mask_BG)
     meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
     meter.maximum("parity_max_abs", found.max_abs)
-    is_free = corrected and config.parity_tolerance is None
-    if found.max_abs > (LARGEST if is_free else limit):
-        place = found.row, found.position
+    if given is not None or corrected:
+        limit, mean_limit = sys.float_info.max if given is None else given, math.inf
+    elif found.num_tokens < MEAN_TOKENS:
+        mean_limit = math.inf
+    if found.max_abs <= limit and found.mean_abs <= mean_limit:
+        return
+    place = found.row, found.position
+    fix = "lower the learning rates, or look at the model"
+    if math.isfinite(found.max_abs):
         fix = (
-            f"the limit is parity_tolerance={limit:g}: raise it if this is rounding, use float32, "
-            "or let the loss correct it (importance_weights or rejection of the algorithm)" + _apart(config)
+            f"the limit is parity_tolerance={limit:g} for a token, and {mean_limit:g} for the mean: raise it if this "
+            "is rounding, use float32, or let the loss correct it (importance_weights or rejection of the algorithm)"
         )
-        raise UserError(
-            f"generation and training disagree: token {int(responses_BG[place])} at position {found.position} has "
-            f"logprob {float(old_BG[place]):.6f} from the generator and {float(new_BG[place]):.6f} in training, "
-            f"{found.max_abs:.2e} nats apart; "
-            + (fix if math.isfinite(found.max_abs) else "lower the learning rates, or look at the model")
-        )
-    mean_limit = MEAN_TOLERANCE.get(config.dtype, math.inf) if found.num_tokens >= MEAN_TOKENS else math.inf
-    if found.mean_abs > mean_limit and not corrected and config.parity_tolerance is None:
-        raise UserError(
-            f"generation and training disagree by {found.mean_abs:.2e} nats per token in the mean of "
-            f"{found.num_tokens:,} tokens, more than rounding gives (the limit is {mean_limit:g} in "
-            f"{config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, "
-            "which is then the only limit" + _apart(config)
-        )
-
-
-def _apart(config: Config) -> str:
-    """Returns what helps where copies with adapters were rounded; empty if there are none."""
-    if config.lora.generate == "apart":
-        return ""
-    return f"; lora.generate=joined rounds W + s B A to {config.dtype}, and lora.generate=apart has no such difference"
+        if config.lora.generate != "apart":
+            fix += f"; lora.generate=joined rounds W + s B A to {config.dtype}, and lora.generate=apart has no such "
+            fix += "difference"
+    raise UserError(
+        f"generation and training disagree: token {int(responses_BG[place])} at position {found.position} has "
+        f"logprob {float(old_BG[place]):.6f} from the generator and {float(new_BG[place]):.6f} in training, "
+        f"{found.max_abs:.2e} nats apart, and {found.mean_abs:.2e} in the mean of {found.num_tokens:,} tokens; {fix}"
+    )
 
 
 def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: int) -> None:

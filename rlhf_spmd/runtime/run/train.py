@@ -183,10 +183,8 @@ class Running:
         if self.history:
             left_s = self.console.left_s(current.number, total, self.history[-1]) - seconds
             left = f", about {progress.duration(max(left_s, 0.0))} left"
-        parts = [
-            f"{one.num - one.num_left} of {one.num} responses"
-            for one in [*(draws.generations if draws else {}).values()]
-        ]
+        generations = draws.generations.values() if draws else ()
+        parts = [f"{rollout.num - rollout.num_left} of {rollout.num} responses" for rollout in [*generations]]
         parts.append(f"instruction {now.position} of {record.num_instructions}")
         text = now.text.partition(": ")[2]
         return f"{current.title} of {total}, {progress.duration(seconds)}{left}: {', '.join(parts)}: {text}"

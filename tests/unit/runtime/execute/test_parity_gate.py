@@ -44,7 +44,7 @@ def test_joined_copies_that_round_too_much_are_named():
 
 
 def test_all_tokens_may_not_be():
-    with pytest.raises(UserError, match="disagree by 6.00e-01 nats per token in the mean of 512 tokens"):
+    with pytest.raises(UserError, match="6.00e-01 in the mean of 512 tokens; the limit is .*, and 0.5 for the mean"):
         gate(torch.full(SHAPE, -0.6))
     gate(torch.full(SHAPE, -0.6), "parity_tolerance=1")  # the user's limit is the only one
     gate(torch.full((2, 4), -0.6))  # too few for a mean
@@ -53,7 +53,7 @@ def test_all_tokens_may_not_be():
 def test_no_token_may_be_off_by_more_than_two_nats():
     difference_BG = torch.zeros(SHAPE)
     difference_BG[2, 1] = -2.1
-    with pytest.raises(UserError, match="2.10e.00 nats apart; the limit is parity_tolerance=2"):
+    with pytest.raises(UserError, match="2.10e.00 nats apart, .*; the limit is parity_tolerance=2"):
         gate(difference_BG)
 
 
@@ -61,10 +61,10 @@ def test_a_loss_that_corrects_differences_only_logs_them():
     """Unless the user has set a limit, or a logprob is not a number."""
     far = torch.full(SHAPE, -3.0)
     assert gate(far, corrected=True) == {"parity_max_abs": 3.0}
-    with pytest.raises(UserError, match="the limit is parity_tolerance=1: raise it"):
+    with pytest.raises(UserError, match="the limit is parity_tolerance=1 for a token"):
         gate(far, "parity_tolerance=1", corrected=True)
     far[1, 2] = float("nan")
-    with pytest.raises(UserError, match="inf nats apart; lower the learning rates"):
+    with pytest.raises(UserError, match="inf nats apart, .*; lower the learning rates"):
         gate(far, corrected=True)
 
 
