@@ -66,10 +66,6 @@ def test_a_whole_one_is_never_replaced(root):
     assert verified(root).iteration == 10
 
 
-def test_none_is_no_error(tmp_path):
-    assert newest(tmp_path) is None and newest(tmp_path / "nothing") is None
-
-
 # ---- a crash ---------------------------------------------------------------------------------------------------------
 
 
@@ -233,18 +229,6 @@ def test_another_version_is_refused(root):
     assert "was written by another version of rlhf_spmd" in refused(root)
 
 
-def test_half_a_manifest_is_refused(root):
-    path = checkpoint_folder(root, 10) / MANIFEST
-    path.write_bytes(path.read_bytes()[:40])
-    assert "manifest.json can't be read (JSONDecodeError" in refused(root)
-
-
 def test_without_a_manifest_it_is_no_checkpoint(root):
     (checkpoint_folder(root, 10) / MANIFEST).unlink()
     assert verified(root).iteration == 5
-
-
-def test_the_only_checkpoint_has_another_mend(root):
-    checkpoint_files._remove(checkpoint_folder(root, 5))
-    (checkpoint_folder(root, 10) / rank_file(0)).unlink()
-    assert "there is no older checkpoint; start anew" in refused(root)

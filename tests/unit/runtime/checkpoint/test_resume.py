@@ -128,12 +128,6 @@ def test_iterations_of_a_schedule_stay(tmp_path):
     assert "every learning rate" in message and "cosine ends after 15" in message
 
 
-def test_iterations_of_a_warm_up_as_a_share_stay(tmp_path):
-    write_run(tmp_path, "optimizer.warmup_ratio=0.2")
-    message = refused(tmp_path, "iterations=20")
-    assert "every learning rate" in message and "warm-up is 0.2 of 15 iterations" in message
-
-
 def test_another_strategy_forgets_the_options_of_the_first(tmp_path):
     write_run(tmp_path, "strategy.zero=1")
     assert resumed(tmp_path).config.strategy == {"zero": "1"}
@@ -180,12 +174,6 @@ def test_inputs_are_those_of_the_checkpoint(tmp_path):
     for name in (*now, "model in y"):
         with pytest.raises(UserError, match=f"the {name} changed since {tmp_path} was started; restore"):
             refuse_other_inputs(now | {name: "another"}, run)
-
-
-def test_a_cluster_file_is_found_again(tmp_path):
-    assert resumed(write_run(tmp_path)).cluster is None
-    (tmp_path / "cluster.toml").write_text("", encoding="utf-8")
-    assert resumed(tmp_path).cluster == str(tmp_path / "cluster.toml")
 
 
 def test_checkpoints_of_later_runs_are_read_as_numbers(tmp_path):

@@ -31,12 +31,6 @@ def saver(tmp_path, monkeypatch) -> Saver:
     return Saver(SimpleNamespace(**parts), tmp_path, TEXTS)
 
 
-def test_when_it_is_due(saver):
-    assert [number for number in range(1, 13) if saver.is_due(number)] == [4, 8, 12]
-    saver.options = Checkpointing(every=0)
-    assert not any(saver.is_due(number) for number in range(1, 13))
-
-
 def test_the_loop_does_not_wait_for_the_disk(saver, monkeypatch):
     go, real = threading.Event(), checkpoint_files.commit
 
@@ -77,11 +71,6 @@ def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
         saver.check()
     monkeypatch.undo()
     assert newest(saver.root).iteration == 4
-
-
-def test_nothing_saved_is_nothing_to_finish(saver):
-    saver.finish()
-    assert not saver.root.exists()
 
 
 def test_signals_are_told_once():

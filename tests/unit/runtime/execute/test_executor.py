@@ -198,14 +198,6 @@ def test_a_peer_that_posted_long_ago_is_not_late():
                     assert late == (stopped < posted), (step, stopped)
 
 
-def test_other_errors_stay_as_they_are():
-    program = place_calls(make_workload(), "1x1")
-    executor = executors(program, Board(1))[0]
-    error = RuntimeError("shape [3, 4] is invalid")
-    assert explained(executor, error, program.instructions[0][0], 0) is error
-    assert isinstance(explained(executor, RuntimeError("connection lost"), Agree("x"), 0), UserError)
-
-
 @pytest.mark.parametrize("ranks", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     """Both ends list the same tags and sizes in the same order, whatever is under way between them."""

@@ -64,12 +64,6 @@ def test_stop_texts_end_responses(name, overrides):
     assert gained == pytest.approx(num_shorter)
 
 
-def test_a_cache_that_holds_no_sequence_is_refused(overrides, monkeypatch):
-    monkeypatch.setattr("rlhf_spmd.runtime.execute.handlers.generate.free_bytes", lambda *_: 1000.0)
-    with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
-        responses_of(overrides)
-
-
 def test_the_cache_of_samples_has_the_same_limit(overrides, monkeypatch):
     job = RunOf(load(overrides)).job
     monkeypatch.setattr("rlhf_spmd.runtime.run.samples.free_bytes", lambda *_: 1000.0)

@@ -218,19 +218,6 @@ def test_a_shorter_limit_only_cuts():
         assert short == [row[:width] for row in whole]
 
 
-def test_no_rows():
-    nothing_BP, bits_BG = torch.zeros(0, 5, dtype=torch.int64), draw(0)
-    responses_BG, logprobs_BG, support_BGK = generate_rows(make_model(), nothing_BP, bits_BG, eos_ids=SELDOM, top_k=3)
-    assert responses_BG.shape == logprobs_BG.shape == (0, MAX_RESPONSE)
-    assert responses_BG.dtype == torch.int64 and support_BGK.shape == (0, MAX_RESPONSE, 3)
-
-
-def test_all_rows_end_at_once():
-    model, everything = make_model(), tuple(range(VOCAB))
-    responses_BG, *_ = run(model, make_prompts(4), draw(4), eos_ids=everything)
-    assert [len(row) for row in rows(responses_BG)] == [1] * 4
-
-
 def test_uninitialised_memory_cannot_leak(monkeypatch):
     """A masked slot has weight 0, but 0 * NaN is NaN: memory that nobody has written must not reach the products."""
     model, prompts, bits_BG = make_model(), make_prompts(9), draw(9)

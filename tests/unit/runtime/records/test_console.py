@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.runtime.records.console import Console, Result, cell
+from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.metrics import columns_of, metrics_of
 from tests.unit.runtime.records.test_run_folder import METRICS, SAMPLES
@@ -117,20 +117,6 @@ def test_columns_come_from_the_page_and_its_options():
     assert "trained_groups" in columns("grpo.oversampling=2", "grpo.drop_equal_groups=true")
 
 
-def test_a_page_that_generates_nothing_has_no_columns_of_responses():
-    config = presets.load("model", [], algorithm="sft")
-    workflow = config.algorithm.workflow(config.options)
-    columns = columns_of(metrics_of(config.algorithm, workflow), config, workflow)
-    assert columns == ["loss", "token_accuracy", "entropy", "trained_tokens", "iteration_s"]
-
-
-def test_numbers_that_are_too_long_lose_digits():
-    assert [cell(value, "{:6.1f}", 6) for value in (1.25, 12345.6, 1234567, -1234567)] == [
-        "   1.2", " 12346", " 1e+06", "-1e+06"
-    ]  # fmt: skip
-    assert cell(12345.0, "{:7.1%}", 7) == " 1e+06%" and cell(-1e300, "{:6.1f}", 6) == "******"
-
-
 def test_the_time_that_is_left(monkeypatch):
     clock = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
@@ -143,10 +129,6 @@ def test_the_time_that_is_left(monkeypatch):
         ["67", "min"],
         ["1.7", "h"],
     ]
-
-
-def test_what_was_not_measured_is_null():
-    assert json.loads(result(parity_max_abs=math.nan).to_json())["parity_max_abs"] is None
 
 
 def test_other_ranks_are_silent(capsys, tmp_path):

@@ -1,7 +1,6 @@
 """Run folders of somebody else: the verbs that read them run no code of theirs, print no orders to the terminal, end
 with one message for what may not be read, and never with a traceback. 8 s."""
 
-import errno
 import json
 import os
 import subprocess
@@ -283,26 +282,6 @@ def test_what_is_no_file_or_too_large_is_named(kind, run, capsys):
         path.rmdir() if kind == "folder" else path.unlink()
         if before is not None:
             path.write_bytes(before)
-
-
-def test_a_file_that_fails_while_it_is_read_is_named(run, capsys, monkeypatch):
-    def fail(path):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    assert main(words("status", run)) == 2
-    said = capsys.readouterr().err
-    assert "Input/output error when reading or writing" in said and str(run / "flight" / "rank-0000.bin") in said
-
-
-@pytest.mark.parametrize("name", ["rollouts/iteration-000000/part-0000.jsonl", "flight/rank-0000.bin"])
-def test_what_does_not_fit_in_memory_is_named(name, run, capsys, monkeypatch):
-    def fail(path):
-        raise MemoryError
-
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    assert main(words("rollouts" if "rollouts" in name else "status", run)) == 2
-    assert f"{run / name} does not fit in memory" in capsys.readouterr().err
 
 
 def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):

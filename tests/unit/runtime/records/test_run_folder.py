@@ -2,16 +2,12 @@
 
 import json
 import math
-import os
-import re
 import resource
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -70,30 +66,6 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
         RunFolder.create(tmp_path, strategy="flattening", name="job-1")
 
 
-@pytest.mark.parametrize("has_locked", [True, False])
-def test_two_starts_with_one_name_and_no_folder_of_runs(has_locked, tmp_path, monkeypatch):
-    """The other one makes the folder between two system calls of this one. Until it locks it, who locks first runs."""
-    root, mkdir, others = tmp_path / "runs", Path.mkdir, []
-
-    def late(path: Path, *given, **how) -> None:
-        if path == root / "m" and not others:
-            others.append(RunFolder(root / "m"))
-            mkdir(path)
-            if has_locked:
-                others[0].lock()
-        mkdir(path, *given, **how)
-
-    monkeypatch.setattr(Path, "mkdir", late)
-    if has_locked:
-        with pytest.raises(UserError, match="runs/m is in use by another run"):
-            RunFolder.create(root, strategy="flattening", name="m")
-    else:
-        made = RunFolder.create(root, strategy="flattening", name="m")
-        with pytest.raises(UserError, match="runs/m is in use by another run"):
-            others[0].lock()
-        assert made.path == root / "m"
-
-
 def test_a_folder_that_other_hosts_do_not_see_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_spmd.runtime.records.run_folder.FIND_S", 0.05)
     RunFolder(tmp_path).find()
@@ -106,23 +78,6 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, name):
     with pytest.raises(UserError, match="plain folder name"):
         RunFolder.create(tmp_path, strategy="flattening", name=name)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match="can't be made"):
-        RunFolder.create(tmp_path / "file" / "runs", strategy="flattening")
-    with pytest.raises(UserError, match="exists already|can't be made"):
-        RunFolder.create(tmp_path / "file", strategy="flattening")
-
-
-def test_mode(tmp_path):
-    before = os.umask(0o022)
-    try:
-        folder = RunFolder.create(tmp_path / "runs", strategy="flattening")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(folder.path.stat().st_mode) == stat.S_IMODE(folder.path.parent.stat().st_mode) == 0o750
 
 
 def test_files(tmp_path):
@@ -147,11 +102,6 @@ def test_files(tmp_path):
         "samples.jsonl",
         "samples.txt",
     }  # nothing half written
-
-
-def test_a_score_that_is_zero_when_rounded_has_no_minus():
-    text = format_samples([Sample(0, "a", "b", -1e-5, "c", -0.0)])
-    assert text.count("  +0.000  | ") == 2
 
 
 def test_metrics_are_on_disk_after_every_iteration(tmp_path):
@@ -198,14 +148,6 @@ def test_events_that_cannot_be_written(tmp_path):
     assert threading.active_count() == threads
 
 
-def test_timeline(tmp_path):
-    folder = RunFolder(tmp_path)
-    spans = [["actor_generate", "compute", 1.0, 2.0, 1, {}]]
-    folder.write_timeline([{"rank": 0, "host": "", "spans": spans}], title="flattening", workflow=WORKFLOW)
-    assert json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))["otherData"]["title"] == "flattening"
-    assert (tmp_path / "timeline.png").stat().st_size > 5000
-
-
 def test_other_ranks_write_nothing(tmp_path):
     folder = RunFolder(tmp_path, writes=False)
     folder.write_values("config.json", {})
@@ -237,10 +179,6 @@ def test_imports_are_late():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_metric_names_are_words():
-    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in METRICS)
-
-
 def test_the_metrics_of_ppo_keep_their_names_and_curves():
     """Whoever compares runs finds the same curves in all of them."""
     by_group = {
@@ -270,18 +208,6 @@ def test_samples_are_safe_to_print():
 
 
 # ---- console
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_full_disk_is_told(tmp_path, name):
-    folder = RunFolder(tmp_path)
-    (tmp_path / name).symlink_to("/dev/full")  # what is written there does not fit
-    with pytest.raises(UserError, match="can't be written: No space left on device; make room there$"):
-        if name == "metrics.jsonl":
-            folder.write_metrics(0, {"reward": 1.0})
-        else:
-            (tmp_path / f".{name}.{os.getpid()}").symlink_to("/dev/full")
-            folder.write_samples(SAMPLES)
 
 
 def test_a_resumed_run_drops_what_it_does_again(tmp_path):

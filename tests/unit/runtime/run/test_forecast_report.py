@@ -3,20 +3,17 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from rlhf_spmd.plan.cost.calibration import Machine
 from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.workload import Answers, ResponseLengths
-from rlhf_spmd.runtime.execute.response_hashes import digests
+from rlhf_spmd.plan.workload import Answers
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
+from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare
 from tests.unit.plan.cost.test_seconds import machine
 from tests.unit.verbs.test_plan import example
 
@@ -91,15 +88,6 @@ def test_episodes_that_forecasts_cannot_assume():
     assert compared.whole.forecast_s is None and compared.whole.measured_s == 1.0
     assert "no lognormal has a mean of 0.1 s and a 95th percentile of 0.9 s" in compared.notes[0]
     assert "95th percentile 0.9 s" in compared.notes[1]
-
-
-def test_the_forecast_is_for_the_lengths_of_the_run():
-    program = example("flattening", 1)
-    answers = [{"rows": digests(np.array([[1, 0]]), np.array([[0, 0]]), torch.tensor([[[5, 6], [7, -1]]]))}]
-    assert token_counts(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
-    calibration = machine()
-    short = replace(program, workload=replace(program.workload, forecast_lengths=ResponseLengths.of((2, 1), (1, 3))))
-    assert forecast(short, calibration).makespan_s < forecast(program, calibration).makespan_s
 
 
 def test_episodes_stand_beside_their_forecast():
