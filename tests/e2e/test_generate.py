@@ -8,7 +8,6 @@ import torch
 
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_tokenizer, read_config
-from rlhf_spmd.runtime.offline.generate_file import Estimate
 from tests import warm
 from tests.folders import WORDS, write_model
 
@@ -37,15 +36,6 @@ def generate(ranks: int, folder: Path, lines: list[dict], *options: str, name: s
     assert result["ended_share"] == pytest.approx(ended / len(found), abs=1e-4)
     assert not list(folder.glob("*.part"))
     return found
-
-
-def test_what_is_said_meanwhile(monkeypatch):
-    """Rank 0 tells of all ranks by its own share."""
-    clock = iter([100.0, 104.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    estimate = Estimate(1000, 0.5)
-    estimate(100, 4000)
-    assert estimate.text() == "200 of 1,000 responses, 2,000 tokens/s, about 16 s left"
 
 
 def read(path: Path) -> list[dict]:

@@ -80,25 +80,6 @@ def replacing(path: Path) -> Iterator[TextIO]:
             part.unlink()
 
 
-class Estimate:
-    """Progress of the whole run, estimated on rank 0 from its own copy of the model and its share of the prompts:
-    asking the other ranks would make them wait for one another."""
-
-    def __init__(self, total: int, share: float):
-        self.total, self.share, self.ended, self.tokens = total, share, 0, 0
-        self.started = time.perf_counter()
-
-    def __call__(self, num_ended: int, num_tokens: int) -> None:
-        self.ended += num_ended
-        self.tokens += num_tokens
-
-    def text(self) -> str:
-        """Returns what is done, and the time that the rest takes."""
-        done, seconds = min(round(self.ended / self.share), self.total), time.perf_counter() - self.started
-        left = f", about {progress.duration((self.total - done) / done * seconds)} left" if done else ""
-        return f"{done:,} of {self.total:,} responses, {self.tokens / self.share / seconds:,.0f} tokens/s{left}"
-
-
 # ---- one copy of the model ------------------------------------------------------------------------------------------
 
 
@@ -129,14 +110,14 @@ class Replica:
     judge: Judge | None = None  # chooses the best sample of each prompt
     _queue: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
 
-    def next_window(self, estimate: Estimate) -> list[dict[str, Any]]:
+    def next_window(self) -> list[dict[str, Any]]:
         """Returns lines of the next window, samples of a prompt adjacent, or only the best one; [] if there is none."""
         while len(self._queue) < AHEAD and (window := next(self.windows, None)):
             self._queue.append(self._submit(window))
         if not self._queue:
             return []
         prompts, numbers = self._queue.popleft()
-        self.engine.run(numbers, progress=estimate)
+        self.engine.run(numbers)
         responses_RG, logprobs_RG, _ = self.engine.results(numbers)
         logprobs = logprobs_RG.double().sum(1).tolist()
         tokens = [[token for token in row if token >= 0] for row in responses_RG.tolist()]
@@ -260,14 +241,10 @@ def generate_file(
     world.barrier("the start of generation")
     started = time.perf_counter()
     totals: Counter[str] = Counter()
-    share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
-    num = len(asked) * options.samples_per_prompt
     kept = 1 if options.best_of else options.samples_per_prompt  # lines of a prompt
-    estimate = Estimate(num, share)
-    progress.say(estimate.text)  # on rank 0, which alone shows it
     with replacing(out) if world.rank == 0 else nullcontext() as file:
         for start in range(0, len(asked), window_of(options) * layout.dp):
-            window = replica.next_window(estimate) if replica else []
+            window = replica.next_window() if replica else []
             answers = world.allgather(window if layout.reports(world.rank) else [], f"the responses from {start}")
             if file is not None:
                 of_copies = [answers[rank] for rank in layout.ranks if layout.reports(rank)]
@@ -277,6 +254,10 @@ def generate_file(
                 for line in lines:
                     totals.update(sequences=1, tokens=line["num_tokens"], ended=line["finish"] != "length")
                     totals.update({name: line[name] for name in ("score", "mean_score") if name in line})
+                num, seconds = len(asked) * kept, time.perf_counter() - started
+                left_s = (num - totals["sequences"]) / totals["sequences"] * seconds
+                done = f"{totals['sequences']:,} of {num:,} lines, {totals['tokens'] / seconds:,.0f} tokens/s"
+                progress.say(f"{done}, about {progress.duration(left_s)} left")
         seconds = time.perf_counter() - started
     num_lines = max(totals["sequences"], 1)
     result = {

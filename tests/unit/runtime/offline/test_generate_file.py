@@ -1,6 +1,7 @@
 """The file of offline generation: how responses are dealt, how they ended, and what becomes of a broken run's file."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,8 @@ def test_places_stay_filled_between_windows(tmp_path, tokenizer):
     options = load_options(words)
     copy = generate_file.make_replica(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
     rounds, counts = [], []
-    while found := copy.next_window(lambda *told: rounds.append(told)):
+    copy.engine.run = partial(copy.engine.run, progress=lambda *counted: rounds.append(counted))
+    while found := copy.next_window():
         counts.append(len(found))
         assert len(copy.engine.requests.prompts) <= 2 * generate_file.WINDOW * 2, "finished requests are kept"
     assert counts == [16] * 4
