@@ -31,8 +31,8 @@ LIMIT_S = 120.0  # for one start
 PROGRAM = "rlhf_spmd.__main__"
 ADDRESS = "TEST_WARM"  # the environment variable with the address of the process that several of tests share
 IMPORTS = ("rlhf_spmd.verbs.train", "rlhf_spmd.runtime.run.train", "numpy.random")  # all but MPI's
-IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "tensorboard.summary.writer.record_writer")
-IMPORTS += ("tensorboard.compat.proto.summary_pb2", "safetensors.torch", "transformers", "tokenizers.implementations")
+IMPORTS += ("matplotlib.backends.backend_agg", "matplotlib.figure", "torch.utils.tensorboard")
+IMPORTS += ("safetensors.torch", "transformers", "tokenizers.implementations")
 OURS = ("rlhf_spmd", "kernels", "strategies", "bench", "tools", "tests")
 RANK = REPOSITORY / "tests" / "warm_rank.py"
 

@@ -7,9 +7,6 @@ resumed run overwrites the points of iterations that it repeats.
 from __future__ import annotations
 
 import hashlib
-import itertools
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,8 +17,6 @@ from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 
 WANDB_ID = "wandb_id"  # a file of the run folder with the id by which a resumed run finds its curves
-EVENTS = "events.out.tfevents"  # TensorBoard reads files with this prefix
-NUMBERS = itertools.count()  # of this process's event files
 START_S = 30.0  # timeout of the server
 
 
@@ -41,7 +36,7 @@ class Curves:
     def __init__(self, folder: Path, notes: list[str]):
         self.folder, self.notes = folder, notes
         self.purge_step: int | None = None  # TensorBoard drops earlier points of this step and later ones
-        self._writers: dict[str, Writer] = {"TensorBoard": Events(self)}
+        self._writers: dict[str, Writer] = {"TensorBoard": TensorBoard(self)}
 
     def start_wandb(self, config: Config, options: Mapping[str, Any]) -> str:
         """Starts or resumes the run at Weights & Biases, once -> its address; offline, its folder. Raises UserError."""
@@ -108,39 +103,22 @@ class Wandb:
         self.run.finish()
 
 
-class Events:
-    """A file of TensorBoard events, each on the disk when `add` returns; the first one makes the file. TensorBoard's
-    own writer does not report the errors of its thread, and reopens the file for every event."""
+class TensorBoard:
+    """A file of TensorBoard events, each on the disk when `add` returns; the first one makes the file."""
 
     def __init__(self, curves: Curves):
         self.curves = curves
-        self._file: Any = None
+        self._writer: Any = None
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # late, because it takes 0.1 s
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # late, because it takes half a second
 
-        if self._file is None:
-            self._open()
-        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(Event(step=step, summary=Summary(value=points)))
-
-    def _open(self) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        name = f"{EVENTS}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
-        self._file = RecordWriter((self.curves.folder / name).open("xb"))
-        self._write(Event(file_version="brain.Event:2"))
-        if self.curves.purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(step=self.curves.purge_step, session_log=start))
+            self._writer = SummaryWriter(str(self.curves.folder), purge_step=self.curves.purge_step)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._file.write(event.SerializeToString())
-        self._file.flush()
+        if self._writer is not None:
+            self._writer.close()
