@@ -17,6 +17,7 @@ REPHRASED: dict[str, str] = {
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 SHOWN = 160  # characters of a difference, of each side
 
+NOT_WRITTEN_ANY_MORE = (" late_before", " late_after")  # ends of names: of samples
 Golden = Mapping[str, str] | Sequence[str]  # of a run: names and texts; of a program: lines
 
 
@@ -30,8 +31,9 @@ def in_new_names(golden: Golden, renames: Mapping[str, str]) -> Golden:
     two become one."""
     if not isinstance(golden, Mapping):
         return [REPHRASED.get(line, renamed(line, renames)) for line in golden]
-    found = {renamed(name, renames): text for name, text in golden.items()}
-    if len(found) < len(golden):
+    kept = {name: text for name, text in golden.items() if not name.endswith(NOT_WRITTEN_ANY_MORE)}
+    found = {renamed(name, renames): text for name, text in kept.items()}
+    if len(found) < len(kept):
         raise ValueError(f"RENAMES gives two things one name: {', '.join(renames.values())}")
     return found
 

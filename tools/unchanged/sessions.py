@@ -22,7 +22,6 @@ from tools.unchanged.runs import LIMIT_S, leaves, tensors
 # metrics of tools that depend on seconds, or on what the rows that answered together were
 OF_TOOLS = ("answers", "tool_s", "tool_p95_s", "calls_repeated", "parity_max_abs", "parity_mean_abs")
 OF_A_PLACE = ("run", "folder", "out", "actor", "seconds", "wall_s", "rows_per_s", "tokens_per_s", "peak_rss", "run_dir")
-NOT_WRITTEN_ANY_MORE = ("late_before", "late_after")  # of samples
 REWARDS = """\
 def right(responses, answer):
     return [float(response.strip() == wanted) for response, wanted in zip(responses, answer)]
@@ -180,7 +179,7 @@ def last_line(path: Path) -> dict:
 
 def timeless(row: dict) -> dict:
     """Returns a row without what tells the time or the place."""
-    return {name: value for name, value in row.items() if name not in (*TIMED, *OF_TOOLS, *OF_A_PLACE, *NOT_WRITTEN_ANY_MORE)}
+    return {name: value for name, value in row.items() if name not in (*TIMED, *OF_TOOLS, *OF_A_PLACE)}
 
 
 # ---- tokens of data sets ---------------------------------------------------------------------------------------------
