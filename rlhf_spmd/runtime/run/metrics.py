@@ -47,7 +47,7 @@ TURNS = {  # of episodes
     DROPPED: Metric("generation", limits=(0.0, 0.25), advice="look at the notes about the environment, and repair it"),
 }
 ALL_BROKE = "repair the environment, which broke each time (the notes say how)"
-OF_EPISODES = ("tool_timeouts", "end_rollout_timeout")  # ends of the names of metrics: a time limit was reached
+INEXACT = (TIMEOUTS, "tool_timeouts", "end_rollout_timeout", DROPPED)  # ends of the names of metrics
 BUDGET = {  # means per optimizer step
     PLACES_USED: Metric("optimizer"),
     STEP_TOKENS: Metric("optimizer", "tokens/step", "{:11,.0f}", leaves=7),
@@ -137,23 +137,17 @@ def num_timeouts(rows: Sequence[Mapping]) -> int:
 
 
 def timeouts_note(rows: Sequence[Mapping]) -> str:
-    """Says what time limits that were reached mean for a run; empty if none was.
+    """Says that a run cannot be repeated exactly, because time limits were reached or episodes were dropped; else
+    empty.
 
     rows: as in num_timeouts.
     """
-    if num := num_timeouts(rows):
-        late = f"a reward function ran out of reward_timeout_s for {num} responses"
-    elif any(row[name] for row in rows for name in row if name.endswith(OF_EPISODES)):
-        late = "responses reached episode.tool_timeout_s or episode.timeout_s"
-    elif any(row[name] for row in rows for name in row if name.endswith(DROPPED)):
-        return (
-            "episodes were dropped because their environment broke, so this run can be repeated exactly only if it "
-            "breaks in the same places"
-        )
-    else:
+    reached = {name for row in rows for name, value in row.items() if name.endswith(INEXACT) and value}
+    if not reached:
         return ""
     return (
-        f"{late}, so this run cannot be repeated exactly: which responses those are depends on the speed of the machine"
+        f"time limits were reached, or environments broke ({', '.join(sorted(reached))}), so this run cannot be "
+        "repeated exactly: which responses those are depends on the speed of the machine"
     )
 
 
