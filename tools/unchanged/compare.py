@@ -17,7 +17,8 @@ REPHRASED: dict[str, str] = {
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 SHOWN = 160  # characters of a difference, of each side
 
-NOT_WRITTEN_ANY_MORE = (" late_before", " late_after")  # ends of names: of samples
+# Ends of names that were removed on purpose: of samples, and of the state of a checkpoint.
+NOT_WRITTEN_ANY_MORE = (" late_before", " late_after", "state support", "state strategy", "state num_ranks")
 Golden = Mapping[str, str] | Sequence[str]  # of a run: names and texts; of a program: lines
 
 

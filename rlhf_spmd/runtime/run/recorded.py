@@ -95,7 +95,7 @@ def surroundings(job: Job) -> dict[str, str]:
     """Returns what the last bits of a run's numbers depend on, by name: the program and, of this rank, the rest."""
     device = job.world.computes.index
     return {
-        "program": job.program.fingerprint,
+        "stable program": job.program.fingerprint,
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
