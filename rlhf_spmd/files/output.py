@@ -26,20 +26,6 @@ ERASE = "\r\x1b[K"  # takes away what is on the line of the cursor
 NOTE = "rlhf_spmd: note: "
 
 
-class Styled(str):
-    """Text with escapes of our own, which is printed as it is."""
-
-    @classmethod
-    def of(cls, text: str, style: str, reset: str) -> "Styled":
-        """Returns a text between two escapes."""
-        return cls(style + printable(text) + reset)
-
-    @classmethod
-    def joined(cls, *parts: str) -> "Styled":
-        """Joins styled and other texts."""
-        return cls("".join(part if isinstance(part, Styled) else printable(part) for part in parts))
-
-
 class Stream(io.TextIOWrapper):
     """A standard stream. is_work: an output that can't be written ends the process; otherwise it goes on without.
     speaks: it then prints a note."""
@@ -52,7 +38,7 @@ class Stream(io.TextIOWrapper):
         self.show_passing("")
         self.wrote_s = time.monotonic()
         with self._may_be_lost():
-            super().write(text if isinstance(text, Styled) else printable(text))
+            super().write(printable(text))
         return len(text)
 
     def flush(self) -> None:
@@ -119,7 +105,7 @@ def _go_on_without(reason: object) -> None:
 def put(text: str, stream: TextIO) -> bool:
     """Prints a line -> whether a further one may be printed: a stream that is closed takes no more."""
     try:
-        stream.write(Styled.joined(text, "\n"))
+        stream.write(printable(text) + "\n")
         stream.flush()
     except (AttributeError, OSError, ValueError) as error:
         _go_on_without(error)

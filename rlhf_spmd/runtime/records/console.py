@@ -1,7 +1,7 @@
 """Prints a run: a heading, a line per iteration, samples, what was learned and where it is, and one next command; where
 there is no terminal, one JSON line last.
 
-Plain lines on standard output, the same in a terminal (with a little colour) and in a batch job's log. No line of the
+Plain lines on standard output, the same in a terminal and in a batch job's log. No line of the
 table is longer than the terminal is wide. Only rank 0's console is enabled.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import sys
 import textwrap
@@ -25,7 +24,6 @@ from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import command_lines, formatted
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
-BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 NUMBER, LEFT = "iteration", "left"  # columns that are no metrics: the number, and the time that is left
 MOST_TEXT = 120  # columns of samples
 NEXT = "Next: "
@@ -116,14 +114,13 @@ class Console:
         self.metrics, self.columns, self.enabled = metrics, columns, enabled
         self.stream, self.as_json = stream or sys.stdout, as_json
         self.room = output.table_width(self.stream)  # columns of the terminal; None: there is none
-        self._colour = self.room is not None and not os.environ.get("NO_COLOR")
         self._columns: list[Column] = []
         self._ended_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last iterations ended
 
     def heading(self, title: str, facts: Mapping[str, object]) -> None:
         """Prints a title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from
         p.jsonl"}."""
-        self._print(self._style(title, BOLD))
+        self._print(title)
         self._print_facts(facts)
 
     def note(self, text: str) -> None:
@@ -146,7 +143,7 @@ class Console:
             self._columns.append(Column(LEFT, LEFT, "", 6, 0))
             self._columns = columns_that_fit(self._columns, self.room or output.width())
             headings = [column.heading.rjust(column.width) for column in self._columns]
-            self._print(self._style("  ".join(headings), FAINT))
+            self._print("  ".join(headings))
         self._ended_s.append(time.monotonic())
         texts = {NUMBER: f"{number}/{total}", LEFT: progress.duration(self.left_s(number, total, metrics))}
         cells = []
@@ -167,9 +164,9 @@ class Console:
         if not samples:
             return
         width = min(MOST_TEXT, self.room or output.width())
-        self._print(self._style("\nResponses before and after training, with their scores", BOLD))
+        self._print("\nResponses before and after training, with their scores")
         for line in format_samples(samples, width).removesuffix("\n").split("\n"):
-            self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
+            self._print(line)
 
     def closing(self, result: Result, folder: RunFolder) -> None:
         """Prints what was learned, where it is, what to do next and, where that is wanted, the result as JSON."""
@@ -197,13 +194,12 @@ class Console:
             facts[f"trained {role}"] = f"{path / role} ({kind})"
         ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
         iterations = "1 iteration" if result.iterations == 1 else f"{result.iterations} iterations"
-        self._print(self._style(f"\nDone: {iterations} of {result.strategy} on {ranks}", BOLD))
+        self._print(f"\nDone: {iterations} of {result.strategy} on {ranks}")
         self._print_facts(facts)
         for text in folder.notes:
             self._print(f"  note: {text}")
         report = ["python", "-m", "rlhf_spmd", "report", str(path), "--out", str(path / "report.html")]
-        text = command_lines(list(map(shlex.quote, report)), self.room, before=len(NEXT))
-        self._print(output.Styled.joined(self._style(NEXT, BOLD), text))
+        self._print(NEXT + command_lines(list(map(shlex.quote, report)), self.room, before=len(NEXT)))
         if self.room is None if self.as_json is None else self.as_json:
             self._print(result.to_json())
 
@@ -215,13 +211,10 @@ class Console:
             if self.room is not None:
                 room = max(20, self.room - width - 4)
                 lines = textwrap.wrap(str(value), room, break_long_words=False, break_on_hyphens=False) or [""]
-            self._print(output.Styled.joined("  ", self._style(name.ljust(width), FAINT), f"  {lines[0]}"))
+            self._print(f"  {name.ljust(width)}  {lines[0]}")
             for line in lines[1:]:
                 self._print(" " * (width + 4) + line)
 
     def _print(self, text: str = "") -> None:
         if self.enabled:
             self.enabled = output.put(text, self.stream)
-
-    def _style(self, text: str, style: str) -> str:
-        return output.Styled.of(text, style, RESET) if self._colour else text

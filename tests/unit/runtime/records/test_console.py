@@ -139,14 +139,3 @@ def test_other_ranks_are_silent(capsys, tmp_path):
     console.samples(SAMPLES)
     console.closing(result(), RunFolder(tmp_path))
     assert capsys.readouterr() == ("", "")
-
-
-def test_colour_only_in_a_terminal_that_wants_it(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Terminal()
-    Console(METRICS, stream=stream).heading("title", {})
-    assert stream.getvalue() == "\x1b[1mtitle\x1b[0m\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    stream = Terminal()
-    Console(METRICS, stream=stream).heading("title", {})
-    assert stream.getvalue() == "title\n"
