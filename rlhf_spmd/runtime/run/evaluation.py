@@ -190,7 +190,7 @@ class Evaluator:
             return
         with self.job.world.together("reading the evaluations so far"):
             rows = folder.rows(EVALUATIONS) if num_done and folder.writes else []
-            rows = [row for row in rows if row.get("iteration", 0) <= num_done]
+            rows = [row for row in rows if row.get("iteration") in range(num_done + 1)]
             self._check(rows)
         self.rows = self.job.world.bcast(rows, what="the evaluations so far")
         folder.write_evaluations(self.rows)

@@ -14,26 +14,6 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Offload, Program, Run
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.runtime.records.run_folder import RunFolder
-
-# ---- metrics --------------------------------------------------------------------------------------------------------
-
-
-def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
-    rows = [{"iteration": number, "mean@1": 0.5} for number in (0, 2, 4)]
-    folder = RunFolder(tmp_path)
-    assert folder.evaluations(4, ["mean@1"]) == []
-    folder.write_evaluations(rows)
-    assert folder.evaluations(3, ["mean@1"]) == rows[:2]
-    for line in ("{}", "half a li", "3", '{"iteration": 6, "mean@1": null}', '{"iteration": "6", "mean@1": 1}'):
-        folder.write_evaluations(rows)
-        with (tmp_path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        with pytest.raises(
-            UserError, match="jsonl, line 4 is not an evaluation of this run; restore the file, or delete"
-        ):
-            folder.evaluations(3, ["mean@1"])
-
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
