@@ -32,9 +32,8 @@ def in_new_names(golden: Golden, renames: Mapping[str, str]) -> Golden:
     two become one."""
     if not isinstance(golden, Mapping):
         return [REPHRASED.get(line, renamed(line, renames)) for line in golden]
-    kept = {name: text for name, text in golden.items() if not name.endswith(NOT_WRITTEN_ANY_MORE)}
-    found = {renamed(name, renames): text for name, text in kept.items()}
-    if len(found) < len(kept):
+    found = {renamed(name, renames): text for name, text in golden.items()}
+    if len(found) < len(golden):
         raise ValueError(f"RENAMES gives two things one name: {', '.join(renames.values())}")
     return found
 
@@ -44,7 +43,7 @@ def difference(old: Golden, new: Golden) -> str | None:
     if isinstance(old, Mapping) != isinstance(new, Mapping):
         return "one side is a run, the other one a program"
     if isinstance(old, Mapping):
-        names = [name for name in (*old, *(name for name in new if name not in old))]
+        names = [name for name in {**old, **new} if not name.endswith(NOT_WRITTEN_ANY_MORE)]
         found = [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
     else:
         pairs = enumerate(zip_longest(old, new), start=1)
