@@ -17,8 +17,6 @@ REPHRASED: dict[str, str] = {
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 SHOWN = 160  # characters of a difference, of each side
 
-# Ends of names that were removed on purpose: of samples, and of the state of a checkpoint.
-NOT_WRITTEN_ANY_MORE = (" late_before", " late_after", "state support", "state strategy", "state num_ranks")
 Golden = Mapping[str, str] | Sequence[str]  # of a run: names and texts; of a program: lines
 
 
@@ -43,7 +41,14 @@ def difference(old: Golden, new: Golden) -> str | None:
     if isinstance(old, Mapping) != isinstance(new, Mapping):
         return "one side is a run, the other one a program"
     if isinstance(old, Mapping):
-        names = [name for name in {**old, **new} if not name.endswith(NOT_WRITTEN_ANY_MORE)]
+        gone = (
+            " late_before",
+            " late_after",
+            "state support",
+            "state strategy",
+            "state num_ranks",
+        )  # not written any more
+        names = [name for name in {**old, **new} if not name.endswith(gone)]
         found = [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
     else:
         pairs = enumerate(zip_longest(old, new), start=1)
@@ -70,7 +75,7 @@ def compare(
     lacks is a difference, and so is one that only the new side has: nobody knows what it was."""
     old = {renamed(name, renames): in_new_names(golden, renames) for name, golden in old.items()}
     found: dict[str, str | None] = {}
-    for name in (*old, *(name for name in new if name not in old)):
+    for name in {**old, **new}:
         if name not in new or name not in old:
             found[name] = f"only the {'old' if name in old else 'new'} side has this case"
         else:
