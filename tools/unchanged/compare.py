@@ -41,14 +41,11 @@ def difference(old: Golden, new: Golden) -> str | None:
     if isinstance(old, Mapping) != isinstance(new, Mapping):
         return "one side is a run, the other one a program"
     if isinstance(old, Mapping):
-        gone = (
-            " late_before",
-            " late_after",
-            "state support",
-            "state strategy",
-            "state num_ranks",
-        )  # not written any more
-        names = [name for name in {**old, **new} if not name.endswith(gone)]
+        names = [  # but for what is not written any more
+            name
+            for name in {**old, **new}
+            if not name.endswith((" late_before", " late_after", "state support", "state strategy", "state num_ranks"))
+        ]
         found = [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
     else:
         pairs = enumerate(zip_longest(old, new), start=1)
