@@ -76,12 +76,10 @@ def other_shapes(run: Path) -> None:
 
 CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a changed byte": (lambda run: flip(run, RANK_FILE), [RANK_FILE, "is damaged", OLDER]),
-    "a file cut short": (lambda run: cut(run, RANK_FILE), [RANK_FILE, "is damaged", OLDER]),
     "a missing file": (lambda run: (run / RANK_FILE).unlink(), [RANK_FILE, "is missing", OLDER]),
     "a link": (link, [RANK_FILE, "is a link", OLDER]),
     "no safetensors": (lambda run: put(run, "rank-0001.safetensors", b"\x80\x04pickled"), [RANK_FILE, "can't be read"]),
     "other shapes": (other_shapes, ["can't be read", OLDER]),
-    "half a manifest": (lambda run: cut(run, f"{LAST}/manifest.json"), ["manifest.json can't be read", OLDER]),
     "a path outside": (
         lambda run: edit_manifest(run, lambda values: values["files"].update({"../x": ""})),
         ["manifest.json can't be read", OLDER],
@@ -89,10 +87,6 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "an older layout of random numbers": (
         lambda run: edit_manifest(run, lambda values: values.update(random_layout=1)),
         ["iteration-000002 was written by another version", "or start a new run"],
-    ),
-    "another iteration": (
-        lambda run: edit_manifest(run, lambda values: values.update(iteration=7)),
-        ["manifest.json can't be read", OLDER],
     ),
     "no controller": (
         lambda run: change(run, "state.json", lambda state: state["state"].pop("kl_coef")),
